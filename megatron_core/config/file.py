@@ -1,0 +1,143 @@
+"""A configuration as a file: YAML or JSON, flat or nested by section."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatron_core.config.megatron_flags import is_unsupported
+from megatron_core.config.run import RunConfig
+from megatron_core.errors import ConfigError
+
+
+def field_types() -> dict[str, Any]:
+    """Every setting's name and its type, over all sections."""
+    sections = typing.get_type_hints(RunConfig).values()
+    return {name: kind for section in sections for name, kind in typing.get_type_hints(section).items()}
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """The configuration in a file; what the file does not name keeps its default.
+
+    Names are those of the fields, with underscores or hyphens, at the top level or under their section
+    (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). An unknown
+    name, a name given twice and a value of the wrong type are each a ``ConfigError``.
+    """
+    values: dict[str, Any] = {}
+    kinds = field_types()
+    for name, value in _flat_items(_load(Path(path)), str(path)):
+        if name not in kinds:
+            raise ConfigError(_unknown(name, str(path), kinds))
+        if name in values:
+            raise ConfigError(f"{name} stands twice in {path}; keep one of the two")
+        values[name] = _checked(name, value, kinds[name], str(path))
+    return RunConfig.from_flat(values)
+
+
+def write_config(config: RunConfig, path: str | Path) -> None:
+    """Write ``config`` as YAML by section; ``--config`` reads the equal configuration back."""
+    text = yaml.safe_dump(asdict(config), sort_keys=False)
+    Path(path).write_text("# The settings of one run; --config reads them back.\n" + text, encoding="utf-8")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    try:
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"--config {path} is not valid {kind}: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; write 'name: value' lines")
+    return loaded
+
+
+def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
+    """The (name, value) pairs of a file, with its sections opened."""
+    sections = {part.name for part in fields(RunConfig)}
+    for key, value in loaded.items():
+        name = _plain(key)
+        if name not in sections:
+            yield name, value
+        elif isinstance(value, dict):
+            yield from ((_plain(inner), item) for inner, item in value.items())
+        elif value is not None:
+            raise ConfigError(
+                f"{name}={value!r} in {path}: {name} is a section, so indent its settings below"
+            )
+
+
+def _plain(key: object) -> str:
+    """A key as a field's name."""
+    return str(key).lstrip("-").replace("-", "_")
+
+
+def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
+    """The sentence for a name that no section has."""
+    if is_unsupported(name):
+        return f"Megatron-LM's {name} (in {path}) is not supported by megatron-native (yet); remove it"
+    close = difflib.get_close_matches(name, kinds, n=3, cutoff=0.6)
+    hint = f"perhaps you meant {' or '.join(close)}" if close else "--help lists every setting"
+    return f"{name} in {path} is not a setting; {hint}"
+
+
+def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
+    """``value`` as the field's type."""
+    try:
+        return _convert(value, kind)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{name}={value!r} in {path} does not fit; legal: {_describe(kind)}") from None
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """``value`` as type ``kind``; a ``ValueError`` or ``TypeError`` where it cannot be.
+
+    YAML 1.1 reads ``1e-3`` as a string, hence the numbers from strings.
+    """
+    options = typing.get_args(kind)
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        if value is None or value == "None":
+            return None
+        return _convert(value, next(option for option in options if option is not type(None)))
+    if typing.get_origin(kind) is Literal:
+        return options[options.index(value)]
+    if typing.get_origin(kind) is tuple:
+        return tuple(_convert(item, str) for item in (value if isinstance(value, list) else [value]))
+    return _convert_plain(value, kind)
+
+
+def _convert_plain(value: Any, kind: type) -> Any:
+    """``value`` as bool, int, float or str."""
+    if (kind is bool) != isinstance(value, bool) or not isinstance(value, bool | int | float | str):
+        raise TypeError
+    if kind is int:
+        number = float(value) if isinstance(value, str) else value
+        if number != int(number):
+            raise ValueError
+        return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    return kind(value)
+
+
+def _describe(kind: Any) -> str:
+    """What a setting of this type may be, in words."""
+    options = typing.get_args(kind)
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return " or ".join("null" if option is type(None) else _describe(option) for option in options)
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(map(str, options))
+    if typing.get_origin(kind) is tuple:
+        return "a list of strings"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]

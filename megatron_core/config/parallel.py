@@ -1,0 +1,63 @@
+"""How the work is split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout: sizes of the parallel axes and what overlaps with what."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (TP)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers (PP)."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence (CP); only 1 is supported so far."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts (EP); only 1 is supported so far."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers in each chunk of the interleaved schedule."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
+    section 2.2)."""
+    sequence_parallel: bool = False
+    """Split the sequence over the TP ranks outside the matrix products (Korthikanti et al. 2022,
+    section 4.2.2)."""
+    tp_comm_overlap: bool = True
+    """Reduce the input gradient of a parallel linear layer while its weight gradient is computed;
+    --no-tp-comm-overlap does one after the other."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state and main weights over the data parallel ranks (ZeRO stage 1)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradient buckets over data parallel ranks while backward still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward already runs; needs --use-distributed-optimizer."""
+    ddp_bucket_size: int = 40_000_000
+    """Elements in a gradient bucket."""
+    rank_order: str = "tp-cp-ep-dp-pp"
+    """Order of the axes over the ranks, the fastest first."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Back end of torch.distributed; auto: nccl with GPUs, else gloo."""
+    distributed_timeout_minutes: float = 10.0
+    """After how many minutes a collective that some rank does not join is an error."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model in a world of ``world_size`` ranks (DP)."""
+        return world_size // self.model_parallel_size
+
+    def num_chunks(self, num_layers: int) -> int:
+        """Chunks of layers on each pipeline rank; 1 without interleaving."""
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            per_rank = num_layers // self.pipeline_model_parallel_size
+            return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
+        return self.num_virtual_stages_per_pipeline_rank or 1

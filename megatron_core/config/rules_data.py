@@ -1,0 +1,97 @@
+"""Rules for data sources, the tokenizer and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_core.config.run import RunConfig
+
+_TOKENIZER_FILES = {
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def data_problems(config: RunConfig) -> Iterator[str]:
+    """Exactly one source of tokens, and splits that go with it."""
+    data = config.data
+    given = [name for name in ("data_path", "train_data_path", "mock_data") if getattr(data, name)]
+    if not given:
+        yield "data_path=() names no tokens; give one of --data-path, --train-data-path, --mock-data"
+    if len(given) > 1:
+        shown = " and ".join(f"{name}={_shown(getattr(data, name))}" for name in given)
+        yield f"{shown} exclude one another; keep one of them"
+    for name in ("valid_data_path", "test_data_path"):
+        paths = getattr(data, name)
+        if paths and not data.train_data_path:
+            yield f"{name}={_shown(paths)} needs train_data_path; give it, or use --data-path with --split"
+    if data.split is not None:
+        yield from _split_problems(config)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        yield from _blend_problems(name, getattr(data, name))
+
+
+def _shown(value: object) -> str:
+    """A setting's value as it is typed."""
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _number(text: str) -> float | None:
+    """The number in ``text``, or ``None``."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _split_problems(config: RunConfig) -> Iterator[str]:
+    """The shares of train, validation and test."""
+    data = config.data
+    if not data.data_path:
+        yield f"split={data.split} applies to data_path alone, which is not given; remove it"
+    shares = [_number(part) for part in (data.split or "").split(",")]
+    sound = [share for share in shares if share is not None and 0 <= share < math.inf]
+    if len(sound) != len(shares) or len(shares) > 3 or not sound[0] > 0:
+        yield f"split={data.split} is not legal; give up to three shares, the first above 0, as in 969,30,1"
+
+
+def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
+    """Weights and prefixes in turn, where numbers stand in the places of weights."""
+    weights = [_number(path) for path in paths[::2]]
+    given = [weight for weight in weights if weight is not None]
+    if len(paths) < 2 or not given:
+        return
+    if len(paths) % 2 or len(given) < len(weights):
+        yield (
+            f"{name}={_shown(paths)} has weights, but is not weight prefix weight prefix ...; "
+            "give every prefix a weight, or none (a prefix that is a number is written ./7)"
+        )
+    elif not all(0 < weight < math.inf for weight in given):
+        yield f"{name}={_shown(paths)} has a weight that is not a number above 0; leave that data set out"
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    """Something tells the size of the vocabulary, and a tokenizer has its files."""
+    data = config.data
+    if data.tokenizer_type is None and data.vocab_size is None:
+        yield "tokenizer_type=None and vocab_size=None leave the vocabulary open; give one of them"
+    if data.eod_mask_loss and data.tokenizer_type is None:
+        yield "eod_mask_loss=True needs a tokenizer's end-of-document id; give --tokenizer-type or remove it"
+    for name in _TOKENIZER_FILES.get(data.tokenizer_type or "", ()):
+        if getattr(data, name) is None:
+            flag = "--" + name.replace("_", "-")
+            yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"
+
+
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of saving and loading that need a folder."""
+    checkpoint = config.checkpoint
+    needs = {"save_interval": "save", "ckpt_step": "load", "finetune": "load"}
+    for name, folder in needs.items():
+        value = getattr(checkpoint, name)
+        if value not in (None, False) and getattr(checkpoint, folder) is None:
+            yield f"{name}={value} has no effect without {folder}; add --{folder} FOLDER or remove it"

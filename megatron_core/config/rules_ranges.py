@@ -1,0 +1,77 @@
+"""Rules for one setting alone: whole numbers above zero, finite numbers, fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megatron_core.config.run import RunConfig
+
+_AT_LEAST_ONE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "recompute_num_layers",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "ddp_bucket_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "eval_interval",
+    "exit_interval",
+    "lr_decay_iters",
+    "lr_wsd_decay_iters",
+    "loss_scale_window",
+    "hysteresis",
+    "seq_length",
+    "vocab_size",
+    "save_interval",
+    "log_interval",
+)
+_AT_LEAST_ZERO = ("eval_iters", "seed", "lr_warmup_iters", "ckpt_step")
+_ABOVE_ZERO = (
+    "rotary_base",
+    "norm_epsilon",
+    "init_method_std",
+    "distributed_timeout_minutes",
+    "exit_duration_in_mins",
+    "lr",
+    "adam_eps",
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+)
+_NOT_NEGATIVE = ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad")
+_BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
+
+
+def range_problems(config: RunConfig) -> Iterator[str]:
+    """Settings whose value is outside its range whatever the others are; ``None`` is always inside."""
+    values = config.flat()
+    yield from _outside(values, _AT_LEAST_ONE, lambda x: x >= 1, "1, 2, 3, ...")
+    yield from _outside(values, _AT_LEAST_ZERO, lambda x: x >= 0, "0, 1, 2, ...")
+    yield from _outside(values, _ABOVE_ZERO, lambda x: 0 < x < math.inf, "a finite number above 0")
+    yield from _outside(values, _NOT_NEGATIVE, lambda x: 0 <= x < math.inf, "0 or a finite number above it")
+    yield from _outside(values, _BELOW_ONE, lambda x: 0 <= x < 1, "from 0 up to, not including, 1")
+    yield from _outside(values, ["rotary_percent"], lambda x: 0 < x <= 1, "above 0 and up to 1")
+
+
+def _outside(
+    values: dict[str, Any], names: Iterable[str], is_legal: Callable[[float], bool], legal: str
+) -> Iterator[str]:
+    """A sentence for each of the settings ``names`` whose value is not legal; NaN never is."""
+    for name in names:
+        if values[name] is not None and not is_legal(values[name]):
+            yield f"{name}={values[name]} is out of range; legal: {legal}"

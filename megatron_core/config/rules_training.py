@@ -1,0 +1,120 @@
+"""Rules for batches, the length of training, the learning rate and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_core.config.rules_layout import leaves_rest
+from megatron_core.config.run import RunConfig
+
+
+def _copies(config: RunConfig, world_size: int) -> int | None:
+    """The data parallel size, or ``None`` where the layout does not fit the world."""
+    size = config.parallel.model_parallel_size
+    if size < 1 or world_size < 1 or world_size % size:
+        return None
+    return world_size // size
+
+
+def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The global batch against what the ranks take at a time."""
+    training, copies = config.training, _copies(config, world_size)
+    if training.global_batch_size is None or copies is None:
+        return
+    at_once = training.micro_batch_size * copies
+    if leaves_rest(training.global_batch_size, at_once):
+        below = training.global_batch_size // at_once * at_once
+        nearest = f"{below}, {below + at_once}" if below else f"{at_once}"
+        yield (
+            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data "
+            f"parallel size = {training.micro_batch_size} x {copies} = {at_once}; nearest legal: {nearest}"
+        )
+
+
+def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """How long training lasts is said exactly once and is at least one step."""
+    training, copies = config.training, _copies(config, world_size)
+    if training.train_iters is None and training.train_samples is None:
+        yield "train_iters=None and train_samples=None leave the length of training open; give one of them"
+    if training.train_iters is not None and training.train_samples is not None:
+        yield (
+            f"train_iters={training.train_iters} and train_samples={training.train_samples} "
+            "exclude one another; keep one of them"
+        )
+    if training.train_samples is not None and training.micro_batch_size >= 1 and copies is not None:
+        batch = training.batch_size(copies)
+        if 1 <= training.train_samples < batch:
+            yield (
+                f"train_samples={training.train_samples} is less than one global batch of {batch}, so all "
+                f"{training.train_samples} would be left over; legal: {batch} or more"
+            )
+
+
+def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The learning rate's bounds and the lengths of its phases."""
+    optimizer = config.optimizer
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(optimizer, name)
+        if value > optimizer.lr:
+            yield f"{name}={value} is more than lr={optimizer.lr}; legal: 0 to {optimizer.lr}"
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        yield (
+            f"lr_warmup_fraction={optimizer.lr_warmup_fraction} and "
+            f"lr_warmup_iters={optimizer.lr_warmup_iters} exclude one another; keep one of them"
+        )
+    decay = _decay_steps(config, world_size)
+    if decay and optimizer.lr_warmup_fraction is None and optimizer.lr_warmup_iters >= decay:
+        yield (
+            f"lr_warmup_iters={optimizer.lr_warmup_iters} leaves none of the {decay} steps until the "
+            f"learning rate is lowest; legal: 0 to {decay - 1}, or a longer training"
+        )
+    yield from _wsd_problems(config, decay)
+
+
+def _decay_steps(config: RunConfig, world_size: int) -> int | None:
+    """Steps until the learning rate is at its lowest, where they can be told."""
+    training, copies = config.training, _copies(config, world_size)
+    if config.optimizer.lr_decay_iters is not None:
+        return config.optimizer.lr_decay_iters
+    if training.train_iters is not None:
+        return training.train_iters
+    if copies is None or training.micro_batch_size < 1 or (training.global_batch_size or 1) < 1:
+        return None
+    return training.num_iterations(copies)
+
+
+def _wsd_problems(config: RunConfig, decay: int | None) -> Iterator[str]:
+    """The last phase of warm-up, stable, decay."""
+    optimizer = config.optimizer
+    steps = optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style != "WSD":
+        if steps is not None:
+            yield (
+                f"lr_wsd_decay_iters={steps} has no effect with lr_decay_style={optimizer.lr_decay_style}; "
+                "add --lr-decay-style WSD or remove it"
+            )
+    elif steps is None:
+        yield "lr_wsd_decay_iters=None is missing for lr_decay_style=WSD; give the steps of the last phase"
+    elif decay:
+        warmup = (optimizer.lr_warmup_fraction or 0) * decay or optimizer.lr_warmup_iters
+        if steps > decay - warmup > 0:
+            yield (
+                f"lr_wsd_decay_iters={steps} is more than the {decay - warmup:g} steps after warm-up; "
+                f"legal: 1 to {int(decay - warmup)}"
+            )
+
+
+def precision_problems(config: RunConfig) -> Iterator[str]:
+    """One precision, and a loss scale only where it is used."""
+    training, optimizer = config.training, config.optimizer
+    chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
+    if len(chosen) > 1:
+        shown = " and ".join(f"{name}=True" for name in chosen)
+        yield f"{shown} exclude one another; keep one of them, or none for float32"
+    if optimizer.loss_scale is not None and not training.fp16:
+        yield f"loss_scale={optimizer.loss_scale} has no effect without fp16; add --fp16 or remove it"
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield (
+            f"min_loss_scale={optimizer.min_loss_scale} is more than "
+            f"initial_loss_scale={optimizer.initial_loss_scale}; legal: up to {optimizer.initial_loss_scale}"
+        )

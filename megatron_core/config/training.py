@@ -1,0 +1,102 @@
+"""Batches, length of training, precision, optimizer and learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, length of training, seeds and precision."""
+
+    micro_batch_size: int = 1
+    """Sequences that one rank takes through the model at a time."""
+    global_batch_size: int | None = None
+    """Sequences in one optimizer step; default micro_batch_size x data parallel size."""
+    train_iters: int | None = None
+    """Optimizer steps of the whole training; this or --train-samples."""
+    train_samples: int | None = None
+    """Sequences of the whole training; this or --train-iters."""
+    eval_interval: int | None = None
+    """Steps between evaluations on the validation split; default none but at the end."""
+    eval_iters: int = 10
+    """Global batches in one evaluation; 0 turns evaluation off."""
+    exit_interval: int | None = None
+    """Save and leave when the iteration is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and leave after this many minutes."""
+    seed: int = 1234
+    """Seed of weights, data order and dropout."""
+    bf16: bool = False
+    """Weights and activations in bfloat16, main weights and gradients in float32."""
+    fp16: bool = False
+    """Weights and activations in float16 with a dynamic loss scale, main weights and gradients in float32."""
+    fp64: bool = False
+    """Everything in float64: for proofs and debugging."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop with an error when loss or gradient norm is not finite (with fp16 the step is skipped instead);
+    --no-check-for-nan-in-loss-and-grad goes on."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the torch dtype of weights and activations."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+
+    def batch_size(self, data_parallel_size: int) -> int:
+        """Sequences in one optimizer step after defaults."""
+        return self.global_batch_size or self.micro_batch_size * data_parallel_size
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Micro-batches that one rank takes in one optimizer step."""
+        return self.batch_size(data_parallel_size) // (self.micro_batch_size * data_parallel_size)
+
+    def num_iterations(self, data_parallel_size: int) -> int:
+        """Optimizer steps of the whole training."""
+        if self.train_iters is not None:
+            return self.train_iters
+        return (self.train_samples or 0) // self.batch_size(data_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019), clipping, the loss scale and the learning rate over time."""
+
+    lr: float = 1e-3
+    """Highest learning rate."""
+    min_lr: float = 0.0
+    """Lowest learning rate after warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD", "inverse-square-root"] = "linear"
+    """How the learning rate falls after warm-up."""
+    lr_decay_iters: int | None = None
+    """Step at which the learning rate has reached its lowest; default the whole training."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay steps, instead of --lr-warmup-iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of warm-up."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the last phase of WSD (warm-up, stable, decay)."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the last phase of WSD."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    loss_scale: float | None = None
+    """Fixed loss scale for fp16; default dynamic."""
+    initial_loss_scale: float = 2.0**32
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest value of the dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Good steps in a row before the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Bad steps before the dynamic loss scale halves."""

@@ -1,0 +1,48 @@
+"""Every fault of a configuration at once, in sentences that say the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_core.config.rules_data import checkpoint_problems, data_problems, tokenizer_problems
+from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
+from megatron_core.config.rules_ranges import range_problems
+from megatron_core.config.rules_training import (
+    batch_problems,
+    learning_rate_problems,
+    length_problems,
+    precision_problems,
+)
+from megatron_core.config.run import RunConfig
+from megatron_core.errors import ConfigError
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each fault: the setting, its value, and the legal choices or another way out.
+
+    A pure function of its arguments: nothing is edited, no file, device or environment variable is looked at.
+    A fault that follows from another one has no sentence of its own.
+    """
+    if world_size < 1:
+        yield f"world_size={world_size} is out of range; legal: 1, 2, 3, ..."
+    yield from range_problems(config)
+    yield from model_problems(config)
+    yield from recompute_problems(config)
+    yield from parallel_problems(config, world_size)
+    yield from batch_problems(config, world_size)
+    yield from length_problems(config, world_size)
+    yield from learning_rate_problems(config, world_size)
+    yield from precision_problems(config)
+    yield from data_problems(config)
+    yield from tokenizer_problems(config)
+    yield from checkpoint_problems(config)
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raise one ``ConfigError`` with all sentences, numbered, unless there are none."""
+    found = list(problems(config, world_size))
+    if found:
+        heading = "One setting" if len(found) == 1 else f"{len(found)} settings"
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        lines = [f"  {number}. {sentence}" for number, sentence in enumerate(found, 1)]
+        raise ConfigError("\n".join([f"{heading} cannot be honoured on {ranks}:", *lines]))

@@ -1,0 +1,128 @@
+"""Gradients of all stages of a rank: accumulated, completed, and summed over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from megatron_core.data_parallel.buffer import Bucket, make_buckets
+from megatron_core.data_parallel.finalize import complete_gradients
+from megatron_core.parallel.groups import ParallelGroups
+
+
+class DataParallel:
+    """Keeps the gradients of ``stages`` in flat buckets and reduces them once a step.
+
+    Losses are expected to be normalised by the whole global batch already, so that gradients are summed, never
+    averaged. With ``overlap_grad_reduce`` a bucket's sum begins as soon as the last micro-batch's backward has
+    finished with its parameters; buckets whose gradients are partial wait for ``finish``. With
+    ``overlap_param_gather`` a module waits for its own parameters just before its forward.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        groups: ParallelGroups,
+        *,
+        sharded: bool = False,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        bucket_size: int = 40_000_000,
+    ) -> None:
+        self.groups, self.sharded = groups, sharded
+        self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
+        self.buckets: list[Bucket] = []
+        for stage, module in stages.items():
+            self.buckets += make_buckets(
+                _named(module),
+                stage,
+                groups.group("dp-cp"),
+                tp_size=groups.size("tp"),
+                bucket_size=bucket_size,
+                sharded=sharded,
+            )
+        self._waiting: dict[Bucket, int] = {}
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
+        if overlap_param_gather:
+            for module in stages.values():
+                self._wait_before_forward(module)
+
+    def zero_grad(self) -> None:
+        """Begin a new step."""
+        for bucket in self.buckets:
+            bucket.zero_grad()
+
+    def arm(self, stage: int) -> None:
+        """Say that the next backward of ``stage`` is its last one in this step."""
+        if self.overlap_grad_reduce:
+            self._waiting.update({b: len(b.parameters) for b in self._early(stage)})
+
+    def finish(self) -> None:
+        """Complete and sum all gradients; afterwards each bucket's ``grad_shard`` is final."""
+        self._waiting.clear()
+        for bucket in self.buckets:
+            if not bucket.reduced:
+                complete_gradients(bucket, self.groups)
+                bucket.start_reduce()
+        for bucket in self.buckets:
+            bucket.finish_reduce()
+
+    def gather_weights(self) -> None:
+        """Give every rank the weights that the others have updated; with overlap, wait when they are needed."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+        if not self.overlap_param_gather:
+            self.finish_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for all weights."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def _early(self, stage: int) -> list[Bucket]:
+        return [b for b in self.buckets if b.stage == stage and b.kind.partial is None]
+
+    def _accumulator(self, bucket: Bucket):
+        def accumulate(parameter: nn.Parameter) -> None:
+            # Linear layers have added to main_grad themselves and leave no grad; the hook runs all the same.
+            if parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+            if bucket in self._waiting:
+                self._waiting[bucket] -= 1
+                self._reduce_ready(bucket.stage)
+
+        return accumulate
+
+    def _reduce_ready(self, stage: int) -> None:
+        """Start complete buckets, never one before its predecessor: all ranks must start them in the same order."""
+        for bucket in self._early(stage):
+            if bucket.reduced:
+                continue
+            if self._waiting.get(bucket) != 0:
+                return
+            bucket.start_reduce()
+
+    def _wait_before_forward(self, root: nn.Module) -> None:
+        bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        for module in root.modules():
+            needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+            if needed:
+                module.register_forward_pre_hook(_waiter(needed))
+
+
+def _waiter(buckets: set[Bucket]):
+    def wait(module: nn.Module, args: object) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    return wait
+
+
+def _named(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Global names where the model knows them."""
+    named = getattr(module, "named_global_parameters", module.named_parameters)
+    return named()

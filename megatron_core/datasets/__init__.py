@@ -1,0 +1,41 @@
+"""Token files, and the samples that training reads from them.
+
+`BatchLoader` is in `megatron_core.datasets.loader` and not handed on here: it needs torch, and the tools that
+write token files should start without it.
+"""
+
+from megatron_core.datasets.base import Dataset, Sample
+from megatron_core.datasets.blend import BlendedDataset, parse_blend
+from megatron_core.datasets.build import Splits, build_datasets
+from megatron_core.datasets.builder import IndexedDatasetBuilder
+from megatron_core.datasets.gpt_dataset import GPTDataset
+from megatron_core.datasets.header import DatasetHeader, check_tokenizer, read_header, write_header
+from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
+from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.mock import MockDataset
+from megatron_core.datasets.permutation import KeyedPermutation, mix64
+from megatron_core.datasets.split import parse_split, split_ranges
+
+__all__ = [
+    "BlendedDataset",
+    "DType",
+    "Dataset",
+    "DatasetHeader",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "KeyedPermutation",
+    "MockDataset",
+    "Sample",
+    "Splits",
+    "build_datasets",
+    "check_tokenizer",
+    "get_bin_path",
+    "get_idx_path",
+    "mix64",
+    "parse_blend",
+    "parse_split",
+    "read_header",
+    "split_ranges",
+    "write_header",
+]

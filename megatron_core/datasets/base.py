@@ -1,0 +1,26 @@
+"""What training asks of a data set."""
+
+from typing import Protocol, TypedDict
+
+import numpy as np
+
+
+class Sample(TypedDict):
+    """One training sequence of L tokens.
+
+    tokens: int64 [L]. labels: int64 [L], the token that follows each. loss_mask: float32 [L], 1 where it counts.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+
+
+class Dataset(Protocol):
+    """Samples in an endless order: item i is a pure function of i, for every i >= 0."""
+
+    sequence_length: int
+
+    def __getitem__(self, index: int) -> Sample:
+        """The sample at a place of the endless order."""
+        ...

@@ -1,0 +1,100 @@
+"""Several data sets read as one, each in its share."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_core.datasets.base import Sample
+from megatron_core.datasets.gpt_dataset import GPTDataset
+from megatron_core.errors import ConfigError
+
+# Shares are rounded to 1 / 65,536; the two tables of the period take less than a megabyte.
+PERIOD = 2**16
+
+
+def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tuple[str, ...]]:
+    """Weights (None where there are none) and prefixes of a `--data-path`, by Megatron's rule.
+
+    A list of even length whose items 0, 2, 4, ... are numbers is weight prefix weight prefix ...; any other list
+    is prefixes alone. ConfigError: some but not all of those items are numbers, or a weight is not above 0.
+    """
+    items = [item.strip() for item in data_path]
+    numbers = [_number(item) for item in items[::2]]
+    given = " ".join(items)
+    if len(items) == 1 or all(number is None for number in numbers):
+        return None, tuple(items)
+    if len(items) % 2 or None in numbers:
+        raise ConfigError(
+            f"--data-path {given}: numbers stand where weights stand, but not before every prefix; give weight prefix "
+            "weight prefix ..., or prefixes alone (a prefix that is a number can be written ./5)"
+        )
+    weights = tuple(number for number in numbers if number is not None)
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError(f"--data-path {given}: a weight is not a number above 0; leave that data set out")
+    return weights, tuple(items[1::2])
+
+
+class BlendedDataset:
+    """Several data sets in an endless order in which each comes up in its share, evenly spread.
+
+    The order repeats one period of 2**16 slots. A data set with n of them has its slot k at time (k + 0.5) / n, and
+    slots are sorted by time; its own items come in their order. So the data set and the item of index i are found
+    from i alone. Shares are rounded to whole slots (largest remainder), and every data set has at least one.
+
+    weights: None stands for the sizes of the data sets, in samples per epoch.
+    """
+
+    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float] | None) -> None:
+        if not datasets or len(datasets) > PERIOD:
+            raise ConfigError(f"a blend of {len(datasets)} data sets; between 1 and {PERIOD} are possible")
+        if weights is not None and len(weights) != len(datasets):
+            raise ConfigError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each")
+        self._datasets = tuple(datasets)
+        self.sequence_length = datasets[0].sequence_length
+        self.samples_per_epoch = sum(dataset.samples_per_epoch for dataset in datasets)
+        self.slots = slots(weights or [dataset.samples_per_epoch for dataset in datasets])
+        self._dataset_of_slot, self._item_of_slot = _period(self.slots)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of the data set that index i >= 0 is read from, and the index in it."""
+        if index < 0:
+            raise IndexError(f"sample {index}: the order starts at 0")
+        period, slot = divmod(index, PERIOD)
+        dataset = int(self._dataset_of_slot[slot])
+        return dataset, period * self.slots[dataset] + int(self._item_of_slot[slot])
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` >= 0 of the endless order."""
+        dataset, item = self.locate(index)
+        return self._datasets[dataset][item]
+
+
+def slots(weights: Sequence[float]) -> tuple[int, ...]:
+    """How many of a period's slots each weight gets: largest remainder, and at least one each."""
+    total = math.fsum(weights)
+    exact = [weight / total * PERIOD for weight in weights]
+    counts = [max(1, math.floor(share)) for share in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: max(0, PERIOD - sum(counts))]:
+        counts[i] += 1
+    # Only where tiny weights were raised to one slot: the largest pay for it.
+    while sum(counts) > PERIOD:
+        counts[counts.index(max(counts))] -= 1
+    return tuple(counts)
+
+
+def _period(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The data set and the item of each slot: int32 [PERIOD] both."""
+    items = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    datasets = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.argsort(times, kind="stable")
+    return datasets[order], items[order]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,111 @@
+"""Reading a `.bin`/`.idx` pair: any sequence of tokens, by its number."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
+from megatron_core.datasets.index_reader import read_index
+from megatron_core.errors import DataError
+
+__all__ = ["DType", "IndexedDataset", "get_bin_path", "get_idx_path"]
+
+
+class IndexedDataset:
+    """The sequences of `PREFIX.bin`, found through `PREFIX.idx`.
+
+    `[i]` and `get(i)` give one sequence, `[a:b]` a list of them; a multimodal set gives (sequence, mode) and
+    (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file.
+    DataError on opening: a file is missing, is no token file, or is shorter than it says.
+    """
+
+    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
+        self.path_prefix = str(path_prefix)
+        self._bin = Path(get_bin_path(self.path_prefix))
+        _check_presence(self.path_prefix)
+        index = read_index(Path(get_idx_path(self.path_prefix)), multimodal, mmap)
+        self.dtype = index.dtype
+        self.sequence_lengths = index.sequence_lengths
+        self.sequence_pointers = index.sequence_pointers
+        self.document_indices = index.document_indices
+        self.sequence_modes = index.sequence_modes
+        self._itemsize = DType.size(self.dtype)
+        self._check_bin()
+        self._buffer = self._map() if mmap else None
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """One sequence, or the list of sequences of a slice with step 1."""
+        if not isinstance(index, slice):
+            return self.get(index)
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a slice of a token file needs step 1, found {step}; index the sequences one by one")
+        sequences = [self._tokens(i, 0, None) for i in range(start, stop)]
+        return sequences if self.sequence_modes is None else (sequences, self.sequence_modes[start:stop])
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """`length` tokens of a sequence from token `offset` on (all that are left without a length)."""
+        place = idx + len(self) if idx < 0 else idx
+        if not 0 <= place < len(self):
+            raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
+        tokens = self._tokens(place, offset, length)
+        return tokens if self.sequence_modes is None else (tokens, self.sequence_modes[place])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return int(self.sequence_lengths.sum(dtype=np.int64))
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether both files of the prefix are there."""
+        return Path(get_idx_path(path_prefix)).is_file() and Path(get_bin_path(path_prefix)).is_file()
+
+    def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
+        whole = int(self.sequence_lengths[index])
+        count = whole - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > whole:
+            raise IndexError(
+                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
+            )
+        # Python integers: the byte position of a token does not fit 32 bits.
+        place = int(self.sequence_pointers[index]) + offset * self._itemsize
+        if self._buffer is not None:
+            return np.frombuffer(self._buffer, dtype=self.dtype, count=count, offset=place)
+        return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=place)
+
+    def _map(self) -> Any:
+        # An empty file cannot be mapped.
+        return np.memmap(self._bin, dtype=np.uint8, mode="r") if self._bin.stat().st_size else b""
+
+    def _check_bin(self) -> None:
+        """Compare the token file's size with what the last sequence that holds tokens needs."""
+        filled = np.flatnonzero(self.sequence_lengths[::-1] > 0)[:1]
+        if not len(filled):
+            return
+        last = len(self) - 1 - int(filled[0])
+        first_byte = int(self.sequence_pointers[last])
+        needed = first_byte + int(self.sequence_lengths[last]) * self._itemsize
+        size = self._bin.stat().st_size
+        if first_byte < 0 or size < needed:
+            raise DataError(
+                f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it is cut off, "
+                "or the two files are not of one run; copy both again, or prepare the data again"
+            )
+
+
+def _check_presence(path_prefix: str) -> None:
+    missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not Path(p).is_file()]
+    if not missing:
+        return
+    way_out = "give the path without .bin or .idx, of files that tools/preprocess_data.py wrote"
+    if path_prefix.endswith((".bin", ".idx")):
+        way_out = f"give the prefix alone, {path_prefix[:-4]}"
+    elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():
+        way_out = f"did you mean {path_prefix}_text_document?"
+    raise DataError(f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}")

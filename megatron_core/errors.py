@@ -1,0 +1,21 @@
+"""The exceptions this package raises on purpose; each message says what to change."""
+
+
+class MegatronError(Exception):
+    """Base of every error the package raises on purpose."""
+
+
+class ConfigError(MegatronError):
+    """A setting, or a combination of settings, cannot be honoured."""
+
+
+class DataError(MegatronError):
+    """A data set, a tokenizer's output or an input file is not what the run needs."""
+
+
+class CheckpointError(MegatronError):
+    """A checkpoint cannot be written, or what is stored does not fit the run that reads it."""
+
+
+class LayoutError(MegatronError, RuntimeError):
+    """The ranks of a job cannot be arranged into the parallel layout that was asked for."""

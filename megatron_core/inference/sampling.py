@@ -1,0 +1,54 @@
+"""Choosing the next token from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; the default is the likeliest one (greedy)."""
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest tokens are candidates; 0: all (Fan et al. 2018)."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability are candidates (Holtzman et al. 2020)."""
+    seed: int = 1234
+    """Seed of the choice."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ConfigError(f"temperature={self.temperature} is negative; give 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} is negative; give 0 (all tokens) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p} is no probability; give more than 0 and at most 1")
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token from ``logits`` ``[vocabulary]``, a CPU tensor."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    probabilities = candidates(logits.to(torch.float32), sampling).softmax(-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits over the temperature, with -inf for tokens that top_k and top_p leave out."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        weakest = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < weakest, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, index = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        # A token stays if the likelier ones do not yet have the probability; the first one always does.
+        logits = logits.scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
+    return logits

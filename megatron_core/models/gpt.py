@@ -1,0 +1,193 @@
+"""A GPT, or the stage of one that a pipeline rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.config import ModelConfig
+from megatron_core.parallel.collectives import gather_channels
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharding import allocate, amend_spec, initialise_by_name, replicated, spec_of, split
+from megatron_core.tensor_parallel import (
+    ColumnParallelLinear,
+    KeyedDropout,
+    ModelParallelConfig,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from megatron_core.tensor_parallel.layers import vocabulary_per_rank
+from megatron_core.transformer import SequenceContext, TransformerBlock
+from megatron_core.transformer.block import hidden_coordinates
+from megatron_core.transformer.context import KeyValueStore
+from megatron_core.transformer.initial import Initial
+from megatron_core.transformer.rotary import rotary_table
+
+EMBEDDING = "embedding.word_embeddings.weight"
+TIED_COPY = "output_layer.weight"
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel), plus learned positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ModelParallelConfig,
+        initial: Initial,
+        tp_group: Group,
+        vocab_size: int,
+        max_sequence_length: int,
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, parallel.sequence_parallel
+        per_rank = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, tp_group.size())
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            init_method=initial.inner,
+            reduce_scatter_embeddings=parallel.sequence_parallel,
+            config=parallel,
+            tp_group=tp_group,
+            padded_size=per_rank * tp_group.size(),
+        )
+        self.position_embeddings = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Module()
+            shape = (max_sequence_length, config.hidden_size)
+            spec = replicated(shape, tp_group.rank(), partial_grad=parallel.sequence_parallel)
+            table = allocate(spec, parallel.params_dtype, parallel.device)
+            table.init_method = initial.inner
+            self.position_embeddings.weight = table
+        self.dropout = KeyedDropout(config.hidden_dropout, initial.seed, "embedding")
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, sample_index: Tensor | None) -> Tensor:
+        """Embed tokens and positions."""
+        hidden = self.word_embeddings(input_ids)
+        if not self.sequence_parallel:
+            hidden = hidden.transpose(0, 1)
+        first = self.tp_group.rank() * hidden.shape[0] if self.sequence_parallel else 0
+        if self.position_embeddings is not None:
+            here = position_ids[:, first : first + hidden.shape[0]].transpose(0, 1)
+            hidden = hidden + nn.functional.embedding(here, self.position_embeddings.weight)
+        if not self.dropout.active:
+            return hidden.contiguous()
+        return self.dropout(hidden, hidden_coordinates(hidden, sample_index, first))
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model, or the part of it with the given ``layers``.
+
+    ``pre_process`` adds the embedding before them, ``post_process`` the final norm and the output layer behind them.
+    Initial weights depend on ``seed`` and the parameters' global names alone.
+    Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        parallel: ModelParallelConfig | None = None,
+        layers: Sequence[int] | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        tp_group: Group | None = None,
+        seed: int = 1234,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        parallel = parallel or ModelParallelConfig()
+        # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
+        self.parallel = replace(parallel, perform_initialization=False)
+        self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+        initial = Initial.of(config, seed)
+        parts = (config, self.parallel, initial, self.tp_group)
+        self.embedding = LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
+        layers = range(config.num_layers) if layers is None else layers
+        self.decoder = TransformerBlock(*parts, layers, final_norm=post_process)
+        self.output_layer = self._make_output_layer(initial) if post_process else None
+        if config.share_embeddings_and_output_weights and pre_process != post_process:
+            amend_spec(self._shared_weight(), tied=True, is_copy=post_process)
+        if parallel.perform_initialization:
+            self.initialise(seed)
+
+    def _make_output_layer(self, initial: Initial) -> ColumnParallelLinear:
+        """The output layer; on the stage of the embedding a tied one has no weight of its own."""
+        tied_here = self.config.share_embeddings_and_output_weights and self.embedding is not None
+        size, index = self.tp_group.size(), self.tp_group.rank()
+        per_rank = vocabulary_per_rank(self.vocab_size, self.config.make_vocab_size_divisible_by, size)
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            per_rank * size,
+            config=self.parallel,
+            init_method=initial.inner,
+            bias=False,
+            skip_weight_param_allocation=tied_here,
+            tp_group=self.tp_group,
+            spec=lambda shape: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
+        )
+
+    def _shared_weight(self) -> nn.Parameter | None:
+        """The weight that embeds tokens and, when tied, scores them."""
+        if self.embedding is not None:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.output_layer is not None else None
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters with names that do not depend on the stage; the copy of a tied weight has the original's name."""
+        for name, parameter in self.named_parameters():
+            yield (EMBEDDING if name == TIED_COPY and spec_of(parameter).is_copy else name), parameter
+
+    def initialise(self, seed: int) -> None:
+        """Draw all weights anew."""
+        for name, parameter in self.named_global_parameters():
+            initialise_by_name(parameter, parameter.init_method, seed, name)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        hidden_states: Tensor | None = None,
+        labels: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        cache: KeyValueStore | None = None,
+        first_position: int = 0,
+    ) -> Tensor:
+        """Losses ``[b, s]`` with ``labels``, logits ``[b, s, vocabulary]`` without, ``[s, b, h]`` before the last stage.
+
+        ``input_ids``, ``position_ids``, ``labels`` ``[b, s]``; ``hidden_states`` is the previous stage's output;
+        ``sample_index`` ``[b]`` keys dropout; ``first_position`` is where the sequence begins when ``cache`` holds
+        what came before.
+        """
+        length = input_ids.shape[1]
+        if self.embedding is not None:
+            if position_ids is None:
+                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[None, :]
+            hidden_states = self.embedding(input_ids, position_ids, sample_index)
+        rotary = self._rotary(length, first_position, hidden_states.device)
+        context = SequenceContext(rotary, attention_mask, sample_index, cache)
+        hidden_states = self.decoder(hidden_states, context)
+        if self.output_layer is None:
+            return hidden_states
+        tied = self._shared_weight() if self.output_layer.weight is None else None
+        logits, _ = self.output_layer(hidden_states, weight=tied)
+        if labels is None:
+            return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1), tp_group=self.tp_group, vocab_size=self.vocab_size
+        )
+        return losses.transpose(0, 1)
+
+    def _rotary(self, length: int, first_position: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        channels = int(self.config.head_size * self.config.rotary_percent)
+        return rotary_table(length, channels, self.config.rotary_base, offset=first_position, device=device)

@@ -1,0 +1,35 @@
+"""The sinks that a run's settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_core.config.monitor import MonitorConfig
+from megatron_core.monitor.console import ConsoleSink
+from megatron_core.monitor.events import Sink
+from megatron_core.monitor.jsonl import JsonLinesSink
+
+
+def build_sinks(
+    config: MonitorConfig, save_dir: str | Path | None = None, *, start_iteration: int = 0
+) -> list[Sink]:
+    """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder.
+
+    Call it on the one rank that reports. ``start_iteration`` is the iteration that the run goes on from.
+    """
+    sinks: list[Sink] = [ConsoleSink(config.log_interval, progress=config.progress)]
+    path = metrics_path(config, save_dir)
+    if path is not None:
+        sinks.append(JsonLinesSink(path))
+    if config.tensorboard_dir is not None:
+        from megatron_core.monitor.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(config.tensorboard_dir, start_iteration=start_iteration))
+    return sinks
+
+
+def metrics_path(config: MonitorConfig, save_dir: str | Path | None) -> Path | None:
+    """Where the metrics file is, after defaults."""
+    if config.metrics_file is not None:
+        return Path(config.metrics_file)
+    return None if save_dir is None else Path(save_dir) / "metrics.jsonl"

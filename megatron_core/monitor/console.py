@@ -1,0 +1,126 @@
+"""Log lines in Megatron-LM's format on standard output, and a progress bar on standard error."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TextIO
+
+from tqdm import tqdm
+
+from megatron_core.monitor.events import StepEvent, ValidationEvent
+
+
+def step_line(events: Sequence[StepEvent], now: datetime) -> str:
+    """Megatron-LM's line for the steps since the last one; what is no mean and no count is the last step's.
+
+    Unlike Megatron-LM's it shows a loss that is NaN or negative. The loss is the mean over the steps that
+    were not skipped, or over all where every one was.
+    """
+    last = events[-1]
+    losses = [event.loss for event in events if not event.skipped] or [event.loss for event in events]
+    flops = _mean([event.model_flops_per_second for event in events])
+    fields = [
+        f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {last.iteration:8d}/{last.total_iterations:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {_mean([event.elapsed_ms for event in events]):.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {flops / 1e12:.1f}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {_scientific(_mean(losses))}",
+        f"loss scale: {last.loss_scale:.1f}",
+        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
+        f"number of skipped iterations: {sum(event.skipped for event in events):3d}",
+        f"number of nan iterations: {sum(event.is_nan for event in events):3d}",
+    ]
+    return " | ".join(fields) + " |"
+
+
+def validation_block(event: ValidationEvent) -> str:
+    """Megatron-LM's three lines for an evaluation."""
+    place = "" if event.split == "validation" else f" on {event.split} set"
+    line = (
+        f" validation loss at iteration {event.iteration}{place} | "
+        f"lm loss value: {_scientific(event.loss)} | "
+        f"lm loss PPL: {_scientific(event.perplexity)} | "
+    )
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+class ConsoleSink:
+    """Prints a line every ``log_interval`` steps and keeps a progress bar where somebody watches.
+
+    The first and the last step of the training have lines too, so that a short run is not silent.
+    """
+
+    def __init__(
+        self,
+        log_interval: int,
+        *,
+        progress: bool = True,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        """Take the interval, and the streams in place of the process's own."""
+        self._interval = log_interval
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._shows_bar = progress and self._err.isatty()
+        self._bar: tqdm | None = None
+        self._pending: list[StepEvent] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        """Move the bar on, and print where a line is due."""
+        self._pending.append(event)
+        if self._shows_bar:
+            self._advance_bar(event)
+        if event.iteration % self._interval == 0 or event.iteration in (1, event.total_iterations):
+            self._print_pending()
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Print the evaluation's block."""
+        self._print(validation_block(event))
+
+    def close(self) -> None:
+        """Print the steps that have no line yet, and leave the bar as it stands."""
+        self._print_pending()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _print_pending(self) -> None:
+        if self._pending:
+            self._print(step_line(self._pending, datetime.now()))
+            self._pending = []
+
+    def _print(self, text: str) -> None:
+        tqdm.write(text, file=self._out)  # lifts the bar while it prints
+        self._out.flush()
+
+    def _advance_bar(self, event: StepEvent) -> None:
+        if self._bar is None:  # at the first step, where it is known how many came before this run
+            self._bar = tqdm(
+                total=event.total_iterations,
+                initial=event.iteration - 1,
+                file=self._err,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}  [{remaining} left]",
+            )
+        self._bar.set_description_str(
+            f"loss {event.loss:.4f}  lr {event.learning_rate:.2e}  {event.tokens_per_second:,.0f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update()
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean; NaN where any is NaN."""
+    return sum(values) / len(values)
+
+
+def _scientific(value: float) -> str:
+    """Megatron-LM's format of a loss; what is not finite in small letters."""
+    return f"{value:.6E}" if math.isfinite(value) else str(value)

@@ -1,0 +1,82 @@
+"""What a run reports: one event a step, one a validation, and who receives them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One optimizer step, taken or skipped. Numbers are of the whole job unless they say otherwise."""
+
+    iteration: int
+    """Optimizer step, counted from 1 over the whole training, resumed runs included."""
+    total_iterations: int
+    """Optimizer steps of the whole training."""
+    consumed_samples: int
+    """Sequences read so far, this step's included."""
+    consumed_tokens: int
+    """Tokens read so far, this step's included."""
+    loss: float
+    """Mean loss over this global batch's tokens; NaN and infinity are legal and are shown."""
+    learning_rate: float
+    """Learning rate of this step."""
+    global_batch_size: int
+    """Sequences in this step."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied by before backward."""
+    grad_norm: float | None = None
+    """Global gradient norm before clipping; ``None`` where it was not computed."""
+    elapsed_ms: float
+    """Wall-clock milliseconds of this step."""
+    tokens_per_second: float
+    """Tokens of this step by its time, over all ranks."""
+    model_flops_per_second: float
+    """Model FLOPs by time, of one rank on average."""
+    memory_bytes: int = 0
+    """Peak memory of the reporting rank."""
+    skipped: bool = False
+    """Whether the weights were left as they were because gradients were not finite."""
+    layout: str | None = None
+    """The layout in words, such as ``tp2 pp2 dp1``; plots mark where it changes."""
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether the loss is not finite."""
+        return not math.isfinite(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationEvent:
+    """One evaluation."""
+
+    iteration: int
+    """Optimizer steps taken before it."""
+    loss: float
+    """Mean loss over all evaluated tokens."""
+    consumed_samples: int = 0
+    """Training sequences read so far."""
+    consumed_tokens: int = 0
+    """Training tokens read so far."""
+    split: str = "validation"
+    """Which split was read: ``validation`` or ``test``."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), with the loss cut at 20 as in Megatron-LM so that it stays printable."""
+        return math.nan if math.isnan(self.loss) else math.exp(min(self.loss, 20.0))
+
+
+class Sink(Protocol):
+    """Takes the events of a run; only the rank that reports has any."""
+
+    def on_step(self, event: StepEvent) -> None:
+        """Take one step."""
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Take one evaluation."""
+
+    def close(self) -> None:
+        """Write what is left and let go of files; no event follows."""

@@ -1,0 +1,106 @@
+"""Metrics as JSON Lines: one object a line, appended and flushed, so that a killed run loses nothing.
+
+JSON has no NaN and no infinity. Such a number is ``null`` under its name, and ``"non_finite"`` says which
+it was: ``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"loss": "nan"}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_core.errors import DataError
+from megatron_core.monitor.events import StepEvent, ValidationEvent
+
+
+class JsonLinesSink:
+    """Appends every event to a file; a resumed run goes on in the same file."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open ``path`` for appending, with its folder."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _ends_within_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def on_step(self, event: StepEvent) -> None:
+        """Write one step."""
+        self._write({"kind": "step", **asdict(event)})
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Write one evaluation."""
+        self._write({"kind": "validation", **asdict(event), "perplexity": event.perplexity})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of one training in order, without what was repeated later.
+
+    A run that resumes from a checkpoint repeats the steps after it: of each iteration the last record stays,
+    and what the lost run recorded after the checkpoint goes. A line torn by a kill is passed over.
+    """
+    kept: list[dict[str, Any]] = []
+    for record in _records(Path(path)):
+        while kept and _is_superseded(kept[-1], record):
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def _is_superseded(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether ``new`` repeats ``old`` or goes back before it."""
+    if new["kind"] == "step":
+        return old["iteration"] >= new["iteration"]
+    same_kind = old["kind"] == "validation" and old["split"] == new["split"]
+    return old["iteration"] > new["iteration"] or (same_kind and old["iteration"] == new["iteration"])
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one file as they stand."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"metrics file {path} cannot be read: {error}; give a run's metrics.jsonl") from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # torn by a kill in the middle of a write
+        if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
+            yield _from_json(record)
+
+
+def _as_json(record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` with ``null`` for what JSON cannot say."""
+    odd = {name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    if not odd:
+        return record
+    return {**record, **dict.fromkeys(odd), "non_finite": odd}
+
+
+def _from_json(record: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of ``_as_json``."""
+    odd = record.pop("non_finite", {})
+    return {**record, **{name: float(text) for name, text in odd.items()}}
+
+
+def _ends_within_line(path: Path) -> bool:
+    """Whether the file's last line has no end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

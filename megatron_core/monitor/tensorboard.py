@@ -1,0 +1,47 @@
+"""Metrics for TensorBoard under Megatron-LM's tags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_core.monitor.events import StepEvent, ValidationEvent
+
+
+class TensorBoardSink:
+    """Writes every step's scalars; the package is imported only when there is one of these."""
+
+    def __init__(self, folder: str | Path, *, start_iteration: int = 0) -> None:
+        """Open ``folder``; what an earlier run wrote after ``start_iteration`` is hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_iteration + 1 if start_iteration else None
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge)
+
+    def on_step(self, event: StepEvent) -> None:
+        """Write one step; NaN is written too, and TensorBoard marks it."""
+        values = {
+            "learning-rate": event.learning_rate,
+            "batch-size": event.global_batch_size,
+            "lm loss": event.loss,
+            "loss-scale": event.loss_scale,
+            "grad-norm": event.grad_norm,
+            "iteration-time": event.elapsed_ms / 1000.0,
+            "throughput": event.model_flops_per_second / 1e12,
+            "tokens-per-second": event.tokens_per_second,
+            "mem-max-allocated-bytes": event.memory_bytes,
+        }
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, event.iteration)
+        self._writer.add_scalar("lm loss vs samples", event.loss, event.consumed_samples)
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Write one evaluation."""
+        for tag, value in (("", event.loss), (" ppl", event.perplexity)):
+            self._writer.add_scalar(f"lm loss {event.split}{tag}", value, event.iteration)
+            self._writer.add_scalar(f"lm loss {event.split}{tag} vs samples", value, event.consumed_samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

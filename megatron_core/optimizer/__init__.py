@@ -1,0 +1,1 @@
+"""Optimizer, loss scale and learning rate."""

@@ -1,0 +1,111 @@
+"""Loss scales for float16: a fixed one, and one that looks for the largest that does not overflow.
+
+Small gradients vanish in float16, so the loss is multiplied before backward and the gradients divided after
+it (Micikevicius et al. 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+from megatron_core.errors import CheckpointError, ConfigError
+
+
+class ConstantLossScale:
+    """A scale that never changes; 1 where no scaling is wanted."""
+
+    def __init__(self, scale: float) -> None:
+        """Take the scale, above 0."""
+        _require(scale > 0, f"loss_scale={scale} is out of range; legal: a number above 0")
+        self.scale = float(scale)
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing follows from an overflow."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing to keep: the setting rules, not the checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to take, not even from a run with a dynamic scale."""
+
+
+class DynamicLossScale:
+    """A scale that grows after good steps and shrinks after overflows, like Megatron-LM's DynamicGradScaler.
+
+    After ``window`` good steps in a row the scale is multiplied by ``growth_factor``. An overflow uses up
+    one of ``hysteresis`` chances; with none left it multiplies the scale by ``backoff_factor``, down to
+    ``minimum``, and so does every further overflow: the chances come back only when the scale grows.
+
+    ``found_inf`` must be the same on every rank, or the scales of the ranks part.
+    """
+
+    def __init__(
+        self,
+        initial: float,
+        minimum: float,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        window: int = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        """Check the settings and start at ``initial``."""
+        _require(minimum > 0, f"min_loss_scale={minimum} is out of range; legal: a number above 0")
+        _require(
+            initial >= minimum,
+            f"initial_loss_scale={initial} is less than min_loss_scale={minimum}; raise it",
+        )
+        _require(growth_factor > 1, f"growth_factor={growth_factor} is out of range; legal: a number above 1")
+        _require(
+            0 < backoff_factor < 1, f"backoff_factor={backoff_factor} is out of range; legal: between 0 and 1"
+        )
+        _require(window >= 1, f"loss_scale_window={window} is out of range; legal: 1, 2, 3, ...")
+        _require(hysteresis >= 1, f"hysteresis={hysteresis} is out of range; legal: 1, 2, 3, ...")
+        self.scale = float(initial)
+        self.minimum = float(minimum)
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.window = window
+        self.hysteresis = hysteresis
+        self._good_steps = 0
+        self._chances = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Take note of one step: whether any rank's gradients were not finite."""
+        if found_inf:
+            self._good_steps = 0
+            self._chances -= 1
+            if self._chances <= 0:
+                self.scale = max(self.scale * self.backoff_factor, self.minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps == self.window:
+            self._good_steps = 0
+            self._chances = self.hysteresis
+            self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale and both counters as plain numbers, under Megatron-LM's names."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._good_steps,
+            "hysteresis_tracker": self._chances,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from ``state_dict()``; an empty one, from a run with a constant scale, changes nothing."""
+        if not state:
+            return
+        missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()
+        if missing or not state["scale"] > 0:
+            raise CheckpointError(
+                f"loss scale state {state} needs a scale above 0, a growth_tracker and a hysteresis_tracker; "
+                "load with --no-load-optim to start the scale anew"
+            )
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["growth_tracker"])
+        self._chances = int(state["hysteresis_tracker"])
+
+
+def _require(condition: bool, sentence: str) -> None:
+    """Raise ``sentence`` as a ``ConfigError`` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(sentence)

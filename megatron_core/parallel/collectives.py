@@ -1,0 +1,173 @@
+"""Collectives over a group, plain and as pairs of adjoints for autograd.
+
+Shapes: dim 0 is the sequence, the last dim the channels. A group of one returns its input.
+The pairs are f, g and their sequence-parallel forms of Shoeybi et al. 2019 (figure 3) and Korthikanti et al. 2022
+(figures 5 and 6): backward of each is the adjoint of its forward as a linear map over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.parallel.groups import Group
+
+# torch renamed both; older releases have only the second names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Done:
+    """The handle of a collective that needed no communication."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> dist.Work | Done:
+    """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
+    if group.size() == 1:
+        return Done()
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    return dist.all_reduce(x, op=op, group=group, async_op=async_op) or Done()
+
+
+def broadcast_(x: Tensor, source: int, group: Group) -> None:
+    """Fill ``x`` with its value on the global rank ``source``."""
+    if group.size() > 1:
+        dist.broadcast(x, src=source, group=group)
+
+
+def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+    """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
+    if group.size() == 1:
+        return Done()
+    return _all_gather(full, shard, group=group, async_op=async_op) or Done()
+
+
+def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+    """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
+    if group.size() == 1:
+        return Done()
+    return _reduce_scatter(shard, full, group=group, async_op=async_op) or Done()
+
+
+def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+    """Begin to gather dim 0: the result [s * size, ...] is complete once the handle has been waited for."""
+    if group.size() == 1:
+        return x, Done()
+    x = x.contiguous()
+    full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    return full, _all_gather(full, x, group=group, async_op=True)
+
+
+def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+    """Begin to sum over the group and split dim 0: the result is [s / size, ...]."""
+    if group.size() == 1:
+        return x, Done()
+    x = x.contiguous()
+    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    return part, _reduce_scatter(part, x, group=group, async_op=True)
+
+
+def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+    """Begin to sum over the group, into ``x`` itself."""
+    x = x.contiguous()
+    return x, all_reduce_(x, group, async_op=True)
+
+
+def _identity(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    if group.size() == 1:
+        return x.view_as(x)
+    x = x.clone(memory_format=torch.contiguous_format)
+    all_reduce_(x, group)
+    return x
+
+
+def _gather_first(x: Tensor, group: Group) -> Tensor:
+    full, handle = start_gather_sequence(x, group)
+    handle.wait()
+    return full
+
+
+def _reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
+    part, handle = start_reduce_scatter_sequence(x, group)
+    handle.wait()
+    return part
+
+
+def _split_first(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size(), dim=0)[group.rank()].contiguous()
+
+
+def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group], Tensor]:
+    """The same collective along the last dim."""
+    return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
+
+
+_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
+
+
+class _Pair(torch.autograd.Function):
+    """A collective whose backward is another collective."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward_op, backward_op):
+        ctx.group, ctx.backward_op = group, backward_op
+        return forward_op(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.backward_op(grad, ctx.group), None, None, None
+
+
+def copy_to_region(x: Tensor, group: Group) -> Tensor:
+    """Identity; backward sums the gradient over the group."""
+    return _Pair.apply(x, group, _identity, _sum)
+
+
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; backward is the identity."""
+    return _Pair.apply(x, group, _sum, _identity)
+
+
+def scatter_channels(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of the last dim; backward gathers."""
+    return _Pair.apply(x, group, _split_last, _gather_last)
+
+
+def gather_channels(x: Tensor, group: Group) -> Tensor:
+    """Gather the last dim; backward takes this rank's part."""
+    return _Pair.apply(x, group, _gather_last, _split_last)
+
+
+def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
+    """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
+    return _Pair.apply(x, group, _gather_last, _reduce_scatter_last)
+
+
+def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group and split the last dim; backward gathers."""
+    return _Pair.apply(x, group, _reduce_scatter_last, _gather_last)
+
+
+def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of dim 0; backward gathers."""
+    return _Pair.apply(x, group, _split_first, _gather_first)
+
+
+def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
+    """Gather dim 0; backward reduce-scatters, or takes this rank's part if the gradient is whole on every rank."""
+    return _Pair.apply(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
+
+
+def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group and split dim 0; backward gathers."""
+    return _Pair.apply(x, group, _reduce_scatter_first, _gather_first)

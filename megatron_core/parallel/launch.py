@@ -1,0 +1,94 @@
+"""Starting and ending a process of the job: rank, device, torch.distributed, and errors that are told once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.errors import LayoutError, MegatronError
+
+
+@dataclass
+class World:
+    """What the launcher told this process, and the device that it computes on."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store | None = None
+    """The key-value store that the job's processes share, once they have met."""
+    prefix: str = ""
+    """How this rank's messages begin (``[pp1 dp0 tp1]``), once it has a place in the layout."""
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` as torchrun sets them; alone without them."""
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), local_rank, device)
+
+
+def start_world(world: World, *, backend: str = "auto", timeout_minutes: float = 10.0) -> None:
+    """Join the job's processes: nccl where each process has a GPU of its own, else gloo."""
+    if world.device.type == "cuda":
+        if world.local_rank >= torch.cuda.device_count():
+            raise LayoutError(
+                f"local rank {world.local_rank} has no GPU, this machine has {torch.cuda.device_count()}; start fewer "
+                "processes (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES='' to run on the CPU"
+            )
+        torch.cuda.set_device(world.device)
+    if world.size == 1:
+        return
+    if backend == "auto":
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    world.store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backend, store=world.store, rank=rank, world_size=size, timeout=timeout)
+
+
+def run_job(world: World, job: Callable[[], None]) -> int:
+    """Run ``job`` and return the exit status; an error that users can mend is one message, not a traceback each."""
+    try:
+        job()
+    except MegatronError as error:
+        _tell_once(str(error), world)
+        return 1
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        _tell_once("this job ends because a rank has left it; the reason is in that rank's message", world)
+        return 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _tell_once(message: str, world: World) -> None:
+    """Print an error on the first rank that meets it; before the ranks have met, on rank 0."""
+    if world.store is None:
+        first = world.rank == 0
+    else:
+        try:
+            first = world.store.add("error/" + hashlib.sha256(message.encode()).hexdigest(), 1) == 1
+        except RuntimeError:  # the store's own process has gone: better twice than never
+            first = True
+    if first:
+        print(f"{world.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process has gone."""
+    if isinstance(error, dist.DistBackendError):
+        return True
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
+    return "distributed" in raised_in and any(sign in str(error) for sign in signs)

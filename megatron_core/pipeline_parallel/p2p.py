@@ -1,0 +1,36 @@
+"""Messages between pipeline ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.parallel.groups import ParallelGroups
+
+
+class Links:
+    """Sends and receives between this pipeline rank and the others.
+
+    Messages to higher ranks and messages to lower ranks go through two groups: each communicator then carries one
+    direction only, so that with two ranks, too, where every chunk and both directions join the same pair, messages
+    pair up in the order in which they were sent and never across directions.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.index = groups.index("pp")
+        self._ranks = groups.ranks("pp")
+        self._up, self._down = groups.group("pp"), groups.reverse_pp
+
+    def send(self, tensor: Tensor, receiver: int) -> dist.Work:
+        """Begin to send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is done."""
+        group = self._up if receiver > self.index else self._down
+        return dist.isend(tensor, dst=self._ranks[receiver], group=group)
+
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int
+    ) -> tuple[Tensor, dist.Work]:
+        """Begin to receive from pipeline rank ``sender``; the tensor is filled once the handle is done."""
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        group = self._up if sender < self.index else self._down
+        return buffer, dist.irecv(buffer, src=self._ranks[sender], group=group)

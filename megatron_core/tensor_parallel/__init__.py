@@ -1,0 +1,35 @@
+"""Layers split over the tensor-parallel ranks."""
+
+from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron_core.tensor_parallel.options import ModelParallelConfig
+from megatron_core.tensor_parallel.random import KeyedDropout
+
+__all__ = [
+    "ColumnParallelLinear",
+    "KeyedDropout",
+    "ModelParallelConfig",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,207 @@
+"""Linear layers and embeddings split over the tensor-parallel ranks, with Megatron Core's names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.collectives import (
+    gather_channels,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+    scatter_channels,
+)
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharding import ShardSpec, allocate, initialise, replicated, split
+from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
+from megatron_core.tensor_parallel.options import ModelParallelConfig
+
+InitMethod = Callable[[Tensor], object]
+
+
+def _divide(name: str, extent: int, size: int) -> int:
+    if extent % size:
+        raise LayoutError(
+            f"{name}={extent} cannot be split over tensor_model_parallel_size={size}; use a multiple of {size}"
+        )
+    return extent // size
+
+
+def _group(tp_group: Group | None) -> Group:
+    return tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+
+
+class _ParallelLayer(nn.Module):
+    """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
+
+    def __init__(self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None):
+        super().__init__()
+        self.config = config or ModelParallelConfig()
+        self.tp_group = _group(tp_group)
+        self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
+        self.init_method = init_method or (lambda full: nn.init.normal_(full, std=0.02))
+
+    def _weight(self, spec: ShardSpec) -> nn.Parameter:
+        weight = allocate(spec, self.config.params_dtype, self.config.device)
+        weight.init_method = self.init_method
+        if self.config.perform_initialization:
+            initialise(weight, self.init_method)
+        return weight
+
+    def _bias(self, spec: ShardSpec) -> nn.Parameter:
+        bias = allocate(spec, self.config.params_dtype, self.config.device)
+        bias.init_method = nn.init.zeros_
+        nn.init.zeros_(bias)
+        return bias
+
+
+class ColumnParallelLinear(_ParallelLayer):
+    """y = x A^T + b with A split by rows: A = [A_1; ...; A_p], rank i computes the columns i of y.
+
+    Input ``[s, b, input_size]``, whole on every rank (``[s/tp, b, input_size]`` with sequence parallel); output
+    ``[s, b, output_size/tp]``, or ``[s, b, output_size]`` with ``gather_output``. ``forward`` returns
+    ``(output, bias)``, where bias is None unless ``skip_bias_add``. ``spec`` replaces the even split of the rows
+    (fused matrices). Weight ``[output_size/tp, input_size]``, bias ``[output_size/tp]``.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        tp_group: Group | None = None,
+        spec: Callable[[tuple[int, ...]], ShardSpec] | None = None,
+    ) -> None:
+        super().__init__(config, init_method, tp_group)
+        if spec is None:
+            _divide("output_size", output_size, self.tp_size)
+        spec = spec or (lambda shape: split(shape, 0, self.tp_index, self.tp_size))
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        weight_spec = spec((output_size, input_size))
+        self.output_size_per_partition = weight_spec.local_shape[0]
+        self.weight = None if skip_weight_param_allocation else self._weight(weight_spec)
+        self.bias = self._bias(spec((output_size,))) if bias else None
+        self.comm = LinearComm(
+            self.tp_group,
+            gather_sequence=self.config.sequence_parallel,
+            reduce_input_grad=not self.config.sequence_parallel,
+            overlap=self.config.tp_comm_overlap,
+        )
+
+    def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
+        """Multiply by the layer's weight, or by ``weight`` (a tied embedding)."""
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise LayoutError("this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)")
+        bias = None if self.skip_bias_add else self.bias
+        output = parallel_linear(input_, weight, bias, self.comm)
+        if self.gather_output:
+            output = gather_channels(output, self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(_ParallelLayer):
+    """y = x A^T + b with A split by columns: rank i multiplies the part i of x, and the products are summed.
+
+    Input ``[s, b, input_size/tp]`` (``[s, b, input_size]`` with ``input_is_parallel=False``); output
+    ``[s, b, output_size]``, or ``[s/tp, b, output_size]`` with sequence parallel. The bias is added once, after the
+    sum. ``forward`` returns ``(output, bias)``, where bias is None unless ``skip_bias_add``.
+    Weight ``[output_size, input_size/tp]``, bias ``[output_size]`` whole on every rank.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        tp_group: Group | None = None,
+    ) -> None:
+        super().__init__(config, init_method, tp_group)
+        _divide("input_size", input_size, self.tp_size)
+        self.input_size, self.output_size = input_size, output_size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        if self.config.sequence_parallel and not input_is_parallel:
+            raise LayoutError("sequence_parallel=True needs input_is_parallel=True in a RowParallelLinear")
+        spec = split((output_size, input_size), 1, self.tp_index, self.tp_size)
+        self.weight = self._weight(spec)
+        # With sequence parallel each rank adds the bias to its part of the sequence alone.
+        bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
+        self.bias = self._bias(bias_spec) if bias else None
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply this rank's part and sum over ranks."""
+        if not self.input_is_parallel:
+            input_ = scatter_channels(input_, self.tp_group)
+        output = parallel_linear(input_, self.weight, None)
+        combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
+        output = combine(output, self.tp_group)
+        if self.bias is None or self.skip_bias_add:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class VocabParallelEmbedding(_ParallelLayer):
+    """Rows of a table ``[num_embeddings, embedding_dim]`` that is split by rows over the ranks.
+
+    ids ``[b, s]`` -> ``[b, s, h]``, or ``[s/tp, b, h]`` with ``reduce_scatter_embeddings``. ``padded_size`` rows are
+    allocated in all (default num_embeddings); rows beyond num_embeddings are zero and never looked up.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod | None = None,
+        reduce_scatter_embeddings: bool = False,
+        config: ModelParallelConfig | None = None,
+        tp_group: Group | None = None,
+        padded_size: int | None = None,
+    ) -> None:
+        super().__init__(config, init_method, tp_group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        padded_size = padded_size or num_embeddings
+        rows = _divide("num_embeddings", padded_size, self.tp_size)
+        self.vocab_start_index, self.vocab_end_index = self.tp_index * rows, (self.tp_index + 1) * rows
+        spec = split((num_embeddings, embedding_dim), 0, self.tp_index, self.tp_size, padded=padded_size)
+        self.weight = self._weight(spec)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Look up ``input_``; ids of other ranks' rows give zero here, and the sum over ranks completes them."""
+        embedded = self._lookup(input_)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
+        return reduce_from_region(embedded, self.tp_group)
+
+    def _lookup(self, input_: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return nn.functional.embedding(input_, self.weight)
+        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        local = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
+        return nn.functional.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary on each rank: vocab_size rounded up to a multiple of divisible_by x tp_size."""
+    unit = divisible_by * tp_size
+    return -(-vocab_size // unit) * unit // tp_size
+

@@ -1,0 +1,100 @@
+"""y = x W^T with the collectives of a parallel layer before and after it, and its gradients.
+
+Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, weight_OI, y_SBO.
+Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.parallel.collectives import (
+    Done,
+    start_all_reduce,
+    start_gather_sequence,
+    start_reduce_scatter_sequence,
+)
+from megatron_core.parallel.groups import Group, LocalGroup
+
+
+@dataclass(frozen=True)
+class LinearComm:
+    """What a linear layer communicates over its tensor-parallel group."""
+
+    group: Group
+    gather_sequence: bool = False
+    """Input is split along the sequence: gather it forward, reduce-scatter its gradient backward."""
+    reduce_input_grad: bool = False
+    """Input is whole on every rank: sum its gradient over the group."""
+    overlap: bool = True
+    """Run the reduction of the input gradient while the weight gradient is computed."""
+
+
+NO_COMM = LinearComm(LocalGroup())
+
+
+def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
+    """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
+
+    If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none.
+    """
+    return _ParallelLinear.apply(x, weight, bias, comm)
+
+
+class _ParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, comm):
+        ctx.save_for_backward(x, weight)
+        ctx.comm, ctx.has_bias = comm, bias is not None
+        return nn.functional.linear(_gathered(x, comm), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight = ctx.saved_tensors
+        comm: LinearComm = ctx.comm
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gathering: Done = Done()
+        if comm.gather_sequence and needs_weight:
+            x, gathering = start_gather_sequence(x, comm.group)
+        grad_x, reducing = _start_input_grad(grad_y, weight, comm) if needs_x else (None, Done())
+        gathering.wait()
+        if not comm.overlap:
+            reducing.wait()
+        grad_weight = weight_grad(weight, x, grad_y) if needs_weight else None
+        grad_bias = grad_y.sum(dim=tuple(range(grad_y.dim() - 1))) if ctx.has_bias and needs_bias else None
+        if comm.overlap:
+            reducing.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _gathered(x: Tensor, comm: LinearComm) -> Tensor:
+    if not comm.gather_sequence:
+        return x
+    full, handle = start_gather_sequence(x, comm.group)
+    handle.wait()
+    return full
+
+
+def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm):
+    grad_x = grad_y.matmul(weight)
+    if comm.gather_sequence:
+        return start_reduce_scatter_sequence(grad_x, comm.group)
+    if comm.reduce_input_grad:
+        return start_all_reduce(grad_x, comm.group)
+    return grad_x, Done()
+
+
+def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
+    """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` (and None returned) where there is one."""
+    flat_x, flat_grad = x.flatten(0, -2), grad_y.flatten(0, -2)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return flat_grad.t().matmul(flat_x)
+    if main_grad.dtype == flat_x.dtype:
+        main_grad.addmm_(flat_grad.t(), flat_x)
+    else:
+        main_grad.add_(flat_grad.t().matmul(flat_x))
+    return None

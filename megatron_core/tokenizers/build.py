@@ -1,0 +1,82 @@
+"""From Megatron's `--tokenizer-type` and its companions to a tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_core.config import DataConfig
+from megatron_core.errors import ConfigError
+from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.tokenizers.byte_level import ByteLevelTokenizer
+from megatron_core.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_core.tokenizers.null import NullTokenizer
+from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One name of `--tokenizer-type`: the settings it needs, in the order that `make` takes them."""
+
+    make: Callable[..., Tokenizer]
+    needs: tuple[str, ...] = ()
+
+
+def _llama2(path: str | Path) -> Tokenizer:
+    return SentencePieceTokenizer(path, add_bos=True)
+
+
+_KINDS = {
+    "ByteLevelTokenizer": _Kind(ByteLevelTokenizer),
+    "GPT2BPETokenizer": _Kind(GPT2BPETokenizer, ("vocab_file", "merge_file")),
+    "GPTSentencePieceTokenizer": _Kind(SentencePieceTokenizer, ("tokenizer_model",)),
+    "HuggingFaceTokenizer": _Kind(HuggingFaceTokenizer, ("tokenizer_model",)),
+    "Llama2Tokenizer": _Kind(_llama2, ("tokenizer_model",)),
+    "NullTokenizer": _Kind(NullTokenizer, ("vocab_size",)),
+    "SentencePieceTokenizer": _Kind(SentencePieceTokenizer, ("tokenizer_model",)),
+}
+
+TOKENIZER_TYPES = tuple(_KINDS)
+"""The values that `--tokenizer-type` can have."""
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | Path | None = None,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer that Megatron's flags of the same names describe.
+
+    `vocab_size` defines NullTokenizer; for the others it is the model's, and has only to hold every token.
+    ConfigError: unknown type, a setting that the type needs is missing, a file is missing or not readable, or
+    `vocab_size` is smaller than the tokenizer's.
+    """
+    kind = _KINDS.get(tokenizer_type)
+    if kind is None:
+        known = ", ".join(TOKENIZER_TYPES)
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} is not known; known: {known}")
+    given = {
+        "tokenizer_model": tokenizer_model,
+        "vocab_file": vocab_file,
+        "merge_file": merge_file,
+        "vocab_size": vocab_size,
+    }
+    missing = [f"--{name.replace('_', '-')}" for name in kind.needs if given[name] is None]
+    if missing:
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}: not given")
+    tokenizer = kind.make(*(given[name] for name in kind.needs))
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
+            "leave it out, or give at least that many"
+        )
+    return tokenizer
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer that a configuration names, or None if it names none."""
+    if data.tokenizer_type is None:
+        return None
+    return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.vocab_size)

@@ -1,0 +1,58 @@
+"""SentencePiece models, Llama 2's among them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from megatron_core.errors import ConfigError
+from megatron_core.tokenizers.fingerprint import digest
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model` file; its end-of-sentence id is the end of a document.
+
+    add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does.
+    """
+
+    def __init__(self, path: str | Path, add_bos: bool = False) -> None:
+        self._path = Path(path)
+        self._add_bos = add_bos
+        self._processor = _load(self._path)
+        if add_bos and self._processor.bos_id() < 0:
+            raise ConfigError(
+                f"--tokenizer-model {path} has no begin-of-sentence piece, which Llama2Tokenizer puts before "
+                "every text; use --tokenizer-type SentencePieceTokenizer"
+            )
+        self.vocab_size = self._processor.get_piece_size()
+        end = self._processor.eos_id()
+        self.eod: int | None = end if end >= 0 else None
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of one text."""
+        return self._processor.encode(text, out_type=int, add_bos=self._add_bos)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, in one thread; data preparation runs several processes instead."""
+        return self._processor.encode(list(texts), out_type=int, add_bos=self._add_bos, num_threads=1)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of the ids; control pieces (begin, end) have none."""
+        return self._processor.decode([int(i) for i in ids])
+
+    def fingerprint(self) -> str:
+        """Over the model file and whether a begin-of-sentence id is added."""
+        return digest(b"sentencepiece", self._path.read_bytes(), b"bos" if self._add_bos else b"")
+
+    def files(self) -> list[Path]:
+        """The one model file."""
+        return [self._path]
+
+
+def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer-model {path}: no such file; give a SentencePiece .model file")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error

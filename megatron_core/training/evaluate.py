@@ -1,0 +1,32 @@
+"""The mean loss over a fixed part of a split, with nothing of the training touched."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_core.datasets import Dataset
+from megatron_core.pipeline_parallel.executor import Executor
+from megatron_core.training.setup import Run
+from megatron_core.training.step import forward_step, sum_of, sum_over_ranks, to_device
+
+
+@torch.no_grad()
+def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
+    """Sum of token losses / number of tokens over the first ``iterations`` global batches of ``dataset``.
+
+    The same batches every time, so that evaluations can be compared. No dropout, no generator, no counter moves.
+    """
+    for stage in run.stages.values():
+        stage.eval()
+    loader = run.loader(dataset)
+    loss = tokens = 0.0
+    for iteration in range(iterations):
+        batches = to_device(loader.step(iteration * run.global_batch_size, run.num_microbatches), run.world.device)
+        executor = Executor(run.eval_plan, run.links, run.message, forward_step(run, batches, 1.0))
+        losses = executor.run()
+        loss += sum_of(losses)
+        tokens += sum(batches[micro]["loss_mask"].sum().item() for micro in losses)
+    for stage in run.stages.values():
+        stage.train()
+    loss, tokens = sum_over_ranks(run, [run.counts * loss, run.counts * tokens])
+    return loss / max(tokens, 1.0)

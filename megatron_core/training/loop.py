@@ -1,0 +1,115 @@
+"""The loop: steps, evaluations, checkpoints, and an end in good order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
+from megatron_core.monitor.flops import flops_per_token
+from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.training.evaluate import evaluate
+from megatron_core.training.setup import Run
+from megatron_core.training.state import save_state
+from megatron_core.training.step import StepResult, train_step
+from megatron_core.training.stop import StopRequest
+
+
+def train(run: Run, sinks: Sequence[Sink]) -> None:
+    """Train to the end, or until SIGTERM, ``exit_interval`` or ``exit_duration_in_mins``; save on the way and at the end."""
+    stop = StopRequest(run.config.training.exit_duration_in_mins)
+    saved_at = evaluated_at = run.state.iteration
+    while run.state.iteration < run.total_iterations:
+        began = time.perf_counter()
+        result = train_step(run, stop=stop.wanted)
+        report_step(run, sinks, result, time.perf_counter() - began)
+        refuse_nan(run, result)
+        iteration = run.state.iteration
+        if is_due(iteration, run.config.training.eval_interval):
+            report_validation(run, sinks, "validation")
+            evaluated_at = iteration
+        if is_due(iteration, run.config.checkpoint.save_interval):
+            save(run)
+            saved_at = iteration
+        if result.stop or is_due(iteration, run.config.training.exit_interval):
+            break
+    stop.restore()
+    if run.state.iteration == run.total_iterations:
+        if evaluated_at < run.state.iteration:
+            report_validation(run, sinks, "validation")
+        report_validation(run, sinks, "test")
+    if run.config.checkpoint.save and saved_at < run.state.iteration:
+        save(run)
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Whether something that happens every ``interval`` steps happens now; never if there is no interval."""
+    return interval is not None and iteration % interval == 0
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint."""
+    save_state(
+        run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=run.tokenizer
+    )
+
+
+def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float) -> None:
+    """Tell the sinks about a step."""
+    length = run.config.data.seq_length
+    tokens = run.global_batch_size * length
+    flops = tokens * flops_per_token(run.config.model, length, run.vocab_size)
+    event = StepEvent(
+        iteration=run.state.iteration,
+        total_iterations=run.total_iterations,
+        consumed_samples=run.state.consumed_samples,
+        consumed_tokens=run.state.consumed_samples * length,
+        loss=result.loss,
+        learning_rate=result.learning_rate,
+        global_batch_size=run.global_batch_size,
+        loss_scale=result.loss_scale,
+        grad_norm=result.grad_norm,
+        elapsed_ms=1000.0 * seconds,
+        tokens_per_second=tokens / seconds,
+        model_flops_per_second=flops / seconds / run.world.size,
+        memory_bytes=peak_memory_bytes(),
+        skipped=result.skipped,
+        layout=run.layout,
+    )
+    for sink in sinks:
+        sink.on_step(event)
+
+
+def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
+    """Evaluate on a split, if there is data for it, and tell the sinks."""
+    dataset = run.splits.valid if split == "validation" else run.splits.test
+    if dataset is None or run.config.training.eval_iters == 0:
+        return
+    event = ValidationEvent(
+        iteration=run.state.iteration,
+        loss=evaluate(run, dataset, run.config.training.eval_iters),
+        consumed_samples=run.state.consumed_samples,
+        consumed_tokens=run.state.consumed_samples * run.config.data.seq_length,
+        split=split,
+    )
+    for sink in sinks:
+        sink.on_validation(event)
+
+
+def refuse_nan(run: Run, result: StepResult) -> None:
+    """Stop a run that has gone wrong; with fp16 the loss scale deals with gradients that overflow.
+
+    Loss and norm are sums over all ranks, so that all of them stop here together.
+    """
+    if not run.config.training.check_for_nan_in_loss_and_grad or run.config.training.fp16:
+        return
+    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value):
+            raise MegatronError(
+                f"the {name} is {value} at iteration {run.state.iteration} (samples "
+                f"{run.state.consumed_samples - run.global_batch_size} to {run.state.consumed_samples - 1}); the step was "
+                "skipped. Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, or let the run go "
+                "on past such steps with --no-check-for-nan-in-loss-and-grad"
+            )

@@ -1,0 +1,167 @@
+"""From a configuration to a run that is ready to take steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_core import parallel_state
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.datasets import Dataset, MockDataset, Splits, build_datasets
+from megatron_core.datasets.loader import BatchLoader
+from megatron_core.errors import ConfigError
+from megatron_core.models import GPTModel
+from megatron_core.models.build import build_stages
+from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
+from megatron_core.parallel import ParallelGroups, World
+from megatron_core.pipeline_parallel.actions import Plan
+from megatron_core.pipeline_parallel.checks import check
+from megatron_core.pipeline_parallel.executor import MessageFormat
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.schedules import forward_only, interleaved
+from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.training.state import TrainState, load_state
+
+
+@dataclass
+class Run:
+    """All that a training step touches."""
+
+    config: RunConfig
+    world: World
+    groups: ParallelGroups
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    layers: list[range]
+    """The layers of every stage of the whole model."""
+    stages: dict[int, GPTModel]
+    """This rank's stages by number."""
+    plan: Plan
+    eval_plan: Plan
+    links: Links
+    message: MessageFormat
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    schedule: LearningRateSchedule
+    splits: Splits
+    train_loader: BatchLoader
+    state: TrainState
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of each rank in a step."""
+        return self.config.training.num_microbatches(self.groups.size("dp"))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in a step."""
+        return self.config.training.batch_size(self.groups.size("dp"))
+
+    @property
+    def total_iterations(self) -> int:
+        """Steps of the whole training."""
+        return self.config.training.num_iterations(self.groups.size("dp"))
+
+    @property
+    def counts(self) -> float:
+        """1 on the ranks whose losses count, 0 on the tensor-parallel copies of them."""
+        return float(self.groups.index("tp") == 0 and self.groups.index("cp") == 0)
+
+    @property
+    def layout(self) -> str:
+        """The layout in a few words, as ``tp2 pp2x2 dp1``."""
+        parallel, grid = self.config.parallel, self.groups.grid
+        chunks = len(self.stages)
+        words = [f"tp{grid.tp}", f"pp{grid.pp}" + (f"x{chunks}" if chunks > 1 else ""), f"dp{grid.dp}"]
+        words += ["sp"] * parallel.sequence_parallel + ["zero1"] * parallel.use_distributed_optimizer
+        return " ".join(words)
+
+    def loader(self, dataset: Dataset) -> BatchLoader:
+        """This data-parallel rank's batches of ``dataset``."""
+        micro = self.config.training.micro_batch_size
+        return BatchLoader(dataset, micro, self.groups.index("dp"), self.groups.size("dp"), self.vocab_size)
+
+
+def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """The true size of the vocabulary, without padding: ``vocab_size`` if given, else the tokenizer's."""
+    size = config.data.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    if size is None:
+        raise ConfigError("the vocabulary's size is unknown; give --tokenizer-type or --vocab-size")
+    return size
+
+
+def message_format(config: RunConfig, groups: ParallelGroups, device: torch.device) -> MessageFormat:
+    """What travels between stages: ``[s, b, h]``, ``[s/tp, b, h]`` with sequence parallel."""
+    length = config.data.seq_length
+    if config.parallel.sequence_parallel:
+        length //= groups.size("tp")
+    shape = (length, config.training.micro_batch_size, config.model.hidden_size)
+    return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
+
+
+def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Splits:
+    """The data sets of training, validation and test."""
+    data, seed = config.data, config.training.seed
+    if data.mock_data:
+        mocks = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
+        return Splits(*mocks)
+    return build_datasets(
+        data_path=data.data_path,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        split=data.split,
+        sequence_length=data.seq_length,
+        seed=seed,
+        tokenizer=tokenizer,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+def set_up(config: RunConfig, world: World) -> Run:
+    """Build everything, in the order of DESIGN section 5, and load the checkpoint if one is named."""
+    groups = parallel_state.make_groups(config.parallel, world)
+    tokenizer = tokenizer_of(config.data)
+    vocab_size = vocabulary_size(config, tokenizer)
+    splits = make_splits(config, tokenizer, vocab_size)
+    if splits.train is None:
+        raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+    layers, stages = build_stages(config, groups, vocab_size, world.device)
+    parallel = config.parallel
+    data_parallel = DataParallel(
+        stages,
+        groups,
+        sharded=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+    )
+    loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
+    optimizer = Optimizer(data_parallel.buckets, config.optimizer, groups, loss_scale)
+    state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
+    micro = config.training.num_microbatches(groups.size("dp"))
+    pipeline = (groups.size("pp"), len(stages), micro)
+    return Run(
+        config=config,
+        world=world,
+        groups=groups,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        layers=layers,
+        stages=stages,
+        plan=check(interleaved(*pipeline), micro),
+        eval_plan=check(forward_only(*pipeline), micro, forward_only=True),
+        links=Links(groups),
+        message=message_format(config, groups, world.device),
+        data_parallel=data_parallel,
+        optimizer=optimizer,
+        schedule=LearningRateSchedule(config.optimizer, config.training.num_iterations(groups.size("dp"))),
+        splits=splits,
+        train_loader=BatchLoader(
+            splits.train, config.training.micro_batch_size, groups.index("dp"), groups.size("dp"), vocab_size
+        ),
+        state=state,
+    )

@@ -1,0 +1,137 @@
+"""What a run has come to, and how it is saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.checkpoint import (
+    CheckpointReader,
+    Piece,
+    find_checkpoint,
+    parameter_pieces,
+    pieces_of,
+    save_checkpoint,
+)
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.errors import CheckpointError
+from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.tokenizers.base import Tokenizer
+
+
+@dataclass
+class TrainState:
+    """Counters of a run; position in the data is ``consumed_samples`` alone."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+def weight_pieces(bucket: Bucket) -> Iterator[Piece]:
+    """Pieces of the weights in this rank's shard."""
+    yield from shard_pieces(bucket, "model", bucket.weight_shard)
+
+
+def optimizer_pieces(optimizer: Optimizer) -> Iterator[Piece]:
+    """Pieces of main weights and moments in this rank's shards."""
+    for bucket, tensors in optimizer.tensors():
+        for kind, flat in tensors.items():
+            yield from shard_pieces(bucket, f"optimizer.{kind}", flat)
+
+
+def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Piece]:
+    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``."""
+    for name, parameter, start, stop, at in bucket.pieces():
+        part = flat[at : at + stop - start]
+        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
+
+
+def save_state(
+    config: RunConfig,
+    state: TrainState,
+    data: DataParallel,
+    optimizer: Optimizer,
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+) -> Path:
+    """Write a checkpoint into ``config.checkpoint.save`` and return its folder."""
+    data.finish_gather()
+    groups = data.groups
+    pieces: list[Piece] = []
+    # Copies of the model hold the same values: the first one writes, unless each holds a shard of its own.
+    if data.sharded or (groups.index("dp") == 0 and groups.index("cp") == 0):
+        pieces += (piece for bucket in data.buckets for piece in weight_pieces(bucket))
+        pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
+    device = data.buckets[0].weights.device
+    return save_checkpoint(
+        Path(config.checkpoint.save or "."),
+        state.iteration,
+        pieces,
+        _manifest_state(config, state, optimizer, vocab_size),
+        rank=groups.rank,
+        agree=lambda ok: _all_agree(ok, device),
+        extra_files={f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())},
+    )
+
+
+def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int) -> dict[str, Any]:
+    return {
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "skipped_iterations": state.skipped_iterations,
+        "optimizer_steps": optimizer.steps_taken,
+        "loss_scale": optimizer.loss_scale.state_dict(),
+        "vocab_size": vocab_size,
+        "config": config.flat(),
+    }
+
+
+def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | None) -> TrainState:
+    """Load the checkpoint that ``config.checkpoint`` names into weights and optimizer; the counters are returned."""
+    settings = config.checkpoint
+    folder = find_checkpoint(settings.load or ".", settings.ckpt_step)
+    if folder is None:
+        if settings.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
+                "with --no-exit-on-missing-checkpoint"
+            )
+        return TrainState()
+    with CheckpointReader(folder) as reader:
+        for bucket in data.buckets:
+            reader.fill(parameter_pieces(zip(bucket.names, bucket.parameters, strict=True)))
+        if optimizer is not None:
+            _load_optimizer(reader, optimizer, fresh=settings.finetune or settings.no_load_optim)
+        if settings.finetune:
+            return TrainState()
+        counters = ("iteration", "consumed_samples", "skipped_iterations")
+        return TrainState(**{name: reader.state[name] for name in counters})
+
+
+def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bool) -> None:
+    if fresh:
+        optimizer.refresh_main_weights()
+        return
+    pieces = list(optimizer_pieces(optimizer))
+    if any(not reader.has(p.name) for p in pieces if ".exp_avg" in p.name):
+        raise CheckpointError(f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim")
+    reader.fill(pieces)
+    optimizer.set_steps_taken(reader.state["optimizer_steps"])
+    optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
+
+
+def _all_agree(ok: bool, device: torch.device) -> bool:
+    if not dist.is_initialized():
+        return ok
+    flag = torch.tensor(int(ok), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

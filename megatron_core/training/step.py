@@ -1,0 +1,109 @@
+"""One optimizer step: the plan runs, gradients are finished, weights move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.datasets.loader import Batch
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.pipeline_parallel.executor import Executor
+from megatron_core.training.setup import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; the same on every rank."""
+
+    loss: float
+    """Sum of token losses / number of tokens that count, over the whole global batch."""
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    stop: bool
+    """Whether some rank wants to end the run."""
+
+
+def train_step(run: Run, *, stop: bool = False) -> StepResult:
+    """Take the next step of ``run`` and advance its counters; ``stop`` is this rank's wish to end afterwards."""
+    batches = load_batches(run)
+    tokens = count_tokens(run, batches)
+    scale = run.optimizer.loss_scale.scale
+
+    run.data_parallel.zero_grad()
+    losses = run_training_plan(run, batches, scale / tokens)
+    run.data_parallel.finish()
+    lr = run.schedule.lr(run.state.iteration + 1)
+    outcome = run.optimizer.step(lr)
+    run.data_parallel.gather_weights()
+
+    run.state.iteration += 1
+    run.state.consumed_samples += run.global_batch_size
+    run.state.skipped_iterations += outcome.skipped
+    loss, wish = sum_over_ranks(run, [run.counts * sum_of(losses) / scale, float(stop)])
+    return StepResult(loss, outcome.grad_norm, lr, scale, outcome.skipped, wish > 0.0)
+
+
+def load_batches(run: Run) -> list[Batch]:
+    """This rank's micro-batches of the next step, on its device; the step after it is read ahead."""
+    consumed, micro = run.state.consumed_samples, run.num_microbatches
+    batches = run.train_loader.step(consumed, micro)
+    if run.state.iteration + 1 < run.total_iterations:
+        run.train_loader.prefetch(consumed + run.global_batch_size, micro)
+    return to_device(batches, run.world.device)
+
+
+def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """The batches on ``device``."""
+    return [{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches]
+
+
+def count_tokens(run: Run, batches: list[Batch]) -> float:
+    """Tokens that count in the whole global batch, at least 1; known before backward, so that no average is ever
+    taken of averages."""
+    total = torch.stack([batch["loss_mask"].sum(dtype=torch.float64) for batch in batches]).sum()
+    all_reduce_(total, run.groups.group("dp-cp"))
+    return max(total.item(), 1.0)
+
+
+def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dict[int, Tensor]:
+    """Forward and backward of all micro-batches; the last stage's losses times ``loss_factor``, by micro-batch."""
+    forward = forward_step(run, batches, loss_factor)
+    executor = Executor(run.plan, run.links, run.message, forward, on_last_backward=run.data_parallel.arm)
+    return executor.run()
+
+
+def forward_step(run: Run, batches: list[Batch], loss_factor: float) -> Callable[[int, int, Tensor | None], Tensor]:
+    """The function that computes a stage: hidden states, or on the last one loss_factor x the sum of token losses."""
+    last = len(run.layers) - 1
+
+    def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        batch = batches[micro]
+        output = run.stages[stage](
+            batch["tokens"],
+            batch["position_ids"],
+            hidden_states=hidden,
+            labels=batch["labels"] if stage == last else None,
+            sample_index=batch["sample_index"],
+        )
+        if stage < last:
+            return output
+        return (output * batch["loss_mask"]).sum() * loss_factor
+
+    return forward
+
+
+def sum_of(losses: dict[int, Tensor]) -> float:
+    """Total of the micro-batches' losses; 0 on ranks without the last stage."""
+    return torch.stack(list(losses.values())).sum(dtype=torch.float64).item() if losses else 0.0
+
+
+def sum_over_ranks(run: Run, values: list[float]) -> list[float]:
+    """Each of ``values`` summed over all ranks of the job."""
+    totals = torch.tensor(values, dtype=torch.float64, device=run.world.device)
+    all_reduce_(totals, run.groups.group("tp-cp-ep-dp-pp"))
+    return totals.tolist()

@@ -1,0 +1,90 @@
+"""Self-attention with heads split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharding import split_qkv
+from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
+from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.initial import Initial
+from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.recompute import recomputed
+from megatron_core.transformer.rotary import rotate
+
+
+class SelfAttention(nn.Module):
+    """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel).
+
+    One matrix holds, group by group, the query heads, the key head and the value head (Megatron's order). With fewer
+    key-value groups than ranks, the ranks of a group each hold its key and value.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ModelParallelConfig,
+        initial: Initial,
+        tp_group: Group,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        size, index, d = tp_group.size(), tp_group.rank(), config.head_size
+        self.layer = layer
+        self.heads = config.num_attention_heads // size
+        self.groups = max(config.query_groups // size, 1)
+        self.head_size = d
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (config.num_attention_heads + 2 * config.query_groups) * d,
+            config=parallel,
+            init_method=initial.inner,
+            bias=config.has_qkv_bias,
+            tp_group=tp_group,
+            spec=partial(
+                split_qkv,
+                heads=config.num_attention_heads,
+                groups=config.query_groups,
+                head_size=d,
+                index=index,
+                size=size,
+            ),
+        )
+        # Each rank normalizes its own heads only, so these gradients are partial with or without sequence parallel.
+        head_norm = partial(Norm, config, parallel, tp_group, d, partial_grad=True)
+        self.q_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
+        self.k_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
+        dropout = KeyedDropout(config.attention_dropout, initial.seed, f"layers.{layer}.attention_weights")
+        self.core_attention = CoreAttention(config, dropout, first_head=index * self.heads)
+        self.recompute_core = config.recompute_granularity == "selective"
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * d,
+            config.hidden_size,
+            config=parallel,
+            init_method=initial.output,
+            bias=config.add_bias_linear,
+            tp_group=tp_group,
+        )
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """Attend over the sequence, and over the cache's earlier positions in generation."""
+        query, key, value = self._query_key_value(hidden)
+        if context.rotary is not None:
+            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+        output, _ = self.linear_proj(attend(query, key, value, context))
+        return output
+
+    def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, _ = self.linear_qkv(hidden)
+        queries = self.heads // self.groups
+        mixed = mixed.unflatten(-1, (self.groups, queries + 2, self.head_size))
+        query, key, value = mixed.split([queries, 1, 1], dim=-2)
+        return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)

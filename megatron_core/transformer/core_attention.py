@@ -1,0 +1,82 @@
+"""softmax(Q K^T / sqrt(d)) V for the heads of this rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.transformer.context import SequenceContext
+
+
+class CoreAttention(nn.Module):
+    """Attention of query heads ``[s, b, heads, d]`` over key and value heads ``[t, b, groups, d]``.
+
+    Returns ``[s, b, heads * d]``. The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells
+    the formula out; it serves ``attention_backend='unfused'`` and attention dropout, whose mask has to depend on the
+    global head and not on a generator. ``first_head`` is the global number of this rank's first query head.
+    Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups.
+    """
+
+    def __init__(self, config: ModelConfig, dropout: KeyedDropout, first_head: int) -> None:
+        super().__init__()
+        self.unfused = config.attention_backend == "unfused"
+        self.dropout = dropout
+        self.first_head = first_head
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        """Attend; causal unless ``context`` has a mask."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mask = _visible(query.shape[2], key.shape[2], context.attention_mask, query.device)
+        if self.unfused or self.dropout.active:
+            out = self._unfused(query, key, value, mask, context)
+        else:
+            causal = mask is None and query.shape[2] > 1
+            grouped = query.shape[1] != key.shape[1]
+            out = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _unfused(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: SequenceContext
+    ) -> Tensor:
+        sharers = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(sharers, dim=1) for x in (key, value))
+        scores = query.matmul(key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+        if mask is None:
+            mask = _causal(query.shape[2], key.shape[2], query.device)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~mask, -torch.inf)
+        weights = self._drop(scores.softmax(-1), context)
+        return weights.to(value.dtype).matmul(value)
+
+    def _drop(self, weights: Tensor, context: SequenceContext) -> Tensor:
+        if not self.dropout.active:
+            return weights
+        _, heads, queries, keys = weights.shape
+        number = lambda n, start=0: torch.arange(start, start + n, device=weights.device)  # noqa: E731
+        samples = context.sample_index
+        coordinates = (
+            None if samples is None else samples[:, None, None, None],
+            number(heads, self.first_head)[:, None, None],
+            number(queries)[:, None],
+            number(keys),
+        )
+        return self.dropout(weights, coordinates)
+
+
+def _visible(queries: int, keys: int, attention_mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query sees a key, or None where torch's own causal flag says the same."""
+    if attention_mask is not None:
+        return ~attention_mask
+    if queries in (1, keys):
+        return None
+    return _causal(queries, keys, device)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Lower right triangle: the last query sees all keys."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

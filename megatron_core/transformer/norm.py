@@ -1,0 +1,48 @@
+"""LayerNorm and RMSNorm over the last dim, replicated over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.tensor_parallel import ModelParallelConfig
+
+
+class Norm(nn.Module):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
+
+    ``x`` is ``[..., size]``. ``partial_grad`` says that each tensor-parallel rank sees only a part of what is
+    normalized, so that the weights' gradients are parts of the whole.
+    Source: Ba et al. 2016; Zhang and Sennrich 2019.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parallel: ModelParallelConfig, tp_group: Group, size: int, *, partial_grad: bool
+    ) -> None:
+        super().__init__()
+        self.size, self.epsilon = size, config.norm_epsilon
+        spec = replicated((size,), tp_group.rank(), partial_grad=partial_grad)
+        self.weight = allocate(spec, parallel.params_dtype, parallel.device)
+        self.weight.init_method = nn.init.ones_
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = allocate(spec, parallel.params_dtype, parallel.device)
+            self.bias.init_method = nn.init.zeros_
+        self.rms = config.normalization == "RMSNorm"
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weight one, bias zero."""
+        self.weight.fill_(1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dim of ``x``."""
+        if self.rms:
+            return nn.functional.rms_norm(x, (self.size,), self.weight, self.epsilon)
+        return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.epsilon)

@@ -1,0 +1,228 @@
+"""Faulty settings, the world size, and the words that their sentence must have.
+
+The words are the setting with its value first, then the way out. The settings change a sound configuration
+of 12 heads of 10 channels, 2 layers, 64 tokens and 100 steps on mock data.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FULL = {"recompute_granularity": "full"}
+PP2 = {"pipeline_model_parallel_size": 2}
+FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    # one setting alone
+    ({}, 0, ("world_size=0", "1, 2, 3")),
+    ({"num_layers": 0}, 1, ("num_layers=0", "1, 2, 3")),
+    ({"micro_batch_size": -1}, 1, ("micro_batch_size=-1", "1, 2, 3")),
+    ({"eval_interval": 0}, 1, ("eval_interval=0", "1, 2, 3")),
+    ({"eval_iters": -1}, 1, ("eval_iters=-1", "0, 1, 2")),
+    ({"lr": 0.0}, 1, ("lr=0.0", "above 0")),
+    ({"adam_eps": math.nan}, 1, ("adam_eps=nan", "above 0")),
+    ({"initial_loss_scale": math.inf}, 1, ("initial_loss_scale=inf", "finite")),
+    ({"clip_grad": -1.0}, 1, ("clip_grad=-1.0", "0 or a finite number above it")),
+    ({"hidden_dropout": 1.0}, 1, ("hidden_dropout=1.0", "not including, 1")),
+    ({"attention_dropout": -0.1}, 1, ("attention_dropout=-0.1", "from 0")),
+    ({"adam_beta1": 1.0}, 1, ("adam_beta1=1.0", "not including, 1")),
+    ({"adam_beta2": -0.5}, 1, ("adam_beta2=-0.5", "from 0")),
+    ({"lr_warmup_fraction": 1.0}, 1, ("lr_warmup_fraction=1.0", "not including, 1")),
+    ({"rotary_percent": 1.5}, 1, ("rotary_percent=1.5", "up to 1")),
+    # the model
+    ({"hidden_size": 100}, 1, ("hidden_size=100", "num_attention_heads=12", "1, 2, 4, 5, 10", "kv_channels")),
+    (
+        {"position_embedding_type": "rope", "kv_channels": 5},
+        1,
+        ("rotary_percent=1.0", "5 rotating channels", "even", "kv_channels"),
+    ),
+    (
+        {"position_embedding_type": "rope", "rotary_percent": 0.1},
+        1,
+        ("rotary_percent=0.1", "1 rotating channels", "change"),
+    ),
+    ({"num_query_groups": 4}, 1, ("num_query_groups=4", "--group-query-attention")),
+    (
+        {"group_query_attention": True, "num_query_groups": 5},
+        1,
+        ("num_attention_heads=12", "num_query_groups=5", "legal: 1, 2, 3, 4, 6, 12"),
+    ),
+    ({"swiglu": True, "squared_relu": True}, 1, ("swiglu=True and squared_relu=True", "keep one")),
+    ({"geglu": True, "openai_gelu": True}, 1, ("geglu=True and openai_gelu=True", "keep one")),
+    ({"max_position_embeddings": 32}, 1, ("max_position_embeddings=32", "seq_length=64", "64 or more")),
+    # recompute
+    ({**FULL, "recompute_num_layers": 1}, 1, ("recompute_method=None", "uniform or block")),
+    ({**FULL, "recompute_method": "block"}, 1, ("recompute_num_layers=None", "1 to 2")),
+    ({"recompute_method": "block"}, 1, ("recompute_method=block", "--recompute-granularity full")),
+    (
+        {"recompute_granularity": "selective", "recompute_num_layers": 1},
+        1,
+        ("recompute_num_layers=1", "selective", "--recompute-granularity full"),
+    ),
+    (
+        {**FULL, "recompute_method": "block", "recompute_num_layers": 3},
+        1,
+        ("recompute_num_layers=3", "num_layers=2", "1 to 2"),
+    ),
+    # the layout
+    ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "1, 2, 3, 6")),
+    ({"context_parallel_size": 2}, 2, ("context_parallel_size=2", "legal: 1")),
+    ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2", "legal: 1")),
+    (
+        {"hidden_size": 640, "num_attention_heads": 40, "tensor_model_parallel_size": 16},
+        16,
+        (
+            "num_attention_heads=40 cannot be split over tensor_model_parallel_size=16; "
+            "legal: 1, 2, 4, 5, 8, 10, 20, 40",
+        ),
+    ),
+    (  # C19
+        {"group_query_attention": True, "num_query_groups": 6, "tensor_model_parallel_size": 4},
+        4,
+        ("num_query_groups=6", "tensor_model_parallel_size=4", "legal: 1, 2, 3, 6 or a multiple of 6"),
+    ),
+    (
+        {"ffn_hidden_size": 50, "tensor_model_parallel_size": 4},
+        4,
+        ("ffn_hidden_size=50", "tensor_model_parallel_size=4", "1, 2, 5, 10, 25, 50"),
+    ),
+    (
+        {"seq_length": 62, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        4,
+        ("seq_length=62", "tensor_model_parallel_size=4", "--sequence-parallel"),
+    ),
+    ({"pipeline_model_parallel_size": 4}, 4, ("num_layers=2", "4 stages", "legal: 4 or more")),  # C34
+    (
+        {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
+        2,
+        ("num_layers=7", "8 stages", "legal: 8 or more"),
+    ),
+    (
+        {"num_layers": 12, "num_layers_per_virtual_pipeline_stage": 4, **PP2},
+        2,
+        ("num_layers_per_virtual_pipeline_stage=4", "12 / 2 = 6", "legal: 1, 2, 3, 6"),
+    ),
+    (
+        {"num_layers": 7, "num_layers_per_virtual_pipeline_stage": 1, **PP2},
+        2,
+        ("num_layers_per_virtual_pipeline_stage=1", "7 / 2", "use num_virtual_stages_per_pipeline_rank"),
+    ),
+    (
+        {
+            "num_layers": 8,
+            "num_layers_per_virtual_pipeline_stage": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            **PP2,
+        },
+        2,
+        ("num_layers_per_virtual_pipeline_stage=2", "num_virtual_stages_per_pipeline_rank=2", "keep one"),
+    ),
+    (
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        1,
+        ("num_layers_per_virtual_pipeline_stage=1", "pipeline_model_parallel_size", "2 or more"),
+    ),
+    (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        1,
+        ("num_virtual_stages_per_pipeline_rank=2", "pipeline_model_parallel_size", "2 or more"),
+    ),
+    (
+        {"rank_order": "tp-cp-ep-dp"} | PP2,
+        2,
+        ("rank_order=tp-cp-ep-dp", "legal: any order of tp-cp-ep-dp-pp"),
+    ),
+    ({"rank_order": "tp-tp-dp-pp"}, 1, ("rank_order=tp-tp-dp-pp", "each axis once")),
+    ({"rank_order": "tp-dp-pp-xp"}, 1, ("rank_order=tp-dp-pp-xp", "each axis once")),
+    ({"rank_order": "tp-pp"}, 2, ("rank_order=tp-pp", "each axis once")),
+    ({"overlap_param_gather": True}, 1, ("overlap_param_gather=True", "--use-distributed-optimizer")),
+    # batches and length
+    ({"global_batch_size": 10}, 4, ("global_batch_size=10", "1 x 4 = 4", "nearest legal: 8, 12")),
+    ({"global_batch_size": 3}, 4, ("global_batch_size=3", "1 x 4 = 4", "nearest legal: 4")),
+    ({"train_iters": None}, 1, ("train_iters=None and train_samples=None", "give one")),
+    ({"train_samples": 8}, 1, ("train_iters=100 and train_samples=8", "keep one")),
+    (
+        {"train_iters": None, "train_samples": 7, "global_batch_size": 8},
+        1,
+        ("train_samples=7", "all 7 would be left over", "8 or more"),
+    ),
+    # the learning rate
+    ({"min_lr": 0.1}, 1, ("min_lr=0.1", "lr=0.001", "0 to 0.001")),
+    ({"lr_warmup_init": 0.1}, 1, ("lr_warmup_init=0.1", "lr=0.001", "0 to 0.001")),
+    (
+        {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5},
+        1,
+        ("lr_warmup_fraction=0.1", "lr_warmup_iters=5", "keep one"),
+    ),
+    ({"lr_warmup_iters": 100}, 1, ("lr_warmup_iters=100", "100 steps", "0 to 99")),
+    ({"lr_warmup_iters": 9, "lr_decay_iters": 9}, 1, ("lr_warmup_iters=9", "9 steps", "0 to 8")),
+    ({"lr_decay_style": "WSD"}, 1, ("lr_wsd_decay_iters=None", "lr_decay_style=WSD", "give")),
+    ({"lr_wsd_decay_iters": 5}, 1, ("lr_wsd_decay_iters=5", "--lr-decay-style WSD")),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60, "lr_warmup_iters": 50},
+        1,
+        ("lr_wsd_decay_iters=60", "50 steps after warm-up", "1 to 50"),
+    ),
+    # precision
+    ({"bf16": True, "fp16": True}, 1, ("bf16=True and fp16=True", "keep one")),
+    ({"bf16": True, "fp16": True, "fp64": True}, 1, ("bf16=True and fp16=True and fp64=True", "keep one")),
+    ({"loss_scale": 8.0}, 1, ("loss_scale=8.0", "--fp16")),
+    ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, 1, ("min_loss_scale=8.0", "up to 4.0")),
+    # data
+    ({"mock_data": False}, 1, ("data_path=()", "--data-path, --train-data-path, --mock-data")),
+    ({"data_path": ("a",)}, 1, ("data_path=a and mock_data=True", "keep one")),
+    (
+        {"mock_data": False, "data_path": ("a",), "train_data_path": ("b",)},
+        1,
+        ("data_path=a and train_data_path=b", "keep one"),
+    ),
+    ({"valid_data_path": ("v",)}, 1, ("valid_data_path=v", "train_data_path", "--split")),
+    ({"test_data_path": ("v", "w")}, 1, ("test_data_path=v w", "train_data_path", "--split")),
+    ({"mock_data": False, "train_data_path": ("a",), "split": "9,1"}, 1, ("split=9,1", "remove it")),
+    *(
+        ({"mock_data": False, "data_path": ("a",), "split": split}, 1, (f"split={split}", "969,30,1"))
+        for split in ("", "a,b", "1,2,3,4", "0,1", "-1,2", "9,,1", "nan", "inf,1")
+    ),
+    (
+        {"mock_data": False, "data_path": ("0.3", "a", "b")},
+        1,
+        ("data_path=0.3 a b", "every prefix a weight", "./7"),
+    ),
+    (
+        {"mock_data": False, "data_path": ("0.3", "a", "b", "0.7")},
+        1,
+        ("data_path=0.3 a b 0.7", "every prefix a weight"),
+    ),
+    (
+        {"mock_data": False, "data_path": ("0", "a", "0", "b")},
+        1,
+        ("data_path=0 a 0 b", "above 0", "leave that data set out"),
+    ),
+    ({"mock_data": False, "data_path": ("-1", "a", "2", "b")}, 1, ("data_path=-1 a 2 b", "above 0")),
+    ({"mock_data": False, "data_path": ("a", "b", "1", "c")}, 1, ("data_path=a b 1 c", "or none")),
+    # the vocabulary
+    ({"eod_mask_loss": True}, 1, ("eod_mask_loss=True", "--tokenizer-type")),
+    ({"vocab_size": None}, 1, ("tokenizer_type=None and vocab_size=None", "give one")),
+    *(
+        ({"tokenizer_type": kind}, 1, ("tokenizer_model=None", f"tokenizer_type={kind}", "--tokenizer-model"))
+        for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "merge_file": "m"},
+        1,
+        ("vocab_file=None", "GPT2BPETokenizer", "--vocab-file"),
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"},
+        1,
+        ("merge_file=None", "GPT2BPETokenizer", "--merge-file"),
+    ),
+    (
+        {"tokenizer_type": "NullTokenizer", "vocab_size": None},
+        1,
+        ("vocab_size=None", "NullTokenizer", "--vocab-size"),
+    ),
+    # checkpoints
+    ({"save_interval": 5}, 1, ("save_interval=5", "--save FOLDER")),
+    ({"ckpt_step": 5}, 1, ("ckpt_step=5", "--load FOLDER")),
+    ({"finetune": True}, 1, ("finetune=True", "--load FOLDER")),
+]

@@ -1,0 +1,186 @@
+"""The command line: Megatron-LM's flags in, one frozen configuration out."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_core.config import RunConfig, megatron_flags
+from megatron_core.config.cli import parse_run_config
+from megatron_core.config.file import field_types
+from megatron_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(text: str) -> RunConfig:
+    return parse_run_config(text.split())
+
+
+def test_no_flags_give_the_defaults():
+    assert parse("") == RunConfig()
+
+
+def test_flags_are_flat_with_hyphens_or_underscores():
+    config = parse("--tensor-model-parallel-size 2 --pipeline_model_parallel_size=4 --bf16 --no-progress")
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.pipeline_model_parallel_size == 4
+    assert config.training.bf16 and not config.monitor.progress
+
+
+def test_a_blend_is_a_list_up_to_the_next_flag():
+    config = parse("--data-path 0.3 A 0.7 B --lr 1e-3 --min-lr -1")
+    assert config.data.data_path == ("0.3", "A", "0.7", "B")
+    assert config.optimizer.lr == 1e-3 and config.optimizer.min_lr == -1
+
+
+def test_optional_settings_can_be_set_back_to_none(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("save_interval: 5\nsave: out\n")
+    assert parse(f"--config {file} --save-interval None").checkpoint.save_interval is None
+
+
+def test_command_line_needs_no_torch():
+    imports = "import sys, megatron_core.config.cli, megatron_core.config.validate"
+    code = f"{imports}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+# ---- help and errors
+
+
+def test_help_is_grouped_and_shows_one_spelling(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert exit_.value.code == 0
+    for part in dataclasses.fields(RunConfig):
+        assert f"{part.name} options" in text
+    for name in field_types():
+        assert "--" + name.replace("_", "-") in text or "--no-" + name.replace("_", "-") in text
+    assert "--no-no-" not in text and "--no-bf16" not in text and "{None}" not in text
+
+
+def test_unknown_flag_names_the_nearest_and_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse("--tensor-parallel-size 2")
+    text = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert "Perhaps you meant" in text.out + text.err
+    assert "--tensor-model-parallel-size" in text.out + text.err
+
+
+def test_only_rank_0_prints_but_every_rank_exits(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as exit_:
+        parse("--tensor-parallel-size 2 --use-mcore-models")
+    text = capsys.readouterr()
+    assert exit_.value.code == 2 and text.out + text.err == ""
+
+
+@pytest.mark.parametrize("flags", ["--num-layers two", "--normalization BatchNorm", "--bf16 true", "stray"])
+def test_bad_values_exit_with_2(flags, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(flags)
+    assert exit_.value.code == 2
+
+
+# ---- settings whose own name begins with no_
+
+
+def test_no_load_optim_is_a_plain_switch(tmp_path):
+    assert parse("--no-load-optim").checkpoint.no_load_optim
+    file = tmp_path / "run.yaml"
+    file.write_text("no_load_optim: true\n")
+    assert parse(f"--config {file}").checkpoint.no_load_optim
+    assert not parse(f"--config {file} --load-optim").checkpoint.no_load_optim
+
+
+# ---- Megatron-LM's other flags
+
+
+def test_tables_name_no_setting_of_this_project_and_nothing_twice():
+    tables = [
+        megatron_flags.SAME_AS,
+        megatron_flags.SAME_UNLESS_SAID,
+        megatron_flags.SWITCHES_WITHOUT_EFFECT,
+        megatron_flags.VALUES_WITHOUT_EFFECT,
+        megatron_flags.ONLY_VALUE,
+        megatron_flags.NOT_SUPPORTED,
+    ]
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names))
+    assert not set(names) & field_types().keys()
+    assert not [name for name in field_types() if megatron_flags.is_unsupported(name)]
+    assert megatron_flags.SAME_VALUE.keys() <= field_types().keys()
+
+
+@pytest.mark.parametrize("name", sorted({**megatron_flags.SAME_AS, **megatron_flags.SAME_UNLESS_SAID}))
+def test_every_alias_parses(name):
+    assert parse(f"--{name.replace('_', '-')}") != RunConfig()
+
+
+def test_aliases_mean_the_same():
+    assert parse("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
+    assert parse("--recompute-activations").model.recompute_granularity == "selective"
+    assert parse("--attention-backend flash").model.attention_backend == "auto"
+    assert parse("--attention-backend=local").model.attention_backend == "unfused"
+    pieces = parse("--tokenizer-type GPTSentencePieceTokenizer").data.tokenizer_type
+    assert pieces == "SentencePieceTokenizer"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--no-position-embedding --use-rotary-position-embeddings",
+        "--position-embedding-type rope --no-position-embedding",
+    ],
+)
+def test_no_position_embedding_changes_nothing_beside_rotary_ones(flags):
+    assert parse(flags).model.position_embedding_type == "rope"
+    assert parse("--no-position-embedding").model.position_embedding_type == "none"
+
+
+def test_flags_without_effect_go_with_one_note(capsys):
+    flags = (
+        "--use-mcore-models --transformer-impl local --optimizer adam --no-bias-gelu-fusion --no-rope-fusion"
+    )
+    assert parse(flags + " --num-layers 3") == parse("--num-layers 3")
+    note = capsys.readouterr().err.strip()
+    assert len(note.splitlines()) == 1
+    for flag in ("--use-mcore-models", "--transformer-impl", "--optimizer adam", "--no-bias-gelu-fusion"):
+        assert flag in note
+
+
+def test_a_switch_without_effect_swallows_no_value():
+    with pytest.raises(SystemExit):
+        parse("--use-mcore-models 3")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 8",
+        "--fp8-format e4m3",
+        "--use_megatron_fsdp",
+        "--multi-latent-attention",
+        "--optimizer sgd",
+    ],
+)
+def test_unsupported_flags_say_so(flags):
+    with pytest.raises(
+        ConfigError, match=r"Megatron-LM's --.* not supported by megatron-native \(yet\)"
+    ) as error:
+        parse(f"--bf16 {flags}")
+    assert flags.split()[0] in str(error.value)
+
+
+def test_unsupported_flags_come_all_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse("--num-experts 8 --moe-router-topk 2 --optimizer muon")
+    for part in ("--num-experts", "--moe-router-topk", "--optimizer muon (only adam)"):
+        assert part in str(error.value)

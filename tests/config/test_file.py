@@ -1,0 +1,132 @@
+"""Configuration files: YAML or JSON in, checked by type; YAML out, equal when read back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_core.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from megatron_core.config.cli import parse_run_config, write_config
+from megatron_core.config.file import read_config
+from megatron_core.errors import ConfigError
+
+
+def parse(text: str) -> RunConfig:
+    return parse_run_config(text.split())
+
+
+def test_flags_override_the_file_which_overrides_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "num-layers: 5\nmodel:\n  hidden_size: 96\n  swiglu: true\nlr: 1e-4\ntrain_iters: 1e3\n"
+        "data_path: [0.3, A, 0.7, B]\ntrain_data_path: C\nsave: null\nbf16: true\n"
+    )
+    config = parse(f"--config {file} --num-layers 7 --no-bf16")
+    assert (config.model.num_layers, config.model.hidden_size, config.model.swiglu) == (7, 96, True)
+    assert config.optimizer.lr == 1e-4 and config.training.train_iters == 1000
+    assert config.data.data_path == ("0.3", "A", "0.7", "B") and config.data.train_data_path == ("C",)
+    assert config.checkpoint.save is None and not config.training.bf16
+
+
+def test_json_files_are_read_too(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"parallel": {"tensor-model-parallel-size": 2}, "lr": 1e-5}))
+    config = parse(f"--config={file}")
+    assert config.parallel.tensor_model_parallel_size == 2 and config.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_layer: 3", ["num_layer", "perhaps you meant num_layers"]),
+        ("model:\n  hiden_size: 3", ["hiden_size", "perhaps you meant hidden_size"]),
+        ("zzz: 3", ["zzz", "--help"]),
+        ("num_experts: 8", ["Megatron-LM's num_experts", "not supported"]),
+        ("num_layers: two", ["num_layers='two'", "a whole number"]),
+        ("num_layers: 2.5", ["num_layers=2.5", "a whole number"]),
+        ("num_layers: true", ["num_layers=True", "a whole number"]),
+        ("num_layers: null", ["num_layers=None", "a whole number"]),
+        ("num_layers: .inf", ["num_layers=inf", "a whole number"]),
+        ("bf16: 1", ["bf16=1", "true or false"]),
+        ("normalization: BatchNorm", ["BatchNorm", "LayerNorm, RMSNorm"]),
+        ("recompute_method: all", ["all", "uniform, block or null"]),
+        ("lr: fast", ["lr='fast'", "a number"]),
+        ("data_path: [[a]]", ["data_path", "a list of strings"]),
+        ("lr: 1\noptimizer:\n  lr: 2", ["lr", "twice"]),
+        ("model: gpt", ["model='gpt'", "section"]),
+        ("- a", ["list", "name: value"]),
+        ("a: [", ["not valid YAML"]),
+    ],
+)
+def test_faults_of_a_file_are_named(tmp_path, text, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse(f"--config {file}")
+    for word in [*words, str(file)]:
+        assert word in str(error.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
+        parse("--config nowhere.yaml")
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        parse(f"--config {tmp_path / 'a.json'}")
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "run.yaml").write_text("")
+    assert parse(f"--config {tmp_path / 'run.yaml'}") == RunConfig()
+
+
+def test_yaml_cannot_build_objects(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: !!python/object/apply:os.getpid []")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        parse(f"--config {file}")
+
+
+SECTIONS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "monitor": MonitorConfig,
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(config=st.builds(RunConfig, **{name: st.from_type(kind) for name, kind in SECTIONS.items()}))
+def test_written_config_reads_back_equal(tmp_path_factory, config):
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+    values = config.flat()
+    if any(value != value for value in values.values()):  # NaN equals nothing, itself included
+        return
+    if any("None" in (v if isinstance(v, tuple) else (v,)) for v in values.values()):  # the word for no value
+        return
+    write_config(config, file)
+    assert read_config(file) == config
+
+
+def test_written_config_is_a_config_file(tmp_path):
+    config = parse(
+        "--num-layers 3 --data-path 0.3 A 0.7 B --adam-eps 1e-10 --no-load-optim --bf16 --split 9,1,0"
+    )
+    file = tmp_path / "run.yaml"
+    write_config(config, file)
+    assert parse(f"--config {file}") == config

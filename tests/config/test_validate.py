@@ -1,0 +1,180 @@
+"""Every fault has its sentence: the setting, its value and the way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_core.config import RunConfig
+from megatron_core.config.validate import check, problems
+from megatron_core.errors import ConfigError
+from tests.config.faults import FAULTS
+
+SOUND = {
+    "train_iters": 100,
+    "mock_data": True,
+    "vocab_size": 128,
+    "hidden_size": 120,
+    "num_attention_heads": 12,
+}
+
+
+def run_config(**settings: Any) -> RunConfig:
+    return RunConfig.from_flat({**SOUND, **settings})
+
+
+SOUND_CASES = {
+    "the defaults": ({}, 1),
+    "several copies": ({"global_batch_size": 32, "micro_batch_size": 4}, 8),
+    "every split": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        8,
+    ),
+    "sequence parallel on one rank does nothing": ({"sequence_parallel": True, "seq_length": 63}, 1),
+    "hidden size need not divide by tp": (
+        {"hidden_size": 99, "kv_channels": 8, "ffn_hidden_size": 64, "tensor_model_parallel_size": 4},
+        4,
+    ),
+    "fewer groups than ranks": (
+        {"group_query_attention": True, "num_query_groups": 2, "tensor_model_parallel_size": 4},
+        4,
+    ),
+    "one group": ({"group_query_attention": True, "tensor_model_parallel_size": 4}, 4),
+    "chunks": (
+        {"num_layers": 8, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
+        2,
+    ),
+    "uneven chunks": (
+        {"num_layers": 7, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
+        2,
+    ),
+    "uneven stages": ({"num_layers": 7, "pipeline_model_parallel_size": 3}, 3),
+    "axes of size 1 left out": ({"rank_order": "pp-tp-dp", "tensor_model_parallel_size": 2}, 4),
+    "samples with a rest": ({"train_iters": None, "train_samples": 35, "global_batch_size": 8}, 1),
+    "WSD": ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_warmup_iters": 80}, 1),
+    "a warm-up fraction": ({"lr_warmup_fraction": 0.1}, 1),
+    "fp16 with a fixed scale": ({"fp16": True, "loss_scale": 128.0}, 1),
+    "a blend": ({"mock_data": False, "data_path": ("0.3", "a", "0.7", "b"), "split": "98,2"}, 1),
+    "one prefix that is a number": ({"mock_data": False, "data_path": ("7",)}, 1),
+    "prefixes without weights": ({"mock_data": False, "data_path": ("a", "b", "c")}, 1),
+    "a path for each split": (
+        {"mock_data": False, "train_data_path": ("a",), "valid_data_path": ("b",), "vocab_size": 7},
+        1,
+    ),
+    "full recompute": (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        1,
+    ),
+    "checkpoints": ({"save": "out", "save_interval": 5, "load": "out", "ckpt_step": 5, "finetune": True}, 1),
+}
+
+
+@pytest.mark.parametrize("name", SOUND_CASES)
+def test_sound_configurations_have_no_problems(name):
+    changes, world_size = SOUND_CASES[name]
+    assert list(problems(run_config(**changes), world_size)) == []
+    check(run_config(**changes), world_size)
+
+
+@pytest.mark.parametrize(("changes", "world_size", "words"), FAULTS, ids=lambda x: str(x)[:60])
+def test_each_fault_has_one_sentence_with_the_way_out(changes, world_size, words):
+    found = list(problems(run_config(**changes), world_size))
+    matching = [sentence for sentence in found if all(word in sentence for word in words)]
+    assert len(matching) == 1, found
+    assert len(found) == 1, found  # a fault draws no second sentence that only follows from it
+
+
+def test_faults_come_all_at_once_and_numbered():
+    config = run_config(num_layers=0, swiglu=True, geglu=True, bf16=True, fp16=True)
+    with pytest.raises(ConfigError) as error:
+        check(config, 1)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("3 settings")
+    assert [line.split(".")[0].strip() for line in lines[1:]] == ["1", "2", "3"]
+
+
+sizes = st.integers(-1, 12)
+optional_sizes = st.none() | sizes
+fractions = st.floats(-0.5, 1.5) | st.just(math.nan)
+ANY = {
+    "num_layers": sizes,
+    "hidden_size": st.integers(-1, 200),
+    "num_attention_heads": sizes,
+    "kv_channels": optional_sizes,
+    "ffn_hidden_size": optional_sizes,
+    "group_query_attention": st.booleans(),
+    "num_query_groups": optional_sizes,
+    "rotary_percent": fractions,
+    "position_embedding_type": st.sampled_from(["rope", "none", "learned_absolute"]),
+    "max_position_embeddings": optional_sizes,
+    "recompute_granularity": st.sampled_from([None, "full", "selective"]),
+    "recompute_num_layers": optional_sizes,
+    "tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4, 0, -2]),
+    "pipeline_model_parallel_size": st.sampled_from([1, 2, 3, 4, 0, -2]),
+    "num_layers_per_virtual_pipeline_stage": optional_sizes,
+    "num_virtual_stages_per_pipeline_rank": optional_sizes,
+    "sequence_parallel": st.booleans(),
+    "micro_batch_size": sizes,
+    "global_batch_size": st.none() | st.integers(-4, 64),
+    "train_iters": optional_sizes,
+    "train_samples": st.none() | st.integers(-4, 100),
+    "lr_decay_style": st.sampled_from(["WSD", "linear"]),
+    "lr_decay_iters": optional_sizes,
+    "lr_warmup_iters": sizes,
+    "lr_warmup_fraction": st.none() | fractions,
+    "lr_wsd_decay_iters": optional_sizes,
+    "seq_length": sizes,
+    "data_path": st.lists(st.sampled_from(["a", "1", "nan", "-1"])).map(tuple),
+    "split": st.none() | st.text(",0129a-", max_size=5),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.fixed_dictionaries({}, optional=ANY), world_size=st.integers(-1, 16))
+def test_no_configuration_makes_the_rules_themselves_fail(changes, world_size):
+    for sentence in problems(run_config(**changes), world_size):
+        assert "=" in sentence and ";" in sentence
+
+
+LIKELY_SOUND = {
+    "num_layers": st.integers(1, 12),
+    "num_attention_heads": st.sampled_from([2, 4, 6, 12]),
+    "group_query_attention": st.booleans(),
+    "tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4]),
+    "pipeline_model_parallel_size": st.sampled_from([1, 2, 3]),
+    "num_virtual_stages_per_pipeline_rank": st.none() | st.integers(1, 3),
+    "num_layers_per_virtual_pipeline_stage": st.none() | st.integers(1, 3),
+    "sequence_parallel": st.booleans(),
+    "seq_length": st.sampled_from([12, 30, 64]),
+    "micro_batch_size": st.integers(1, 3),
+    "global_batch_size": st.none() | st.sampled_from([12, 24, 36]),
+    "lr_warmup_iters": st.integers(0, 120),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.fixed_dictionaries({}, optional=LIKELY_SOUND), world_size=st.integers(1, 16))
+def test_configurations_without_problems_have_consistent_arithmetic(changes, world_size):
+    config = run_config(**changes)
+    if list(problems(config, world_size)):
+        return
+    model, parallel, training = config.model, config.parallel, config.training
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    copies = parallel.data_parallel_size(world_size)
+    assert tp * pp * copies == world_size
+    at_once = training.micro_batch_size * copies
+    assert training.num_microbatches(copies) * at_once == training.batch_size(copies) >= 1
+    assert training.num_iterations(copies) >= 1
+    assert model.num_attention_heads % tp == 0 and model.ffn_size % tp == 0
+    assert model.num_attention_heads % model.query_groups == 0
+    assert model.query_groups % tp == 0 or tp % model.query_groups == 0
+    assert not parallel.sequence_parallel or config.data.seq_length % tp == 0
+    chunks = parallel.num_chunks(model.num_layers)
+    assert model.num_layers >= pp * chunks >= 1
+    if parallel.num_layers_per_virtual_pipeline_stage:
+        assert parallel.num_layers_per_virtual_pipeline_stage * chunks * pp == model.num_layers
+    assert config.optimizer.lr_warmup_iters < training.num_iterations(copies)

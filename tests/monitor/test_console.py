@@ -1,0 +1,89 @@
+"""The log lines, to the character, and the progress bar."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from datetime import datetime
+
+from megatron_core.monitor.console import ConsoleSink, step_line, validation_block
+from tests.monitor.examples import step, validation
+
+NOW = datetime(2026, 11, 21, 2, 45, 32, 107490)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_is_megatron_lms():
+    assert step_line([step(2)], NOW) == (
+        " [2026-11-21 02:45:32.107490] iteration        2/       4 | consumed samples:            8 | "
+        "elapsed time per iteration (ms): 41.0 | throughput per GPU (TFLOP/s/GPU): 2.5 | "
+        "learning rate: 5.500000E-04 | global batch size:     4 | lm loss: 4.809311E+00 | loss scale: 1.0 | "
+        "grad norm: 1.257 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_the_validation_block_is_megatron_lms():
+    line = " validation loss at iteration 2 | lm loss value: 4.634557E+00 | lm loss PPL: 1.029823E+02 | "
+    rule = "-" * (len(line) + 1)
+    assert validation_block(validation(2)) == f"{rule}\n{line}\n{rule}"
+    assert "at iteration 2 on test set |" in validation_block(validation(2, split="test"))
+
+
+def test_a_line_sums_up_the_steps_since_the_last_one():
+    line = step_line([step(1, loss=2.0, elapsed_ms=10.0), step(2, loss=4.0, elapsed_ms=20.0)], NOW)
+    assert "lm loss: 3.000000E+00" in line and "(ms): 15.0" in line
+
+
+def test_nan_and_negative_losses_are_shown():  # C47
+    line = step_line([step(1), step(2, loss=math.nan)], NOW)
+    assert "lm loss: nan |" in line and "number of nan iterations:   1 |" in line
+    assert "lm loss: inf |" in step_line([step(1, loss=math.inf)], NOW)
+    assert "lm loss: -1.000000E+00 |" in step_line([step(1, loss=-1.0)], NOW)
+
+
+def test_skipped_steps_are_counted_and_left_out_of_the_mean():  # C47
+    line = step_line([step(1, loss=2.0), step(2, loss=9.0, skipped=True)], NOW)
+    assert "lm loss: 2.000000E+00" in line and "number of skipped iterations:   1 |" in line
+    line = step_line([step(1, loss=9.0, skipped=True, grad_norm=None)], NOW)
+    assert "lm loss: 9.000000E+00" in line and "grad norm" not in line
+
+
+def lines_at(iterations: range, log_interval: int) -> list[int]:
+    out = io.StringIO()
+    sink = ConsoleSink(log_interval, out=out, err=io.StringIO())
+    for iteration in iterations:
+        sink.on_step(step(iteration, total_iterations=7))
+    sink.close()
+    return [int(number) for number in re.findall(r"iteration +(\d+)/", out.getvalue())]
+
+
+def test_lines_come_at_the_interval_at_both_ends_and_at_a_break():
+    assert lines_at(range(1, 8), 3) == [1, 3, 6, 7]
+    assert lines_at(range(4, 6), 3) == [5]
+
+
+def test_the_bar_goes_to_a_terminal_on_standard_error_alone():
+    out, err = io.StringIO(), Terminal()
+    sink = ConsoleSink(2, out=out, err=err)
+    for iteration in (3, 4):
+        sink.on_step(step(iteration))
+    sink.on_validation(validation(4))
+    sink.close()
+    assert "4/4" in err.getvalue() and "loss 4.8093" in err.getvalue() and "tokens/s" in err.getvalue()
+    assert "left" in err.getvalue() and "iteration        4/" not in err.getvalue()
+    assert out.getvalue().count("\n") == 4 and "tokens/s" not in out.getvalue()
+
+
+def test_there_is_no_bar_without_a_terminal_or_with_no_progress():
+    for progress, err in ((True, io.StringIO()), (False, Terminal())):
+        sink = ConsoleSink(2, progress=progress, out=io.StringIO(), err=err)
+        sink.on_step(step(1))
+        sink.close()
+        assert err.getvalue() == ""
