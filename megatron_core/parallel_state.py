@@ -35,7 +35,9 @@ def initialize_model_parallel(
     Errors: ``LayoutError`` (a ``RuntimeError``) when the world size does not fit or interleaving is asked for without a
     pipeline; ``AssertionError`` when torch.distributed is not initialised, or groups exist already.
     """
-    assert dist.is_initialized(), "torch.distributed is not initialized; call torch.distributed.init_process_group first"
+    assert dist.is_initialized(), (
+        "torch.distributed is not initialized; call torch.distributed.init_process_group first"
+    )
     assert not _current, "model parallel groups exist already; call destroy_model_parallel first"
     for name, size in (
         ("context_parallel_size", context_parallel_size),
@@ -83,7 +85,9 @@ def current() -> ParallelGroups:
     """The layout of this process; a process without torch.distributed stands alone."""
     if not _current:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
+            raise LayoutError(
+                "no model parallel groups yet; call parallel_state.initialize_model_parallel first"
+            )
         return ParallelGroups.single()
     return _current[0]
 
@@ -263,4 +267,6 @@ def get_embedding_group() -> Group | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the embedding or its tied copy."""
-    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)
+    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(
+        ignore_virtual, vp_stage
+    )

@@ -18,7 +18,9 @@ import torch.distributed as dist
 TIMEOUT = 120.0
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
+) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` forked ranks and return their results by rank.
 
     If a rank raises, the test fails with the traceback of the first one that did; ranks that hang are ended after
@@ -47,12 +49,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def _child(
-    rank: int, world_size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
         )
         pipe.send((True, function(*args)))
     except BaseException:  # whatever it is, the parent shows it

@@ -103,7 +103,9 @@ def stored_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
         model = str(folder / "tokenizer") if not Path(stored(model) or "").is_file() else stored(model)
     tokenizer = tokenizer_of(replace(data, tokenizer_model=model, **files))
     if tokenizer is None:
-        raise ConfigError(f"{folder} was trained without a tokenizer; there is nothing to read the prompt with")
+        raise ConfigError(
+            f"{folder} was trained without a tokenizer; there is nothing to read the prompt with"
+        )
     return tokenizer
 
 

@@ -81,7 +81,7 @@ def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Piec
 def pieces_of(
     name: str, spec: ShardSpec, local_shape: tuple[int, ...], start: int, stop: int, flat: Tensor
 ) -> Iterator[Piece]:
-    """Pieces of ``flat``, which holds the elements ``start ... stop - 1`` of this rank's part of the tensor ``name``."""
+    """Pieces of ``flat``: the elements ``start ... stop - 1`` of this rank's part of the tensor ``name``."""
     for local, number in flat_boxes(local_shape, start, stop):
         memory = flat[number - start : number - start + local.numel].view(local.shape)
         for part, box in _to_global(spec, local):

@@ -61,7 +61,12 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write as JSON."""
         tensors = {name: asdict(tensor) for name, tensor in sorted(self.tensors.items())}
-        content = {"format": "megatron-native", "version": VERSION, "state": dict(self.state), "tensors": tensors}
+        content = {
+            "format": "megatron-native",
+            "version": VERSION,
+            "state": dict(self.state),
+            "tensors": tensors,
+        }
         path.write_text(json.dumps(content, indent=1))
 
     @classmethod
@@ -81,9 +86,7 @@ class Manifest:
 
 
 def _stored(entry: Mapping[str, Any]) -> StoredTensor:
-    boxes = tuple(
-        StoredBox(b["file"], b["key"], tuple(b["start"]), tuple(b["stop"])) for b in entry["boxes"]
-    )
+    boxes = tuple(StoredBox(b["file"], b["key"], tuple(b["start"]), tuple(b["stop"])) for b in entry["boxes"])
     return StoredTensor(tuple(entry["shape"]), entry["dtype"], boxes)
 
 
@@ -137,7 +140,9 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
             return None
         text = tracker.read_text().strip()
         if not text.isdigit():
-            raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration number; name one with --ckpt-step")
+            raise CheckpointError(
+                f"{tracker} holds {text!r} instead of an iteration number; name one with --ckpt-step"
+            )
         step = int(text)
     folder = iteration_folder(root, step)
     if not (folder / MANIFEST).is_file():

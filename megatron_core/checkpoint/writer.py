@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_core.checkpoint.boxes import Piece
@@ -37,8 +38,14 @@ def save_checkpoint(
     aside = save / f".{final.name}.incomplete"
     leader = rank == 0
     _together(agree, "prepare the folder", lambda: _make_folder(aside) if leader else None)
-    _together(agree, "write its tensors", lambda: _write_pieces(aside / f"rank_{rank:05d}.safetensors", pieces))
-    _together(agree, "complete", lambda: _publish(save, iteration, aside, state, extra_files or {}) if leader else None)
+    _together(
+        agree, "write its tensors", lambda: _write_pieces(aside / f"rank_{rank:05d}.safetensors", pieces)
+    )
+    _together(
+        agree,
+        "complete",
+        lambda: _publish(save, iteration, aside, state, extra_files or {}) if leader else None,
+    )
     return final
 
 
@@ -47,10 +54,12 @@ def _together(agree: Agree, what: str, action: Callable[[], None]) -> None:
     problem: Exception | None = None
     try:
         action()
-    except (OSError, CheckpointError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:  # a full disk is one of safetensors' own
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(f"a rank could not {what} of a checkpoint: {problem or 'see the message of that rank'}")
+        raise CheckpointError(
+            f"a rank could not {what} of a checkpoint: {problem or 'see the message of that rank'}"
+        )
 
 
 def _make_folder(aside: Path) -> None:
@@ -68,15 +77,20 @@ def _write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     save_file(tensors, path, metadata={"shapes": json.dumps(shapes)})
 
 
-def _publish(save: Path, iteration: int, aside: Path, state: Mapping[str, Any], extra_files: Mapping[str, Path]) -> None:
+def _publish(
+    save: Path, iteration: int, aside: Path, state: Mapping[str, Any], extra_files: Mapping[str, Path]
+) -> None:
     for name, source in extra_files.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, aside / name)
     collect(aside, state).write(aside / MANIFEST)
     final = iteration_folder(save, iteration)
-    if final.exists():
-        shutil.rmtree(final)
+    replaced = save / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():  # out of sight whole: deleting takes time, and a half deleted folder still has its manifest
+        final.rename(replaced)
     aside.rename(final)
     tracker = save / f".{TRACKER}"
     tracker.write_text(str(iteration))
     os.replace(tracker, save / TRACKER)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -46,7 +46,13 @@ class Bucket:
     """
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], kind: BucketKind, stage: int, dp_group: Group, *, sharded: bool
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        kind: BucketKind,
+        stage: int,
+        dp_group: Group,
+        *,
+        sharded: bool,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.kind, self.stage, self.dp_group, self.sharded = kind, stage, dp_group, sharded
@@ -63,7 +69,9 @@ class Bucket:
             self.offsets.append(at)
             at += parameter.numel()
         part = padded // dp_group.size()
-        self.shard = slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if sharded else slice(0, padded)
+        self.shard = (
+            slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if sharded else slice(0, padded)
+        )
         self._reducing = Done()
         self.gathering = Done()
         self.reduced = False
@@ -113,7 +121,7 @@ class Bucket:
         self.reduced = False
 
     def pieces(self) -> Iterable[tuple[str, nn.Parameter, int, int, int]]:
-        """Parameters that this rank's shard touches: name, parameter, first and last element of it, place in the shard."""
+        """What this rank's shard touches: name, parameter, its first and last element, their place in the shard."""
         for name, parameter, offset in zip(self.names, self.parameters, self.offsets, strict=True):
             start = max(self.shard.start - offset, 0)
             stop = min(self.shard.stop - offset, parameter.numel())
@@ -138,7 +146,13 @@ class Bucket:
 
 
 def make_buckets(
-    named: Iterable[tuple[str, nn.Parameter]], stage: int, dp_group: Group, *, tp_size: int, bucket_size: int, sharded: bool
+    named: Iterable[tuple[str, nn.Parameter]],
+    stage: int,
+    dp_group: Group,
+    *,
+    tp_size: int,
+    bucket_size: int,
+    sharded: bool,
 ) -> list[Bucket]:
     """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
 

@@ -13,7 +13,7 @@ def aside(path: str | Path) -> Path:
 
 
 def publish(file: BinaryIO, path: str | Path) -> None:
-    """Close the file that was opened at `aside(path)` and give it its name, once its content is on the disk."""
+    """Close the file opened at `aside(path)` and give it its name, once its content is on the disk."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

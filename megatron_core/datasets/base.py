@@ -8,7 +8,8 @@ import numpy as np
 class Sample(TypedDict):
     """One training sequence of L tokens.
 
-    tokens: int64 [L]. labels: int64 [L], the token that follows each. loss_mask: float32 [L], 1 where it counts.
+    tokens: int64 [L]. labels: int64 [L], the token that follows each.
+    loss_mask: float32 [L], 1 where the label counts.
     """
 
     tokens: np.ndarray

@@ -16,8 +16,9 @@ PERIOD = 2**16
 def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tuple[str, ...]]:
     """Weights (None where there are none) and prefixes of a `--data-path`, by Megatron's rule.
 
-    A list of even length whose items 0, 2, 4, ... are numbers is weight prefix weight prefix ...; any other list
-    is prefixes alone. ConfigError: some but not all of those items are numbers, or a weight is not above 0.
+    A list of even length whose items 0, 2, 4, ... are numbers is weight prefix weight prefix ...; any other
+    list is prefixes alone. ConfigError: some but not all of those items are numbers, or a weight is not
+    positive.
     """
     items = [item.strip() for item in data_path]
     numbers = [_number(item) for item in items[::2]]
@@ -26,8 +27,9 @@ def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tup
         return None, tuple(items)
     if len(items) % 2 or None in numbers:
         raise ConfigError(
-            f"--data-path {given}: numbers stand where weights stand, but not before every prefix; give weight prefix "
-            "weight prefix ..., or prefixes alone (a prefix that is a number can be written ./5)"
+            f"--data-path {given}: numbers stand where weights stand, but not before every prefix; give "
+            "weight prefix weight prefix ..., or prefixes alone (a prefix that is a number can be written "
+            "./5)"
         )
     weights = tuple(number for number in numbers if number is not None)
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
@@ -38,9 +40,10 @@ def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tup
 class BlendedDataset:
     """Several data sets in an endless order in which each comes up in its share, evenly spread.
 
-    The order repeats one period of 2**16 slots. A data set with n of them has its slot k at time (k + 0.5) / n, and
-    slots are sorted by time; its own items come in their order. So the data set and the item of index i are found
-    from i alone. Shares are rounded to whole slots (largest remainder), and every data set has at least one.
+    The order repeats one period of 2**16 slots. A data set with n of them has its slot k at time (k + 0.5) /
+    n, and slots are sorted by time; its own items come in their order. So the data set and the item of index
+    i are found from i alone. Shares are rounded to whole slots (largest remainder), and every data set has at
+    least one.
 
     weights: None stands for the sizes of the data sets, in samples per epoch.
     """
@@ -49,7 +52,9 @@ class BlendedDataset:
         if not datasets or len(datasets) > PERIOD:
             raise ConfigError(f"a blend of {len(datasets)} data sets; between 1 and {PERIOD} are possible")
         if weights is not None and len(weights) != len(datasets):
-            raise ConfigError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each")
+            raise ConfigError(
+                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each"
+            )
         self._datasets = tuple(datasets)
         self.sequence_length = datasets[0].sequence_length
         self.samples_per_epoch = sum(dataset.samples_per_epoch for dataset in datasets)

@@ -18,7 +18,7 @@ NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Splits:
-    """The data set of each split, None where there is nothing for it; `notes` says what was left out and why."""
+    """The data set of each split, None where it has none; `notes` says what was left out and why."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -40,8 +40,8 @@ def build_datasets(
 ) -> Splits:
     """Open the token files that the flags of the same names describe, and share them out.
 
-    `data_path` is divided by `split` (969,30,1 if None); otherwise each split has paths of its own. With a tokenizer,
-    files that know theirs are checked against it.
+    `data_path` is divided by `split` (969,30,1 if None); otherwise each split has paths of its own. With a
+    tokenizer, files that know theirs are checked against it.
     ConfigError: flags that exclude each other. DataError: a file, or too few tokens.
     """
     own_paths = (train_data_path, valid_data_path, test_data_path)
@@ -58,14 +58,20 @@ def _check_flags(data_path: Sequence[str], own_paths: Sequence[Sequence[str]], s
     if data_path and given:
         raise ConfigError(f"--data-path and {' and '.join(given)} exclude each other; give one kind")
     if split is not None and given:
-        raise ConfigError(f"--split {split} divides --data-path and has no meaning with {' and '.join(given)}")
+        raise ConfigError(
+            f"--split {split} divides --data-path and has no meaning with {' and '.join(given)}"
+        )
     if not data_path and not given:
-        raise ConfigError("no data is given; use --data-path PREFIX, --train-data-path PREFIX, or --mock-data")
+        raise ConfigError(
+            "no data is given; use --data-path PREFIX, --train-data-path PREFIX, or --mock-data"
+        )
 
 
 def _masked_eod(tokenizer: Tokenizer | None) -> int:
     if tokenizer is None or tokenizer.eod is None:
-        raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document id; see --tokenizer-type")
+        raise ConfigError(
+            "--eod-mask-loss needs a tokenizer with an end-of-document id; see --tokenizer-type"
+        )
     return tokenizer.eod
 
 
@@ -89,24 +95,24 @@ class _Opener:
             if fractions[number] == 0:
                 splits.append(None)
                 continue
-            parts = [
-                self._part(prefix, own[number], name, notes) for prefix, own in zip(prefixes, ranges, strict=True)
-            ]
+            shares = zip(prefixes, ranges, strict=True)
+            parts = [self._part(prefix, own[number], name, notes) for prefix, own in shares]
             splits.append(_blend(parts, weights))
         return Splits(*splits, notes=tuple(notes))
 
     def whole(self, paths: Sequence[str], name: str) -> Dataset | None:
-        """The data set of a split that has paths of its own; too few tokens are an error, for they were asked for."""
+        """The data set of a split with paths of its own, where too few tokens are always an error."""
         if not paths:
             return None
         weights, prefixes = parse_blend(paths)
-        return _blend([self._make(prefix, range(len(self._open(prefix))), name) for prefix in prefixes], weights)
+        parts = [self._make(prefix, range(len(self._open(prefix))), name) for prefix in prefixes]
+        return _blend(parts, weights)
 
     def _part(self, prefix: str, sequences: range, name: str, notes: list[str]) -> GPTDataset | None:
         """One file's share of a split, or None and a note.
 
-        Only training cannot go without. The default split gives a thousandth of the sequences to test: a small file,
-        as in a first try, has no sample there, and nobody asked for one.
+        Only training cannot go without. The default split gives a thousandth of the sequences to test: a
+        small file, as in a first try, has no sample there, and nobody asked for one.
         """
         try:
             return self._make(prefix, sequences, name)

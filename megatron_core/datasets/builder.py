@@ -46,7 +46,7 @@ class IndexedDatasetBuilder:
             aside(self._bin_path).unlink(missing_ok=True)
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence: integers that the dtype holds, in anything numpy makes an array of, [tokens]."""
+        """Append one sequence [tokens]: numbers that the dtype holds, in anything numpy makes an array of."""
         tokens = self._checked(tensor)
         self._note_sequence(len(tokens), mode)
         self._file.write(tokens.tobytes())
@@ -59,7 +59,9 @@ class IndexedDatasetBuilder:
         """Append a document whose sequences, of the given lengths, lie back to back in `tensor`."""
         tokens = self._checked(tensor)
         if sum(lengths) != len(tokens):
-            raise DataError(f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens")
+            raise DataError(
+                f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens"
+            )
         for length, mode in zip(lengths, modes or [0] * len(lengths), strict=True):
             self._note_sequence(length, mode)
         self._file.write(tokens.tobytes())
@@ -70,8 +72,8 @@ class IndexedDatasetBuilder:
         other = IndexedDataset(path_prefix, multimodal=self._modes is not None)
         if np.dtype(other.dtype) != self._dtype:
             raise DataError(
-                f"{path_prefix} holds {np.dtype(other.dtype).name} and cannot be appended to {self._dtype.name}; "
-                "prepare both with one tokenizer, or build with the other dtype"
+                f"{path_prefix} holds {np.dtype(other.dtype).name} and cannot be appended to "
+                f"{self._dtype.name}; prepare both with one tokenizer, or build with the other dtype"
             )
         before = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
@@ -91,8 +93,8 @@ class IndexedDatasetBuilder:
             np.frombuffer(self._documents, dtype=np.int64),
             None if self._modes is None else np.frombuffer(self._modes, dtype=np.int8),
         )
-        # An old index must not be found beside the new tokens, should the machine stop between the two renames;
-        # nor an old header, which would vouch for another tokenizer.
+        # An old index must not be found beside the new tokens, should the machine stop between the two
+        # renames; nor an old header, which would vouch for another tokenizer.
         Path(idx_path).unlink(missing_ok=True)
         remove_header(str(idx_path).removesuffix(".idx"))
         publish(self._file, self._bin_path)
@@ -111,7 +113,9 @@ class IndexedDatasetBuilder:
 
     def _note_sequence(self, length: int, mode: int) -> None:
         if length >= 2**31:
-            raise DataError(f"a sequence of {length} tokens: the format counts to {2**31 - 1}; split the document")
+            raise DataError(
+                f"a sequence of {length} tokens: the format counts to {2**31 - 1}; split the document"
+            )
         self._lengths.append(length)
         if self._modes is not None:
             self._modes.append(mode)
@@ -125,7 +129,7 @@ class IndexedDatasetBuilder:
             if low < limits.min or high > limits.max:
                 wrong = int(low if low < limits.min else high)
                 raise DataError(
-                    f"token id {wrong} does not fit {self._dtype.name}, which {self._bin_path} is written in; "
-                    "build with dtype=DType.optimal_dtype(vocab_size)"
+                    f"token id {wrong} does not fit {self._dtype.name}, which {self._bin_path} is written "
+                    "in; build with dtype=DType.optimal_dtype(vocab_size)"
                 )
         return values.astype(self._dtype.newbyteorder("<"))

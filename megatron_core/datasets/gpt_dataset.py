@@ -12,8 +12,8 @@ class GPTDataset:
     """Samples of L tokens from a range of a file's sequences, in an endless order.
 
     The sequences are read as one text of T tokens, across the borders of documents. An epoch has
-    n = (T - 1) // L samples; sample j holds the tokens [j L, j L + L], the last of them as label only. Item i is
-    sample KeyedPermutation(n, (seed, epoch))[k] with epoch, k = divmod(i, n): no index is built or stored.
+    n = (T - 1) // L samples; sample j holds the tokens [j L, j L + L], the last of them as label only. Item i
+    is sample KeyedPermutation(n, (seed, epoch))[k] with epoch, k = divmod(i, n): no index is built or stored.
 
     eod_mask_loss: loss_mask is 0 where the input token is `eod`.
     DataError: the range has too few tokens for one sample.
@@ -43,9 +43,10 @@ class GPTDataset:
         self.samples_per_epoch = (self.num_tokens - 1) // sequence_length
         if self.samples_per_epoch < 1:
             raise DataError(
-                f"{indexed.path_prefix}: the {split_name} split has {self.num_tokens} tokens in {len(lengths)} "
-                f"sequences, and one sample needs {sequence_length + 1} (--seq-length {sequence_length} and the "
-                "label of the last token); prepare more text, change --split, or lower --seq-length"
+                f"{indexed.path_prefix}: the {split_name} split has {self.num_tokens} tokens in "
+                f"{len(lengths)} sequences, and one sample needs {sequence_length + 1} (--seq-length "
+                f"{sequence_length} and the label of the last token); prepare more text, change --split, or "
+                "lower --seq-length"
             )
 
     @property
@@ -76,7 +77,9 @@ class GPTDataset:
             offset = start + filled - int(self._borders[sequence])
             length = min(int(self._borders[sequence + 1]) - start - filled, count - filled)
             if length:
-                text[filled : filled + length] = self._indexed.get(self._first_sequence + sequence, offset, length)
+                text[filled : filled + length] = self._indexed.get(
+                    self._first_sequence + sequence, offset, length
+                )
             filled += length
             sequence += 1
         return text

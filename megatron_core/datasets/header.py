@@ -40,7 +40,9 @@ def write_header(path_prefix: str, header: DatasetHeader) -> None:
     """Write the header; DataError if a JSON file of someone else has its name."""
     path = Path(get_header_path(path_prefix))
     if path.exists() and _content(path) is None:
-        raise DataError(f"{path} exists and is no header of a token file; move it, or choose another --output-prefix")
+        raise DataError(
+            f"{path} exists and is no header of a token file; move it, or choose another --output-prefix"
+        )
     with writing_aside(path) as file:
         file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
 
@@ -56,8 +58,8 @@ def read_header(path_prefix: str) -> DatasetHeader | None:
         return DatasetHeader(**fields)
     except TypeError as error:
         raise DataError(
-            f"{path} lacks a field of a token file's header, or has one too many ({error}); prepare the data again, "
-            "or remove the file to go without the check"
+            f"{path} lacks a field of a token file's header, or has one too many ({error}); prepare the data "
+            "again, or remove the file to go without the check"
         ) from error
 
 
@@ -73,17 +75,17 @@ def check_tokenizer(path_prefix: str, tokenizer: Tokenizer) -> None:
     header = read_header(path_prefix)
     if header is None:
         return
-    way_out = "give the tokenizer that made it with --tokenizer-model, or prepare the data again with this one"
+    way_out = "give the tokenizer that made it with --tokenizer-model, or prepare the data again"
     if header.vocab_size != tokenizer.vocab_size:
         raise DataError(
-            f"{path_prefix} was made with a {header.tokenizer_type} of {header.vocab_size} tokens, and the tokenizer "
-            f"of this run has {tokenizer.vocab_size}; {way_out}"
+            f"{path_prefix} was made with a {header.tokenizer_type} of {header.vocab_size} tokens, and the "
+            f"tokenizer of this run has {tokenizer.vocab_size}; {way_out}"
         )
     found = tokenizer.fingerprint()
     if header.fingerprint != found:
         raise DataError(
-            f"{path_prefix} was made with another {header.tokenizer_type}: fingerprint {header.fingerprint[:12]}, "
-            f"and the tokenizer of this run has {found[:12]}; {way_out}"
+            f"{path_prefix} was made with another {header.tokenizer_type}: fingerprint "
+            f"{header.fingerprint[:12]}, and the tokenizer of this run has {found[:12]}; {way_out}"
         )
 
 

@@ -44,7 +44,9 @@ class IndexedDataset:
             return self.get(index)
         start, stop, step = index.indices(len(self))
         if step != 1:
-            raise ValueError(f"a slice of a token file needs step 1, found {step}; index the sequences one by one")
+            raise ValueError(
+                f"a slice of a token file needs step 1, found {step}; index the sequences one by one"
+            )
         sequences = [self._tokens(i, 0, None) for i in range(start, stop)]
         return sequences if self.sequence_modes is None else (sequences, self.sequence_modes[start:stop])
 
@@ -71,7 +73,8 @@ class IndexedDataset:
         count = whole - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > whole:
             raise IndexError(
-                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
+                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has "
+                f"{whole}"
             )
         # Python integers: the byte position of a token does not fit 32 bits.
         place = int(self.sequence_pointers[index]) + offset * self._itemsize
@@ -94,8 +97,8 @@ class IndexedDataset:
         size = self._bin.stat().st_size
         if first_byte < 0 or size < needed:
             raise DataError(
-                f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it is cut off, "
-                "or the two files are not of one run; copy both again, or prepare the data again"
+                f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it "
+                "is cut off, or the two files are not of one run; copy both again, or prepare the data again"
             )
 
 
@@ -108,4 +111,6 @@ def _check_presence(path_prefix: str) -> None:
         way_out = f"give the prefix alone, {path_prefix[:-4]}"
     elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():
         way_out = f"did you mean {path_prefix}_text_document?"
-    raise DataError(f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}")
+    raise DataError(
+        f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}"
+    )

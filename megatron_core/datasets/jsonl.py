@@ -30,7 +30,9 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
         if not files:
-            raise DataError(f"--input {pattern}: no file has that name; give JSON Lines files, or globs in quotes")
+            raise DataError(
+                f"--input {pattern}: no file has that name; give JSON Lines files, or globs in quotes"
+            )
         found += files
     return found
 
@@ -47,7 +49,7 @@ def read_chunks(paths: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
 
 
 def texts_of(chunk: Chunk, keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """The texts under the keys, for each line that is not blank; DataError names the file and line of a broken one."""
+    """The texts under the keys, for each line that is not blank; DataError names file and line of a fault."""
     return [
         _texts(f"{chunk.path}, line {number}", line, keys)
         for number, line in enumerate(chunk.lines, start=chunk.first_line)
@@ -61,19 +63,25 @@ def _texts(place: str, line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is no JSON ({error}); mend or remove the line") from error
     if not isinstance(document, dict):
-        raise DataError(f"{place} holds a {type(document).__name__}, expected an object such as {{\"text\": ...}}")
+        raise DataError(
+            f'{place} holds a {type(document).__name__}, expected an object such as {{"text": ...}}'
+        )
     return tuple(_text(place, document, key) for key in keys)
 
 
 def _text(place: str, document: dict, key: str) -> str:
     if key not in document:
         there = ", ".join(sorted(document)[:10]) or "none"
-        raise DataError(f"{place} has no key {key!r}; its keys: {there}; choose with --json-keys or --json-key")
+        raise DataError(
+            f"{place} has no key {key!r}; its keys: {there}; choose with --json-keys or --json-key"
+        )
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{place} has a {type(text).__name__} under {key!r}, expected a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{place} has half of a surrogate pair under {key!r}, which is no text; mend it") from error
+        raise DataError(
+            f"{place} has half of a surrogate pair under {key!r}, which is no text; mend it"
+        ) from error
     return text

@@ -14,8 +14,8 @@ Batch = dict[str, torch.Tensor]
 class BatchLoader:
     """The micro-batches of a step, as a pure function of the number of samples consumed before it.
 
-    Micro-batch m of data parallel rank r holds the global samples consumed + (m dp + r) b + [0, b). There is no state
-    but that number and no random generator is read, so a run may resume, or change dp, at any step.
+    Micro-batch m of data parallel rank r holds the global samples consumed + (m dp + r) b + [0, b). There is
+    no state but that number and no random generator is read, so a run may resume, or change dp, at any step.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BatchLoader:
     def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """This rank's micro-batches of the step that follows `consumed_samples` samples.
 
-        Each has, with b = micro_batch_size and s = sequence length: tokens, labels, position_ids int64 [b, s];
-        loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in the global order.
+        Each has, with b = micro_batch_size and s = sequence length: tokens, labels, position_ids int64 [b,
+        s]; loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in the global order.
         DataError: a token id that the model's vocabulary does not have.
         """
         ahead, self._ahead = self._ahead, None
@@ -66,7 +66,9 @@ class BatchLoader:
     def _micro_batch(self, first: int) -> Batch:
         indices = range(first, first + self._micro_batch_size)
         samples = [self._dataset[index] for index in indices]
-        batch = {key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
+        batch = {
+            key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")
+        }
         self._check(batch["tokens"], first)
         self._check(batch["labels"], first)
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
@@ -80,7 +82,7 @@ class BatchLoader:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise DataError(
-                f"token id {wrong} in samples {first} to {first + self._micro_batch_size - 1} is not in the model's "
-                f"vocabulary of {self._vocab_size} tokens; give the tokenizer that made the data with "
-                "--tokenizer-model, or a larger --vocab-size"
+                f"token id {wrong} in samples {first} to {first + self._micro_batch_size - 1} is not in the "
+                f"model's vocabulary of {self._vocab_size} tokens; give the tokenizer that made the data "
+                "with --tokenizer-model, or a larger --vocab-size"
             )

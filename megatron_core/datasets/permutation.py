@@ -13,8 +13,8 @@ ROUNDS = 8
 def mix64(*values: int) -> int:
     """A 64-bit hash of integers, order and count included.
 
-    Each value is folded in and followed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). Values count
-    modulo 2**64.
+    Each value is folded in and followed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). Values
+    count modulo 2**64.
     """
     state = len(values)
     for value in values:
@@ -25,9 +25,9 @@ def mix64(*values: int) -> int:
 class KeyedPermutation:
     """A permutation of range(size), chosen by a key: `p[i]`, in constant memory.
 
-    A Feistel network on pairs (left in [0, a), right in [0, b)) with a * b >= size; a result past the end goes
-    through the network again until it falls inside (cycle walking; Black and Rogaway 2002), which keeps it a
-    bijection. a * b exceeds size by less than a, so a second pass is rare.
+    A Feistel network on pairs (left in [0, a), right in [0, b)) with a * b >= size; a result past the end
+    goes through the network again until it falls inside (cycle walking; Black and Rogaway 2002), which keeps
+    it a bijection. a * b exceeds size by less than a, so a second pass is rare.
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:

@@ -97,4 +97,3 @@ class Generator:
         hidden, handle = links.receive(shape, dtype, self.device, sender)
         handle.wait()
         return hidden
-

@@ -13,7 +13,12 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 
 
 def build_stages(
-    config: RunConfig, groups: ParallelGroups, vocab_size: int, device: torch.device, *, initialise: bool = True
+    config: RunConfig,
+    groups: ParallelGroups,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    initialise: bool = True,
 ) -> tuple[list[range], dict[int, GPTModel]]:
     """The layers of every stage of the whole model, and this rank's stages by number.
 

@@ -12,7 +12,14 @@ from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.sharding import allocate, amend_spec, initialise_by_name, replicated, spec_of, split
+from megatron_core.parallel.sharding import (
+    allocate,
+    amend_spec,
+    initialise_by_name,
+    replicated,
+    spec_of,
+    split,
+)
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
     KeyedDropout,
@@ -108,7 +115,9 @@ class GPTModel(nn.Module):
         self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
         initial = Initial.of(config, seed)
         parts = (config, self.parallel, initial, self.tp_group)
-        self.embedding = LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
+        self.embedding = (
+            LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
+        )
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(*parts, layers, final_norm=post_process)
         self.output_layer = self._make_output_layer(initial) if post_process else None
@@ -161,7 +170,7 @@ class GPTModel(nn.Module):
         cache: KeyValueStore | None = None,
         first_position: int = 0,
     ) -> Tensor:
-        """Losses ``[b, s]`` with ``labels``, logits ``[b, s, vocabulary]`` without, ``[s, b, h]`` before the last stage.
+        """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
         ``input_ids``, ``position_ids``, ``labels`` ``[b, s]``; ``hidden_states`` is the previous stage's output;
         ``sample_index`` ``[b]`` keys dropout; ``first_position`` is where the sequence begins when ``cache`` holds
@@ -170,7 +179,9 @@ class GPTModel(nn.Module):
         length = input_ids.shape[1]
         if self.embedding is not None:
             if position_ids is None:
-                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[None, :]
+                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[
+                    None, :
+                ]
             hidden_states = self.embedding(input_ids, position_ids, sample_index)
         rotary = self._rotary(length, first_position, hidden_states.device)
         context = SequenceContext(rotary, attention_mask, sample_index, cache)

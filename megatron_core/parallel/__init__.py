@@ -1,8 +1,29 @@
-"""The layout: grid, process groups, collectives and how parameters are split."""
+"""The layout: grid, process groups, collectives and how parameters are split.
 
-from megatron_core.parallel.grid import Grid
-from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
-from megatron_core.parallel.launch import World, run_job, start_world
-from megatron_core.parallel.sharding import ShardSpec, spec_of
+Names are handed on when they are asked for: ``parallel.grid`` is free of torch, and importing it must not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_core.parallel.grid import Grid
+    from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
+    from megatron_core.parallel.launch import World, run_job, start_world
+    from megatron_core.parallel.sharding import ShardSpec, spec_of
 
 __all__ = ["Grid", "Group", "LocalGroup", "ParallelGroups", "ShardSpec", "World", "run_job", "spec_of", "start_world"]
+
+_HOMES = {
+    "grid": ("Grid",),
+    "groups": ("Group", "LocalGroup", "ParallelGroups"),
+    "launch": ("World", "run_job", "start_world"),
+    "sharding": ("ShardSpec", "spec_of"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

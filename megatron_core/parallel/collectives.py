@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import Group
 
 # torch renamed both; older releases have only the second names.
@@ -27,7 +28,9 @@ class Done:
         """Return at once."""
 
 
-def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> dist.Work | Done:
+def all_reduce_(
+    x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False
+) -> dist.Work | Done:
     """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
     if group.size() == 1:
         return Done()
@@ -41,14 +44,18 @@ def broadcast_(x: Tensor, source: int, group: Group) -> None:
         dist.broadcast(x, src=source, group=group)
 
 
-def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+def all_gather_flat_(
+    full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | Done:
     """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
     if group.size() == 1:
         return Done()
     return _all_gather(full, shard, group=group, async_op=async_op) or Done()
 
 
-def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+def reduce_scatter_flat_(
+    shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | Done:
     """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
     if group.size() == 1:
         return Done()
@@ -69,7 +76,7 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist
     if group.size() == 1:
         return x, Done()
     x = x.contiguous()
-    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    part = x.new_empty((_part(x.shape[0], group), *x.shape[1:]))
     return part, _reduce_scatter(part, x, group=group, async_op=True)
 
 
@@ -104,7 +111,16 @@ def _reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
 
 
 def _split_first(x: Tensor, group: Group) -> Tensor:
-    return x.chunk(group.size(), dim=0)[group.rank()].contiguous()
+    if group.size() == 1:
+        return x
+    part = _part(x.shape[0], group)
+    return x.narrow(0, group.rank() * part, part).contiguous()
+
+
+def _part(extent: int, group: Group) -> int:
+    if extent % group.size():
+        raise LayoutError(f"a dim of {extent} cannot be split over {group.size()} ranks; use a multiple of them")
+    return extent // group.size()
 
 
 def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group], Tensor]:
@@ -112,7 +128,9 @@ def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group],
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
-_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
+_split_last, _gather_last, _reduce_scatter_last = map(
+    _on_last, (_split_first, _gather_first, _reduce_scatter_first)
+)
 
 
 class _Pair(torch.autograd.Function):

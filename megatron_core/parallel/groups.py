@@ -10,7 +10,19 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 
 # Every combination of axes that some collective of this framework runs over.
-COMBINATIONS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-dp", "tp-cp", "tp-cp-pp", "tp-dp-cp", "tp-cp-ep-dp-pp")
+COMBINATIONS = (
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "dp-cp",
+    "tp-pp",
+    "tp-dp",
+    "tp-cp",
+    "tp-cp-pp",
+    "tp-dp-cp",
+    "tp-cp-ep-dp-pp",
+)
 
 
 class LocalGroup:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,6 +86,15 @@ def _tell_once(message: str, world: World) -> None:
             first = True
     if first:
         print(f"{world.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
+    _tell_torchrun(message)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun looks for it, so that its closing report names the cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(path).write_text(json.dumps(report))
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:

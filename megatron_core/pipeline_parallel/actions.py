@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"(\d+)([FB])(\d+)")
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One stage's forward (``F``) or backward (``B``) of one micro-batch, printed as ``2F0``: stage 2, micro-batch 0."""
+    """One stage's forward (``F``) or backward (``B``) of a micro-batch, printed as ``2F0``: stage 2, micro-batch 0."""
 
     stage: int
     kind: str
@@ -52,7 +52,9 @@ class Plan:
         if action.kind == "F":
             return Action(action.stage - 1, "F", action.micro) if action.stage else None
         last = action.stage == self.num_stages - 1
-        return Action(action.stage, "F", action.micro) if last else Action(action.stage + 1, "B", action.micro)
+        return (
+            Action(action.stage, "F", action.micro) if last else Action(action.stage + 1, "B", action.micro)
+        )
 
     def consumer(self, action: Action) -> Action | None:
         """The action on another stage that consumes the output of ``action``, if there is one."""

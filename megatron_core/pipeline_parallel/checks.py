@@ -10,7 +10,7 @@ from megatron_core.pipeline_parallel.actions import Action, Plan
 
 
 def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
-    """Everything that is wrong with a plan, in sentences; nothing if every action is there once and none waits forever."""
+    """All that is wrong with a plan, in sentences; nothing if every action is there once and none waits forever."""
     kinds = "F" if forward_only else "FB"
     wanted = {
         Action(stage, kind, micro)
@@ -33,7 +33,9 @@ def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> P
     """Return ``plan`` if it is sound; ``LayoutError`` with every problem otherwise."""
     found = list(problems(plan, num_microbatches, forward_only=forward_only))
     if found:
-        raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found))
+        raise LayoutError(
+            "this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found)
+        )
     return plan
 
 

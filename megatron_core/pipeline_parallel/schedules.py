@@ -51,8 +51,10 @@ def forward_only(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan
     return Plan(ranks, place)
 
 
-def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:
-    """One rank's forwards or backwards: p micro-batches through a chunk, then the next chunk (backwards from the last)."""
+def _chunk_order(
+    rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str
+) -> list[Action]:
+    """One rank's forwards or backwards: p micro-batches through a chunk, then the next chunk (B: from the last)."""
     chunks = range(num_chunks) if kind == "F" else range(num_chunks - 1, -1, -1)
     return [
         Action(chunk * num_ranks + rank, kind, micro)
@@ -68,4 +70,3 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
     steady = len(forwards) - ahead
     pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
     return [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[steady:]]
-

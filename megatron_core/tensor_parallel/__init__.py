@@ -1,7 +1,11 @@
 """Layers split over the tensor-parallel ranks."""
 
 from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron_core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,

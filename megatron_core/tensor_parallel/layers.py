@@ -37,7 +37,9 @@ def _group(tp_group: Group | None) -> Group:
 class _ParallelLayer(nn.Module):
     """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
 
-    def __init__(self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None):
+    def __init__(
+        self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None
+    ):
         super().__init__()
         self.config = config or ModelParallelConfig()
         self.tp_group = _group(tp_group)
@@ -103,7 +105,9 @@ class ColumnParallelLinear(_ParallelLayer):
         """Multiply by the layer's weight, or by ``weight`` (a tied embedding)."""
         weight = self.weight if weight is None else weight
         if weight is None:
-            raise LayoutError("this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)")
+            raise LayoutError(
+                "this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)"
+            )
         bias = None if self.skip_bias_add else self.bias
         output = parallel_linear(input_, weight, bias, self.comm)
         if self.gather_output:
@@ -204,4 +208,3 @@ def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int
     """Rows of the padded vocabulary on each rank: vocab_size rounded up to a multiple of divisible_by x tp_size."""
     unit = divisible_by * tp_size
     return -(-vocab_size // unit) * unit // tp_size
-

@@ -36,7 +36,9 @@ class LinearComm:
 NO_COMM = LinearComm(LocalGroup())
 
 
-def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
+def parallel_linear(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM
+) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
     If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none.

@@ -18,7 +18,7 @@ END_OF_DOCUMENT = (
     "</s>",
     "<|end_of_text|>",
     "<eos>",
-    "<｜end▁of▁sentence｜>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek writes it with these two look-alike signs
     "<|eos|>",
     "<eod>",
 )

@@ -18,8 +18,9 @@ from megatron_core.training.stop import StopRequest
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
-    """Train to the end, or until SIGTERM, ``exit_interval`` or ``exit_duration_in_mins``; save on the way and at the end."""
+    """Train to the end, or until SIGTERM, ``exit_interval`` or ``exit_duration_in_mins``; save on the way and then."""
     stop = StopRequest(run.config.training.exit_duration_in_mins)
+    confirm_layout_change(run, sinks)
     saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
         began = time.perf_counter()
@@ -52,7 +53,12 @@ def is_due(iteration: int, interval: int | None) -> bool:
 def save(run: Run) -> None:
     """Write a checkpoint."""
     save_state(
-        run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=run.tokenizer
+        run.config,
+        run.state,
+        run.data_parallel,
+        run.optimizer,
+        vocab_size=run.vocab_size,
+        tokenizer=run.tokenizer,
     )
 
 
@@ -87,15 +93,32 @@ def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
     dataset = run.splits.valid if split == "validation" else run.splits.test
     if dataset is None or run.config.training.eval_iters == 0:
         return
+    loss = evaluate(run, dataset, run.config.training.eval_iters)
+    if split == "validation":
+        run.state.validation_loss = loss
     event = ValidationEvent(
         iteration=run.state.iteration,
-        loss=evaluate(run, dataset, run.config.training.eval_iters),
+        loss=loss,
         consumed_samples=run.state.consumed_samples,
         consumed_tokens=run.state.consumed_samples * run.config.data.seq_length,
         split=split,
     )
     for sink in sinks:
         sink.on_validation(event)
+
+
+def confirm_layout_change(run: Run, sinks: Sequence[Sink]) -> None:
+    """If a checkpoint of another layout was loaded, evaluate it here too, and show both losses side by side."""
+    before, layout = run.state.validation_loss, run.state.layout
+    if before is None or layout == run.layout or run.splits.valid is None or run.config.training.eval_iters == 0:
+        return
+    report_validation(run, sinks, "validation")
+    if run.world.rank == 0:
+        print(
+            f"layout changed from {layout} to {run.layout}: the validation loss was {before:.6f} there and is "
+            f"{run.state.validation_loss:.6f} here",
+            flush=True,
+        )
 
 
 def refuse_nan(run: Run, result: StepResult) -> None:
@@ -109,7 +132,7 @@ def refuse_nan(run: Run, result: StepResult) -> None:
         if not math.isfinite(value):
             raise MegatronError(
                 f"the {name} is {value} at iteration {run.state.iteration} (samples "
-                f"{run.state.consumed_samples - run.global_batch_size} to {run.state.consumed_samples - 1}); the step was "
-                "skipped. Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, or let the run go "
-                "on past such steps with --no-check-for-nan-in-loss-and-grad"
+                f"{run.state.consumed_samples - run.global_batch_size} to {run.state.consumed_samples - 1}); "
+                "the step was skipped. Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, or "
+                "let the run go on past such steps with --no-check-for-nan-in-loss-and-grad"
             )

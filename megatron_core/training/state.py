@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    layout: str = ""
+    """The layout in which the run last took a step or was saved."""
+    validation_loss: float | None = None
+    """The loss of an evaluation at this very iteration, if there was one."""
 
 
 def weight_pieces(bucket: Bucket) -> Iterator[Piece]:
@@ -51,7 +55,9 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Pi
     """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``."""
     for name, parameter, start, stop, at in bucket.pieces():
         part = flat[at : at + stop - start]
-        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
+        yield from pieces_of(
+            f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part
+        )
 
 
 def save_state(
@@ -83,11 +89,11 @@ def save_state(
     )
 
 
-def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int) -> dict[str, Any]:
+def _manifest_state(
+    config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int
+) -> dict[str, Any]:
     return {
-        "iteration": state.iteration,
-        "consumed_samples": state.consumed_samples,
-        "skipped_iterations": state.skipped_iterations,
+        **asdict(state),
         "optimizer_steps": optimizer.steps_taken,
         "loss_scale": optimizer.loss_scale.state_dict(),
         "vocab_size": vocab_size,
@@ -113,8 +119,7 @@ def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | Non
             _load_optimizer(reader, optimizer, fresh=settings.finetune or settings.no_load_optim)
         if settings.finetune:
             return TrainState()
-        counters = ("iteration", "consumed_samples", "skipped_iterations")
-        return TrainState(**{name: reader.state[name] for name in counters})
+        return TrainState(**{field.name: reader.state[field.name] for field in fields(TrainState)})
 
 
 def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bool) -> None:
@@ -123,7 +128,9 @@ def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bo
         return
     pieces = list(optimizer_pieces(optimizer))
     if any(not reader.has(p.name) for p in pieces if ".exp_avg" in p.name):
-        raise CheckpointError(f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim")
+        raise CheckpointError(
+            f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim"
+        )
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])

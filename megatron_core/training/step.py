@@ -44,6 +44,7 @@ def train_step(run: Run, *, stop: bool = False) -> StepResult:
     run.state.iteration += 1
     run.state.consumed_samples += run.global_batch_size
     run.state.skipped_iterations += outcome.skipped
+    run.state.layout, run.state.validation_loss = run.layout, None
     loss, wish = sum_over_ranks(run, [run.counts * sum_of(losses) / scale, float(stop)])
     return StepResult(loss, outcome.grad_norm, lr, scale, outcome.skipped, wish > 0.0)
 
@@ -59,7 +60,9 @@ def load_batches(run: Run) -> list[Batch]:
 
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     """The batches on ``device``."""
-    return [{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches]
+    return [
+        {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches
+    ]
 
 
 def count_tokens(run: Run, batches: list[Batch]) -> float:
@@ -77,7 +80,9 @@ def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dic
     return executor.run()
 
 
-def forward_step(run: Run, batches: list[Batch], loss_factor: float) -> Callable[[int, int, Tensor | None], Tensor]:
+def forward_step(
+    run: Run, batches: list[Batch], loss_factor: float
+) -> Callable[[int, int, Tensor | None], Tensor]:
     """The function that computes a stage: hidden states, or on the last one loss_factor x the sum of token losses."""
     last = len(run.layers) - 1
 

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import split_qkv
-from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
+from megatron_core.tensor_parallel import (
+    ColumnParallelLinear,
+    KeyedDropout,
+    ModelParallelConfig,
+    RowParallelLinear,
+)
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.initial import Initial
@@ -19,7 +24,7 @@ from megatron_core.transformer.rotary import rotate
 
 
 class SelfAttention(nn.Module):
-    """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel).
+    """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel).
 
     One matrix holds, group by group, the query heads, the key head and the value head (Megatron's order). With fewer
     key-value groups than ranks, the ranks of a group each hold its key and value.
@@ -78,7 +83,9 @@ class SelfAttention(nn.Module):
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+        attend = (
+            recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+        )
         output, _ = self.linear_proj(attend(query, key, value, context))
         return output
 

@@ -25,13 +25,20 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, parallel: ModelParallelConfig, initial: Initial, tp_group: Group, layer: int
+        self,
+        config: ModelConfig,
+        parallel: ModelParallelConfig,
+        initial: Initial,
+        tp_group: Group,
+        layer: int,
     ) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = tp_group, parallel.sequence_parallel
 
         def norm() -> Norm:
-            return Norm(config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel)
+            return Norm(
+                config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel
+            )
 
         def dropout(place: str) -> KeyedDropout:
             return KeyedDropout(config.hidden_dropout, initial.seed, f"layers.{layer}.{place}")
@@ -56,7 +63,9 @@ class TransformerLayer(nn.Module):
         return dropout(x, hidden_coordinates(x, context.sample_index, first))
 
 
-def hidden_coordinates(x: Tensor, sample_index: Tensor | None, first_position: int) -> tuple[Tensor | None, ...]:
+def hidden_coordinates(
+    x: Tensor, sample_index: Tensor | None, first_position: int
+) -> tuple[Tensor | None, ...]:
     """Sample, position and channel of each element of ``x`` ``[s, b, h]`` whose first row is ``first_position``."""
     length, _, channels = x.shape
     positions = torch.arange(first_position, first_position + length, device=x.device)

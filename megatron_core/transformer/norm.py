@@ -20,7 +20,13 @@ class Norm(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, parallel: ModelParallelConfig, tp_group: Group, size: int, *, partial_grad: bool
+        self,
+        config: ModelConfig,
+        parallel: ModelParallelConfig,
+        tp_group: Group,
+        size: int,
+        *,
+        partial_grad: bool,
     ) -> None:
         super().__init__()
         self.size, self.epsilon = size, config.norm_epsilon

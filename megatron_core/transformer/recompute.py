@@ -1,4 +1,4 @@
-"""Activations computed again in backward instead of being kept (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
+"""Activations computed again in backward, not kept (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
 
 from __future__ import annotations
 

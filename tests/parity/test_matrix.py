@@ -6,7 +6,7 @@ every gradient of every step and the weights with one process. Dropout is on: it
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,7 +35,10 @@ BASE = {
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 SP, V2 = {"sequence_parallel": True}, {"num_virtual_stages_per_pipeline_rank": 2}
-ZERO, OVERLAP = {"use_distributed_optimizer": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO, OVERLAP = (
+    {"use_distributed_optimizer": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+)
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 SDPA = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -50,7 +53,12 @@ MODERN = {
     **UNTIED,
 }
 # Rotary positions: without them a bias on all keys changes no attention weight, and its true gradient is 0.
-GQA1 = {"group_query_attention": True, "num_query_groups": 1, "qk_layernorm": True, "position_embedding_type": "rope"}
+GQA1 = {
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "qk_layernorm": True,
+    "position_embedding_type": "rope",
+}
 GQA2 = {"group_query_attention": True, "num_query_groups": 2}
 FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -101,7 +109,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _truth(settings: tuple[tuple[str, object], ...]) -> Trace:
     return trace(RunConfig.from_flat(dict(settings)), world_size=1)
 
@@ -121,7 +129,9 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:
     assert worst[name] < 1e-9, f"{name} is off by {worst[name]:.2e}"
 
 
-@pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
+@pytest.mark.parametrize(
+    "row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"]
+)
 def test_layout_in_float32(row: str) -> None:
     """Loss, norm and gradients within 200 epsilon of float32, weights within 1000.
 
@@ -140,7 +150,12 @@ def test_layout_in_float32(row: str) -> None:
 @pytest.mark.parametrize("layout", [TP2, TP4], ids=["tp2", "tp4"])
 def test_vocabulary_of_gpt2(vocabulary: int, layout: dict) -> None:  # C21
     """50257 divides by nothing that a layout has."""
-    model = {"vocab_size": vocabulary, "num_layers": 1, "make_vocab_size_divisible_by": 128, "global_batch_size": 2}
+    model = {
+        "vocab_size": vocabulary,
+        "num_layers": 1,
+        "make_vocab_size_divisible_by": 128,
+        "global_batch_size": 2,
+    }
     found, truth = _compare(layout["tensor_model_parallel_size"], model, layout)
     assert max(errors(found, truth).values()) < 1e-9
 

@@ -28,7 +28,9 @@ class RaggedDataset:
         self.vocab_size, self.length = vocab_size, length
 
     def __getitem__(self, index: int) -> Sample:
-        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(self.length + 1)], dtype=np.int64)
+        text = np.array(
+            [mix64(7, index, i) % self.vocab_size for i in range(self.length + 1)], dtype=np.int64
+        )
         counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % self.length
         mask = (np.arange(self.length) < counted).astype(np.float32)
         return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
@@ -57,7 +59,10 @@ def trace(config: RunConfig, world_size: int, steps: int = 3) -> Trace:
 
 def _train(config: RunConfig, steps: int) -> tuple[list[float], list[float], list[Part]]:
     world = World(
-        torch.distributed.get_rank(), torch.distributed.get_world_size(), local_rank=0, device=torch.device("cpu")
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+        local_rank=0,
+        device=torch.device("cpu"),
     )
     run = set_up(config, world)
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length))
@@ -111,8 +116,13 @@ def _assemble(parts: Iterable[Part]) -> dict[str, np.ndarray]:
 def errors(found: Trace, truth: Trace) -> dict[str, float]:
     """Largest deviation of every quantity, relative to its largest element."""
     assert set(found.tensors) == set(truth.tensors)
-    result = {f"loss{i}": abs(a - b) / abs(b) for i, (a, b) in enumerate(zip(found.losses, truth.losses, strict=True))}
-    result |= {f"norm{i}": abs(a - b) / b for i, (a, b) in enumerate(zip(found.norms, truth.norms, strict=True))}
+    result = {
+        f"loss{i}": abs(a - b) / abs(b)
+        for i, (a, b) in enumerate(zip(found.losses, truth.losses, strict=True))
+    }
+    result |= {
+        f"norm{i}": abs(a - b) / b for i, (a, b) in enumerate(zip(found.norms, truth.norms, strict=True))
+    }
     for name, expected in truth.tensors.items():
         scale = np.abs(expected).max() or 1.0
         result[name] = float(np.abs(found.tensors[name] - expected).max() / scale)

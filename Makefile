@@ -1,0 +1,42 @@
+# quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
+# test:       everything that runs without a GPU
+# check:      style
+# bench:      speed, side by side with transformers and torch's DDP
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A CPU build where the index has one; the range is pyproject.toml's.
+TORCH ?= torch>=2.8,<2.14
+
+.PHONY: quickstart test check bench install install-test clean
+
+quickstart: install
+	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+test: install-test
+	$(BIN)/python -m pytest
+
+check: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: install-test
+	$(BIN)/python -m benchmarks.bench_step
+
+install: $(VENV)/installed
+install-test: $(VENV)/installed-test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,206 @@
+"""The same GPT trained by this framework in several layouts and by `transformers` with torch's DistributedDataParallel.
+
+One run, one machine, one thread a rank: every contender takes its turn in each round, and the medians over all rounds
+are compared. Prints a table and appends it to benchmarks/results.csv.
+
+    python benchmarks/bench_step.py
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+import tyro
+
+from megatron_core.config import RunConfig
+from megatron_core.monitor.flops import flops_per_token
+from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.parallel import World
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from tests.ranks import run_ranks
+
+SHAPE = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "vocab_size": 8192,
+    "micro_batch_size": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "openai_gelu": True,
+    "mock_data": True,
+    "train_iters": 1000,
+    "lr": 1e-3,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+COLUMNS = "date benchmark contender tokens_per_second of_peak memory_bytes ratio machine versions".split()
+RESULTS = Path(__file__).with_name("results.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time training steps, side by side."""
+
+    rounds: int = 3
+    """How often each contender takes its turn."""
+    steps: int = 4
+    """Timed steps in each turn, after one that is not."""
+    micro_batches: int = 8
+    """Micro-batches of each data-parallel rank in a step."""
+    contenders: tuple[str, ...] = ("dp1", "transformers dp1", "dp2", "transformers dp2", "tp2", "pp2")
+    """Who takes part."""
+
+
+@dataclass
+class Measured:
+    """Seconds of every timed step, and the largest memory of a rank."""
+
+    world_size: int
+    tokens: int
+    seconds: list[float] = field(default_factory=list)
+    memory: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together, at the median step."""
+        return self.tokens / statistics.median(self.seconds)
+
+
+def time_steps(step: Callable[[], object], steps: int) -> tuple[list[float], int]:
+    """Seconds of ``steps`` steps after one to warm up, and this rank's peak memory."""
+    step()
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return seconds, peak_memory_bytes()
+
+
+def ours(layout: dict[str, object], settings: Settings) -> tuple[list[float], int]:
+    """One rank of this framework."""
+    world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
+    replicas = world.size if not layout else 1
+    batch = {"global_batch_size": settings.micro_batches * replicas * int(str(SHAPE["micro_batch_size"]))}
+    run = set_up(RunConfig.from_flat(SHAPE | batch | layout), world)
+    return time_steps(lambda: train_step(run), settings.steps)
+
+
+def theirs(settings: Settings) -> tuple[list[float], int]:
+    """One rank of `transformers`' GPT-2 with torch's DDP and fused AdamW, gradients synchronised once a step."""
+    config = transformers.GPT2Config(
+        vocab_size=SHAPE["vocab_size"],
+        n_positions=SHAPE["seq_length"],
+        n_embd=SHAPE["hidden_size"],
+        n_layer=SHAPE["num_layers"],
+        n_head=SHAPE["num_attention_heads"],
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = torch.nn.parallel.DistributedDataParallel(transformers.GPT2LMHeadModel(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    shape = (SHAPE["micro_batch_size"], SHAPE["seq_length"])
+    batches = [torch.randint(0, SHAPE["vocab_size"], shape) for _ in range(settings.micro_batches)]
+
+    def step() -> None:
+        for batch in batches[:-1]:
+            with model.no_sync():
+                (model(input_ids=batch, labels=batch).loss / len(batches)).backward()
+        (model(input_ids=batches[-1], labels=batches[-1]).loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return time_steps(step, settings.steps)
+
+
+def measure(settings: Settings) -> dict[str, Measured]:
+    """Let every contender take its turns."""
+    found: dict[str, Measured] = {}
+    for _ in range(settings.rounds):
+        for name in settings.contenders:
+            layout = name.removeprefix("transformers ")
+            world_size, flags = LAYOUTS[layout]
+            if name == layout:
+                results = run_ranks(world_size, ours, flags, settings, timeout=600.0)
+            else:
+                results = run_ranks(world_size, theirs, settings, timeout=600.0)
+            replicas = world_size if layout.startswith("dp") else 1
+            tokens = settings.micro_batches * replicas * SHAPE["micro_batch_size"] * SHAPE["seq_length"]
+            entry = found.setdefault(name, Measured(world_size, tokens))
+            entry.seconds += map(max, zip(*(seconds for seconds, _ in results), strict=True))
+            entry.memory = max(entry.memory, *(memory for _, memory in results))
+    return found
+
+
+def matmul_flops(size: int = 1024, repeats: int = 10) -> float:
+    """FLOP/s of float32 matrix products of this size on one thread, the best of ``repeats``."""
+    torch.set_num_threads(1)
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = min(_timed(lambda: a @ b) for _ in range(repeats))
+    return 2 * size**3 / best
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    """Measure, print, append."""
+    settings = tyro.cli(Settings, description=__doc__)
+    found = measure(settings)
+    peak = run_ranks(1, matmul_flops)[0]
+    model = RunConfig.from_flat(SHAPE).model
+    per_token = flops_per_token(model, SHAPE["seq_length"], SHAPE["vocab_size"])
+    print(f"one thread's matrix products: {peak / 1e9:.1f} GFLOP/s; {per_token / 1e6:.1f} MFLOP a token")
+    print(f"{'':18}{'tokens/s':>10}{'of peak':>9}{'MiB a rank':>12}{'of transformers':>17}")
+    rows = []
+    for name, entry in found.items():
+        rate = entry.tokens_per_second
+        of_peak = rate * per_token / (peak * entry.world_size)
+        rival = found.get(f"transformers {name}")
+        ratio = f"{rate / rival.tokens_per_second:.2f}" if rival else ""
+        print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{ratio:>17}")
+        rows.append([name, f"{rate:.1f}", f"{of_peak:.4f}", entry.memory, ratio])
+    append(rows)
+    return 0
+
+
+def append(rows: list[list[object]]) -> None:
+    """Add rows to results.csv with what they were measured with."""
+    machine = f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} thread a rank"
+    versions = f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        for row in rows:
+            writer.writerow([datetime.date.today(), "bench_step", *row, machine, versions])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

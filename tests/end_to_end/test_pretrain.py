@@ -1,0 +1,121 @@
+"""pretrain_gpt.py as its users start it: by torchrun, with flags, right and wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_core.datasets import IndexedDatasetBuilder
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
+TINY = [*MODEL, "--vocab-size", "64", "--mock-data", "--global-batch-size", "8", "--lr", "1e-2", "--eval-iters", "1"]
+
+
+def _command(ranks: int, *flags: object) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *launcher, "pretrain_gpt.py", *map(str, flags)]
+
+
+def _pretrain(ranks: int, *flags: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        _command(ranks, *flags), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def _steps(folder: Path) -> dict[int, float]:
+    """Loss by iteration, the last one written where an iteration was repeated."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Eight steps in one process, and the same eight in two layouts one after the other: the same losses."""
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    schedule = [*TINY, "--fp64", "--lr-decay-iters", "8", "--train-iters"]
+    assert _pretrain(0, *schedule, 8, "--save", alone).returncode == 0
+    first = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    chunks = ["--num-virtual-stages-per-pipeline-rank", 2, "--tensorboard-dir", tmp_path / "tensorboard"]
+    assert _pretrain(4, *schedule, 5, *first, *chunks, "--save", split).returncode == 0
+    second = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer"]
+    result = _pretrain(4, *schedule, 8, *second, "--save", split, "--load", split)
+    assert result.returncode == 0, result.stderr
+    assert "goes on from iteration 5, 40 samples" in result.stdout
+    assert "layout changed from tp2 pp2x2 dp1 to tp2 pp1 dp2 sp zero1" in result.stdout
+    found, expected = _steps(split), _steps(alone)
+    assert sorted(found) == list(range(1, 9))
+    assert [found[i] for i in range(1, 9)] == pytest.approx([expected[i] for i in range(1, 9)], rel=1e-9)
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def _token_files(folder: Path, largest: int) -> Path:
+    prefix = folder / "text"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for document in range(30):
+        builder.add_document(np.arange(40) * (document + 1) % (largest + 1), [40])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
+    """Each fault names the setting, its value and the way out; nothing hangs and no traceback is shown."""
+    prefix = _token_files(tmp_path, largest=63)
+    truncated = tmp_path / "truncated"
+    for ending in (".bin", ".idx"):
+        content = prefix.with_suffix(ending).read_bytes()
+        truncated.with_suffix(ending).write_bytes(content[: len(content) // 2])
+    train = [*MODEL, "--train-iters", "2"]
+    data = [*train, "--vocab-size", "64", "--data-path"]
+    cases = {
+        "num_attention_heads=4": (0, [*TINY, "--train-iters", 2, "--tensor-model-parallel-size", 3]),
+        "hidden_size=33": (0, [*TINY, "--train-iters", 2, "--hidden-size", 33]),
+        "nowhere.bin": (0, [*data, tmp_path / "nowhere"]),
+        "truncated": (0, [*data, truncated]),
+        "vocabulary of 50 tokens": (0, [*train, "--vocab-size", "50", "--data-path", prefix]),
+        "--num-layers": (0, [*TINY, "--train-iters", 2, "--num-layer", 3]),
+        "not supported": (0, [*TINY, "--train-iters", 2, "--num-experts", 4]),
+        "holds no checkpoint": (0, [*TINY, "--train-iters", 2, "--load", tmp_path]),
+        "tokenizer_model": (0, [*train, "--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"]),
+    }
+    for expected, (ranks, flags) in cases.items():
+        result = _pretrain(ranks, *flags)
+        assert result.returncode != 0, expected
+        assert expected in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_wrong_input_under_torchrun() -> None:
+    """Told once by the ranks, and once more for each rank in torchrun's closing report; every rank exits."""
+    began = time.monotonic()
+    result = _pretrain(2, *TINY, "--train-iters", 2, "--pipeline-model-parallel-size", 3)
+    assert time.monotonic() - began < 60
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert "pipeline_model_parallel_size=3" in result.stderr
+    assert "File \"pretrain_gpt.py\"" not in result.stderr
+
+
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
+    """A job that is told to end finishes its step, saves, and leaves with status 0; it can go on from there."""
+    flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
+    process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "iteration        3/" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    process.stdout.read()
+    assert process.wait(timeout=60) == 0
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 3 <= saved < 100000
+    result = _pretrain(0, *TINY, "--train-iters", saved + 2, "--load", tmp_path)
+    assert f"goes on from iteration {saved}" in result.stdout
+    assert result.returncode == 0

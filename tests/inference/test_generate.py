@@ -1,0 +1,98 @@
+"""Generation with a cache equals generation without one, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_core.errors import ConfigError
+from megatron_core.inference import Generator, Sampling
+from megatron_core.inference.sampling import candidates
+from tests.ranks import run_ranks
+from tests.runs import tiny_run
+
+PROMPT, NEW = [5, 11, 17, 23], 8
+MODERN = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+
+
+def _generator(settings: dict) -> Generator:
+    run = tiny_run(fp64=True, num_layers=4, init_method_std=0.3, **settings)
+    for stage in run.stages.values():
+        stage.eval()
+    return Generator(run.config, run.groups, run.stages, len(run.layers), run.world.device)
+
+
+def _generate(settings: dict, sampling: Sampling) -> list[int]:
+    return list(_generator(settings).generate(PROMPT, NEW, sampling))
+
+
+def _without_cache(settings: dict) -> list[int]:
+    model = _generator(settings).stages[0]
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(NEW):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "llama"])
+def test_cache_changes_nothing(model: dict) -> None:
+    assert _generate(model, Sampling()) == _without_cache(model)
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, TP2), (2, PP2), (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}), (4, TP2 | PP2)],
+    ids=["tp2", "pp2", "pp2 x 2 chunks", "tp2 pp2"],
+)
+def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
+    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
+    alone = _generate(MODERN, sampling)
+    assert len(set(alone)) > 1
+    assert run_ranks(world_size, _generate, MODERN | layout, sampling) == [alone] * world_size
+
+
+def test_end_token_ends() -> None:
+    generator = _generator(MODERN)
+    tokens = list(generator.generate(PROMPT, NEW, Sampling()))
+    end = tokens[2]
+    assert list(generator.generate(PROMPT, NEW, Sampling(), end=end)) == tokens[: tokens.index(end) + 1]
+
+
+def test_top_k_and_top_p() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+
+    def kept(**settings: float) -> list[int]:
+        return candidates(logits, Sampling(temperature=1.0, **settings)).isfinite().nonzero().flatten().tolist()
+
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=0.5) == [0]
+    assert kept(top_p=0.51) == [0, 1]
+    assert kept(top_p=0.01) == [0]
+    assert kept() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_wrong_sampling_names_the_setting(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        Sampling(**wrong)
+
+
+def test_too_many_positions() -> None:
+    with pytest.raises(ConfigError, match="16 positions of this model; ask for at most 12"):
+        list(_generator({}).generate(PROMPT, 13, Sampling()))
+
+
+def test_empty_prompt() -> None:
+    with pytest.raises(ConfigError, match="prompt"):
+        list(_generator({}).generate([], 1, Sampling()))

@@ -1,0 +1,118 @@
+"""Megatron's getters agree with the grid's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_core import parallel_state as mpu
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
+from megatron_core.parallel.groups import LocalGroup
+from tests.ranks import run_ranks
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _check_getters(grid: Grid) -> None:
+    me = dist.get_rank()
+    at = grid.coordinates(me)
+    tensor, pipeline, data = (grid.group_of(me, axis) for axis in ("tp", "pp", "dp"))
+    groups = {
+        "tp": mpu.get_tensor_model_parallel_group(),
+        "pp": mpu.get_pipeline_model_parallel_group(),
+        "dp": mpu.get_data_parallel_group(),
+        "dp-cp": mpu.get_data_parallel_group(with_context_parallel=True),
+        "cp": mpu.get_context_parallel_group(),
+        "tp-pp": mpu.get_model_parallel_group(),
+        "tp-dp": mpu.get_tensor_and_data_parallel_group(),
+        "tp-dp-cp": mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        "tp-cp": mpu.get_tensor_and_context_parallel_group(),
+    }
+    for axes, group in groups.items():
+        assert _ranks(group) == grid.group_of(me, axes), axes
+    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (grid.tp, at["tp"])
+    assert (mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()) == (
+        grid.pp,
+        at["pp"],
+    )
+    assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()) == (grid.dp, at["dp"])
+    assert (mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()) == (1, 0)
+    assert mpu.get_context_parallel_global_ranks() == [me]
+    assert mpu.get_tensor_model_parallel_src_rank() == tensor[0]
+    assert mpu.get_data_parallel_src_rank() == data[0]
+    _check_pipeline(pipeline, at["pp"])
+
+
+def _check_pipeline(pipeline: list[int], index: int) -> None:
+    first, last = index == 0, index == len(pipeline) - 1
+    assert mpu.get_pipeline_model_parallel_first_rank() == pipeline[0]
+    assert mpu.get_pipeline_model_parallel_last_rank() == pipeline[-1]
+    assert mpu.get_pipeline_model_parallel_next_rank() == pipeline[(index + 1) % len(pipeline)]
+    assert mpu.get_pipeline_model_parallel_prev_rank() == pipeline[index - 1]
+    assert (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()) == (first, last)
+    assert mpu.is_rank_in_embedding_group() == (first or last)
+    embedding = mpu.get_embedding_group()
+    assert (embedding is not None) == (first or last)
+    if embedding is not None:
+        assert _ranks(embedding) == sorted({pipeline[0], pipeline[-1]})
+
+
+def _check_chunks(index: int, pipeline_size: int) -> None:
+    """With two chunks the first stage is chunk 0 of the first rank, and the last one chunk 1 of the last rank."""
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
+    for chunk in (0, 1):
+        mpu.set_virtual_pipeline_model_parallel_rank(chunk)
+        assert mpu.get_virtual_pipeline_model_parallel_rank() == chunk
+        expected = (index == 0 and chunk == 0, index == pipeline_size - 1 and chunk == 1)
+        assert (
+            mpu.is_pipeline_first_stage(ignore_virtual=False),
+            mpu.is_pipeline_last_stage(ignore_virtual=False),
+        ) == (expected)
+        assert mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=1) is False
+        assert mpu.is_rank_in_embedding_group(ignore_virtual=False) == any(expected)
+
+
+def _check_world_of_eight() -> None:
+    assert not mpu.model_parallel_is_initialized()
+    with pytest.raises(LayoutError, match="initialize_model_parallel first"):
+        mpu.get_tensor_model_parallel_group()
+    with pytest.raises(RuntimeError, match="world size 8 cannot be divided"):
+        mpu.initialize_model_parallel(3)
+    with pytest.raises(LayoutError, match="context_parallel_size=2 is not supported yet; legal: 1"):
+        mpu.initialize_model_parallel(2, context_parallel_size=2)
+    with pytest.raises(RuntimeError, match="needs a pipeline"):
+        mpu.initialize_model_parallel(2, virtual_pipeline_model_parallel_size=2)
+    assert not mpu.model_parallel_is_initialized()
+    for sizes, order in (((2, 2), DEFAULT_ORDER), ((2, 4), "pp-dp-tp-cp-ep")):
+        tensor, pipeline = sizes
+        mpu.initialize_model_parallel(tensor, pipeline, 2, order=order)
+        assert mpu.model_parallel_is_initialized() and mpu.is_initialized()
+        with pytest.raises(AssertionError, match="exist already"):
+            mpu.initialize_model_parallel(tensor)
+        grid = Grid.fit(8, tp=tensor, pp=pipeline, order=order)
+        _check_getters(grid)
+        _check_chunks(grid.coordinates(dist.get_rank())["pp"], pipeline)
+        mpu.destroy_model_parallel()
+        assert not mpu.model_parallel_is_initialized()
+        assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+
+
+def test_getters_agree_with_the_grid() -> None:
+    run_ranks(8, _check_world_of_eight)
+
+
+def test_torch_distributed_must_be_there() -> None:
+    with pytest.raises(AssertionError, match="init_process_group first"):
+        mpu.initialize_model_parallel()
+
+
+def test_process_that_stands_alone() -> None:
+    """Without torch.distributed every axis has size 1."""
+    assert isinstance(mpu.get_tensor_model_parallel_group(), LocalGroup)
+    assert mpu.get_data_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
+    assert mpu.is_pipeline_first_stage() and mpu.is_pipeline_last_stage()
+    assert mpu.get_pipeline_model_parallel_next_rank() == 0
+    assert not mpu.model_parallel_is_initialized()

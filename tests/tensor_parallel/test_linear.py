@@ -1,0 +1,236 @@
+"""Column and row parallel layers against ``nn.Linear`` in float64: outputs and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import Group, LocalGroup
+from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from tests.ranks import run_ranks
+
+S, B, I, O = 8, 2, 12, 16
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    """Exact in float32, because initial weights are drawn in it."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@dataclass
+class Truth:
+    """One process's layer, its input, the output's gradient, and all results."""
+
+    x: Tensor
+    grad_y: Tensor
+    layer: nn.Linear
+    y: Tensor
+
+    @classmethod
+    def compute(cls) -> Truth:
+        layer = nn.Linear(I, O, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight.copy_(_random(O, I, seed=1))
+            layer.bias.copy_(_random(O, seed=2))
+        x = _random(S, B, I, seed=3).requires_grad_()
+        y, grad_y = layer(x), _random(S, B, O, seed=4)
+        y.backward(grad_y)
+        return cls(x, grad_y, layer, y.detach())
+
+
+def _config(**settings: bool) -> ModelParallelConfig:
+    return ModelParallelConfig(params_dtype=torch.float64, **settings)
+
+
+def _set_bias(layer: nn.Module, bias: Tensor) -> None:
+    with torch.no_grad():
+        layer.bias.copy_(bias)
+
+
+class Parts:
+    """What a rank of ``group`` has of a tensor."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.chunk(self.group.size(), 0)[self.group.rank()].contiguous()
+
+    def columns(self, x: Tensor) -> Tensor:
+        return x.chunk(self.group.size(), -1)[self.group.rank()]
+
+    def leaf(self, x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_()
+
+
+def _column(group: Group, truth: Truth, *, sequence_parallel: bool, gather: bool, skip_bias: bool) -> None:
+    part = Parts(group)
+    layer = ColumnParallelLinear(
+        I,
+        O,
+        config=_config(sequence_parallel=sequence_parallel),
+        init_method=lambda full: full.copy_(truth.layer.weight),
+        gather_output=gather,
+        skip_bias_add=skip_bias,
+        tp_group=group,
+    )
+    _set_bias(layer, part.rows(truth.layer.bias))
+    x = part.leaf(part.rows(truth.x) if sequence_parallel else truth.x)
+    y, bias = layer(x)
+    assert (bias is layer.bias) if skip_bias else (bias is None)
+    y = y + bias if skip_bias and not gather else y
+    expected = truth.y - truth.layer.bias if skip_bias and gather else truth.y
+    torch.testing.assert_close(y, expected if gather else part.columns(expected), **EXACT)
+    y.backward(truth.grad_y if gather else part.columns(truth.grad_y))
+    torch.testing.assert_close(layer.weight.grad, part.rows(truth.layer.weight.grad), **EXACT)
+    if not (skip_bias and gather):
+        torch.testing.assert_close(layer.bias.grad, part.rows(truth.layer.bias.grad), **EXACT)
+    torch.testing.assert_close(x.grad, part.rows(truth.x.grad) if sequence_parallel else truth.x.grad, **EXACT)
+
+
+def _row(group: Group, truth: Truth, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool) -> None:
+    part = Parts(group)
+    layer = RowParallelLinear(
+        I,
+        O,
+        config=_config(sequence_parallel=sequence_parallel),
+        init_method=lambda full: full.copy_(truth.layer.weight),
+        input_is_parallel=parallel_input,
+        skip_bias_add=skip_bias,
+        tp_group=group,
+    )
+    _set_bias(layer, truth.layer.bias)
+    x = part.leaf(part.columns(truth.x) if parallel_input else truth.x)
+    y, bias = layer(x)
+    assert (bias is layer.bias) if skip_bias else (bias is None)
+    y = y + bias if skip_bias else y
+    torch.testing.assert_close(y, part.rows(truth.y) if sequence_parallel else truth.y, **EXACT)
+    y.backward(part.rows(truth.grad_y) if sequence_parallel else truth.grad_y)
+    torch.testing.assert_close(layer.weight.grad, part.columns(truth.layer.weight.grad), **EXACT)
+    torch.testing.assert_close(x.grad, part.columns(truth.x.grad) if parallel_input else truth.x.grad, **EXACT)
+    if sequence_parallel:  # C17: each rank's bias gradient is a part, to be summed
+        assert layer.bias.shard_spec.partial_grad
+        all_reduce_(layer.bias.grad, group)
+    torch.testing.assert_close(layer.bias.grad, truth.layer.bias.grad, **EXACT)
+
+
+def _check_layers(world_size: int) -> None:
+    truth = Truth.compute()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    parallel_state.initialize_model_parallel(world_size)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for tp_group in (group, pairs[dist.get_rank() % 2]):  # C50: the second is not the default group
+        for sequence_parallel in (False, True):
+            for skip_bias in (False, True):
+                for gather in (False, True):
+                    _column(tp_group, truth, sequence_parallel=sequence_parallel, gather=gather, skip_bias=skip_bias)
+                _row(tp_group, truth, sequence_parallel=sequence_parallel, parallel_input=True, skip_bias=skip_bias)
+        _row(tp_group, truth, sequence_parallel=False, parallel_input=False, skip_bias=False)
+    assert ColumnParallelLinear(I, O).weight.shape == (O // world_size, I), "the default group is the current one"
+
+
+def test_layers_compute_what_one_process_computes() -> None:
+    """Tensor parallel sizes 4 and 2, the latter in explicit groups of ranks that are no neighbours."""
+    run_ranks(4, _check_layers, 4)
+
+
+def _backward_twice(layer: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
+    """Two micro-batches; the input gradients."""
+    grads = []
+    for seed in (5, 6):
+        x = _random(*shape, seed=seed).requires_grad_()
+        y, _ = layer(x)
+        y.backward(_random(*y.shape, seed=seed + 10))
+        grads.append(x.grad)
+    return grads
+
+
+def _check_gradients_of_weights() -> None:
+    group = dist.group.WORLD
+    for sequence_parallel in (False, True):
+        made = {}
+        for name, overlap, with_main_grad in (("plain", True, False), ("main", True, True), ("serial", False, True)):
+            config = _config(sequence_parallel=sequence_parallel, tp_comm_overlap=overlap)
+            torch.manual_seed(0)
+            layer = ColumnParallelLinear(I, O, config=config, tp_group=group)
+            if with_main_grad:
+                layer.weight.main_grad = torch.zeros_like(layer.weight)
+            made[name] = (layer, _backward_twice(layer, (S, B, I)))
+        (plain, plain_x), (main, main_x), (serial, serial_x) = made.values()
+        # C2 C35: two backwards add up, in main_grad as in autograd's own sum
+        torch.testing.assert_close(main.weight.main_grad, plain.weight.grad, **EXACT)
+        assert main.weight.grad is None and main.bias.grad is not None
+        torch.testing.assert_close(main_x, plain_x, **EXACT)
+        # C12: overlap on and off are equal to the bit
+        assert torch.equal(main.weight.main_grad, serial.weight.main_grad)
+        assert torch.equal(main.bias.grad, serial.bias.grad)
+        assert all(torch.equal(a, b) for a, b in zip(main_x, serial_x, strict=True))
+        _check_frozen(plain, plain_x)
+
+
+def _check_frozen(layer: nn.Module, input_grads: list[Tensor]) -> None:
+    """A frozen weight gets no gradient, and passes its input's on unchanged."""
+    layer.weight.requires_grad_(False)
+    layer.weight.grad, layer.weight.main_grad = None, torch.zeros_like(layer.weight)
+    for again, before in zip(_backward_twice(layer, (S, B, I)), input_grads, strict=True):
+        assert torch.equal(again, before)
+    assert layer.weight.grad is None and not layer.weight.main_grad.any()
+
+
+def test_weight_gradients_add_up_with_and_without_overlap() -> None:
+    run_ranks(2, _check_gradients_of_weights)
+
+
+def test_main_grad_may_be_wider_than_the_weight() -> None:
+    """bfloat16 weights accumulate in float32: 1 + 1/512 is 1 in bfloat16."""
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(1, 1)
+    for value in (1.0, 1 / 512):
+        y = parallel_linear(torch.full((1, 1, 1), value, dtype=torch.bfloat16), weight, None)
+        y.backward(torch.ones_like(y))
+    assert weight.main_grad.item() == 1 + 1 / 512
+
+
+def test_input_without_gradient() -> None:
+    """The first layer of a model: only the weight's gradient is wanted."""
+    layer = ColumnParallelLinear(I, O, tp_group=LocalGroup())
+    y, _ = layer(torch.ones(S, B, I))
+    y.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.full((O, I), float(S * B)))
+
+
+def test_weight_of_another_layer() -> None:
+    """A tied output layer has no weight of its own."""
+    layer = ColumnParallelLinear(I, O, bias=False, skip_weight_param_allocation=True, tp_group=LocalGroup())
+    with pytest.raises(LayoutError, match="weight="):
+        layer(torch.ones(S, B, I))
+    weight = nn.Parameter(torch.randn(O, I))
+    y, bias = layer(torch.ones(S, B, I), weight=weight)
+    torch.testing.assert_close(y, weight.sum(1).expand(S, B, O))
+    assert bias is None and layer.weight is None
+
+
+class TwoRanks(LocalGroup):
+    """Enough of a group for what is refused before anything is sent."""
+
+    def size(self) -> int:
+        """2."""
+        return 2
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(LayoutError, match="output_size=5 cannot be split over tensor_model_parallel_size=2"):
+        ColumnParallelLinear(4, 5, tp_group=TwoRanks())
+    with pytest.raises(LayoutError, match="input_size=5 cannot be split"):
+        RowParallelLinear(5, 4, tp_group=TwoRanks())
+    with pytest.raises(LayoutError, match="input_is_parallel=True"):
+        RowParallelLinear(4, 4, config=_config(sequence_parallel=True), input_is_parallel=False, tp_group=TwoRanks())

@@ -1,0 +1,306 @@
+"""The rules of the house as tests: who imports whom, sizes, docstrings, and what may stand nowhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "megatron_core"
+
+# The import table: a module belongs to the longest name that it begins with. Each may import lower levels only.
+LEVELS = {
+    "errors": 0,
+    "config": 0,
+    "parallel.grid": 1,
+    "pipeline_parallel": 1,  # the package itself, actions, schedules, checks, simulate, draw
+    "ops": 2,
+    "tokenizers": 2,
+    "parallel": 2,
+    "parallel_state": 3,
+    "tensor_parallel": 3,
+    "context_parallel": 3,
+    "datasets": 3,
+    "checkpoint": 3,
+    "monitor": 3,
+    "transformer": 4,
+    "data_parallel": 4,
+    "pipeline_parallel.executor": 4,
+    "pipeline_parallel.p2p": 4,
+    "pipeline_parallel.partition": 4,
+    "pipeline_parallel.weight_grad": 4,
+    "planner": 4,
+    "models": 5,
+    "optimizer": 5,
+    "inference": 6,
+    "training": 6,
+}
+SAME_LEVEL = {("config", "errors"), ("tensor_parallel", "parallel_state"), ("datasets", "ops")}
+# Stricter than the level alone: what these packages may import.
+ONLY = {"planner": {"config", "errors", "parallel.grid", "pipeline_parallel", "planner"}}
+NEVER = {"transformer": {"pipeline_parallel", "data_parallel", "training"}}
+OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}
+
+PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
+LIBRARY = sorted((ROOT / PACKAGE).rglob("*.py"))
+SOURCES = LIBRARY + PROGRAMS
+MAX_FILE, MAX_FUNCTION = 400, 80
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_name(path: Path) -> str:
+    """``parallel.grid`` for megatron_core/parallel/grid.py; a package's name for its ``__init__``."""
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit_of(module: str) -> str:
+    """The entry of the table that a module belongs to."""
+    parts = module.split(".")
+    candidates = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in candidates if name in LEVELS), f"{module} is in no level of the table")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all imported modules, and of names from packages: ``megatron_core.parallel.collectives``."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the level"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inner_imports(path: Path) -> list[str]:
+    """Modules of this package that a file imports, without the package's name."""
+    return [name.split(".", 1)[1] for name in imports(path) if name.startswith(f"{PACKAGE}.")]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def forbidden_import(importer: str, imported: str) -> str | None:
+    """Why a module may not import another; None if it may."""
+    ours, theirs = unit_of(importer), unit_of(imported)
+    family, other = ours.split(".")[0], theirs.split(".")[0]
+    if other in NEVER.get(family, ()) or (family in ONLY and theirs not in ONLY[family]):
+        return f"{importer} may not import {imported}"
+    if LEVELS[theirs] < LEVELS[ours] or (family, other) in SAME_LEVEL:
+        return None
+    if LEVELS[theirs] == LEVELS[ours] and family == other:
+        return None
+    return f"{importer} (level {LEVELS[ours]}) imports {imported} (level {LEVELS[theirs]})"
+
+
+def test_import_table() -> None:
+    found = [
+        forbidden_import(module_name(path), name)
+        for path in LIBRARY
+        if module_name(path)
+        for name in inner_imports(path)
+    ]
+    assert [sentence for sentence in found if sentence] == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("transformer.block", "data_parallel.buffer"),
+        ("transformer.block", "pipeline_parallel.actions"),
+        ("checkpoint.boxes", "tensor_parallel"),
+        ("pipeline_parallel.checks", "pipeline_parallel.executor"),
+        ("parallel.grid", "parallel.groups"),
+        ("models.gpt", "optimizer.clip"),
+        ("planner.cost", "parallel.groups"),
+    ],
+)
+def test_the_table_forbids_something(importer: str, imported: str) -> None:
+    assert forbidden_import(importer, imported)
+    assert forbidden_import("tensor_parallel.layers", "parallel_state.current") is None
+
+
+def test_low_levels_import_little_from_outside() -> None:
+    found = []
+    for path in LIBRARY:
+        level = LEVELS[unit_of(module_name(path))] if module_name(path) else 0
+        allowed = {PACKAGE, *sys.stdlib_module_names, *OUTSIDE.get(level, ())}
+        if level in OUTSIDE:
+            found += [f"{relative(path)}: {name}" for name in imports(path) if name.split(".")[0] not in allowed]
+    assert found == []
+
+
+def test_low_levels_do_not_load_torch() -> None:
+    """Not even through another module: the planner and ``--help`` start without it."""
+    modules = [
+        f"{PACKAGE}.{module_name(path)}".rstrip(".")
+        for path in LIBRARY
+        if not module_name(path) or LEVELS[unit_of(module_name(path))] <= 1
+    ]
+    assert f"{PACKAGE}.parallel.grid" in modules
+    lines = [f"import {module}; assert 'torch' not in sys.modules, '{module} loads torch'" for module in modules]
+    subprocess.run([sys.executable, "-c", "import sys\n" + "\n".join(lines)], cwd=ROOT, check=True)
+
+
+def test_nobody_imports_private_names() -> None:
+    found = [
+        f"{relative(path)}: {name}"
+        for path in SOURCES
+        for name in imports(path)
+        if name.startswith(PACKAGE) and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert found == []
+
+
+def test_file_sizes() -> None:
+    lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: n for name, n in lines.items() if n > MAX_FILE} == {}
+
+
+def test_function_sizes() -> None:
+    found = {
+        f"{relative(path)}: {node.name}": node.end_lineno - node.lineno + 1
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert {name: n for name, n in found.items() if n > MAX_FUNCTION} == {}
+
+
+def test_no_file_of_leftovers() -> None:
+    assert [relative(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc")] == []
+
+
+SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def unwanted(node: ast.AST) -> str | None:
+    """What is wrong with a piece of code wherever it stands."""
+    if isinstance(node, ast.Global):
+        return "global statement"
+    if isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle"):
+        return None if isinstance(node.value, ast.Constant) and node.value.value is False else f"{node.arg}=..."
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Name):
+        return f"{node.func.id}(...)" if node.func.id in ("eval", "exec") else None
+    called = ast.unparse(node.func)
+    if called in (
+        "torch.load",
+        "torch.save",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "os.system",
+        "os.popen",
+    ):
+        return called
+    return called if called.endswith(".cuda") else None
+
+
+def test_nothing_unsafe_or_hidden() -> None:
+    """No ``.cuda()``, no ``global``; no pickle, ``eval`` or shell: what is read from a file is never run."""
+    found = []
+    for path in SOURCES:
+        found += [
+            f"{relative(path)}:{node.lineno}: {unwanted(node)}" for node in ast.walk(tree(path)) if unwanted(node)
+        ]
+        found += [f"{relative(path)}: {name}" for name in imports(path) if name.split(".")[0] in SERIALISERS]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code", ["x.cuda()", "def f():\n global a", "torch.load(p)", "eval(s)", "run(c, shell=True)", "yaml.load(f)"]
+)
+def test_the_rules_find_something(code: str) -> None:
+    assert any(unwanted(node) for node in ast.walk(ast.parse(code)))
+
+
+def test_packages_only_hand_names_on() -> None:
+    """Imports, ``__all__``, a docstring; and for names that are handed on late, ``_HOMES`` and ``__getattr__``."""
+    found = []
+    for path in LIBRARY:
+        if path.name == "__init__.py":
+            found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not hands_on(node)]
+    assert found == []
+
+
+def hands_on(node: ast.stmt) -> bool:
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(hands_on, node.body))
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) in ("__all__", "_HOMES")
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "__getattr__"
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node)
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_every_config_field_has_a_docstring() -> None:
+    found = []
+    for path in sorted((ROOT / PACKAGE / "config").glob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                followed = zip(node.body, [*node.body[1:], ast.Pass()], strict=True)
+                found += [
+                    f"{node.name}.{ast.unparse(field.target)}"
+                    for field, after in followed
+                    if isinstance(field, ast.AnnAssign) and not is_docstring(after)
+                ]
+    assert found == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    found = [f"{relative(path)}: {name}" for path in LIBRARY for name in undocumented(tree(path), "")]
+    assert found == []
+
+
+def undocumented(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
+    """Public classes, functions and methods without a docstring."""
+    for node in parent.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from undocumented(node, f"{prefix}{node.name}.")
+
+
+def test_references_to_bug_classes_exist() -> None:
+    """``# C17`` in a test means that it covers class 17 of the list of 65."""
+    reference = re.compile(r"#.*?\bC\d+\b.*")
+    numbers = [
+        (relative(path), int(number))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for comment in reference.findall(path.read_text())
+        for number in re.findall(r"\bC(\d+)\b", comment)
+    ]
+    assert numbers, "no test says what it covers"
+    assert [(path, number) for path, number in numbers if not 1 <= number <= 65] == []
+
+
+def best_time(statement: str) -> float:
+    """Seconds of the fastest of three fresh processes."""
+    code = f"import time; began = time.perf_counter(); {statement}; print(time.perf_counter() - began)"
+    runs = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True) for _ in range(3)]
+    return min(float(run.stdout) for run in runs)
+
+
+def test_import_takes_no_longer_than_torch() -> None:
+    """The package and its public face, against torch's own import plus 0.3 s."""
+    torch_alone = best_time("import torch")
+    face = f"import {PACKAGE}; from {PACKAGE} import parallel_state; import {PACKAGE}.tensor_parallel"
+    assert best_time(face) < torch_alone + 0.3

@@ -1,0 +1,136 @@
+"""Steps in 16 bits, skipped steps, and what evaluation leaves alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_core.training.evaluate import evaluate
+from megatron_core.training.loop import refuse_nan
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from tests.ranks import run_ranks
+from tests.runs import tiny_run
+
+
+def _weights(run: Run) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for stage in run.stages.values()
+        for name, parameter in stage.named_global_parameters()
+    }
+
+
+def _losses(settings: dict, steps: int = 8) -> list[float]:
+    run = tiny_run(**settings)
+    return [train_step(run).loss for _ in range(steps)]
+
+
+def test_training_learns() -> None:
+    losses = _losses({"train_iters": 40}, steps=40)
+    assert abs(losses[0] - math.log(61)) < 0.2
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_every_parameter_moves() -> None:  # C52
+    run = tiny_run(normalization="RMSNorm", swiglu=True, qk_layernorm=True, position_embedding_type="rope")
+    before = _weights(run)
+    for _ in range(3):
+        train_step(run)
+    still = [name for name, weight in _weights(run).items() if torch.equal(weight, before[name])]
+    assert still == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}], ids=["dp", "tp"])
+def test_sixteen_bits_follow_float32(precision: str, layout: dict) -> None:
+    """bfloat16 has 8 bits of mantissa, a relative step of 2^-8; float16 has 11. The losses stay that close."""
+    world = 2 if layout else 1
+    wide = run_ranks(1, _losses, {})[0]
+    narrow = run_ranks(world, _losses, {precision: True, "initial_loss_scale": 2.0**16} | layout)[0]
+    assert narrow == pytest.approx(wide, rel=2.0**-8)
+    assert narrow != wide
+
+
+def test_sharded_optimizer_in_bf16_equals_the_whole_one() -> None:
+    """Main weights and moments are the same numbers wherever they lie: equal to the bit."""
+    whole = run_ranks(2, _losses, {"bf16": True})
+    sharded = run_ranks(2, _losses, {"bf16": True, "use_distributed_optimizer": True, "overlap_param_gather": True})
+    assert whole == sharded
+
+
+def _overflow_on(rank: int) -> tuple[bool, float, float, bool]:
+    run = tiny_run(fp16=True, initial_loss_scale=2.0**10, hysteresis=1, pipeline_model_parallel_size=2)
+    train_step(run)
+    before = _weights(run)
+    if torch.distributed.get_rank() == rank:
+        bucket = run.data_parallel.buckets[0]
+        finish = run.data_parallel.finish
+        run.data_parallel.finish = lambda: (bucket.grads[:1].fill_(torch.inf), finish())
+    result = train_step(run)
+    unchanged = all(torch.equal(weight, before[name]) for name, weight in _weights(run).items())
+    return result.skipped, result.loss_scale, run.optimizer.loss_scale.scale, unchanged
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_overflow_on_one_pipeline_rank_skips_the_step_on_all(rank: int) -> None:  # C47 C64
+    for skipped, scale_before, scale_after, unchanged in run_ranks(2, _overflow_on, rank):
+        assert skipped
+        assert unchanged
+        assert scale_after == scale_before / 2
+
+
+def test_loss_scale_does_not_change_gradients() -> None:  # C37
+    """float32 arithmetic with a power of two as factor is exact: the norm must not move at all."""
+    run, scaled = tiny_run(), tiny_run()
+    scaled.optimizer.loss_scale.scale = 1024.0
+    assert train_step(run).grad_norm == train_step(scaled).grad_norm
+
+
+def test_evaluation_leaves_training_alone() -> None:  # C48
+    plain, watched = tiny_run(hidden_dropout=0.1), tiny_run(hidden_dropout=0.1)
+    train_step(plain)
+    train_step(watched)
+    state = torch.get_rng_state()
+    first = evaluate(watched, watched.splits.valid, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert evaluate(watched, watched.splits.valid, 3) == first
+    assert train_step(watched) == train_step(plain)
+
+
+def _evaluated(layout: dict) -> float:
+    run = tiny_run(**layout)
+    return evaluate(run, run.splits.valid, 2)
+
+
+def test_evaluation_is_the_same_in_every_layout() -> None:
+    settings = {"fp64": True, "num_layers": 4}
+    alone = run_ranks(1, _evaluated, settings)[0]
+    chunks = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    for layout in ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, chunks, {}):
+        for loss in run_ranks(2, _evaluated, settings | layout):
+            assert loss == pytest.approx(alone, rel=1e-12)
+
+
+def test_nan_ends_the_run_with_advice() -> None:
+    run = tiny_run()
+    next(iter(run.stages.values())).decoder.final_layernorm.weight.data.fill_(torch.nan)
+    result = train_step(run)
+    assert result.skipped
+    with pytest.raises(Exception, match=r"the loss is nan at iteration 1 .*--lr"):
+        refuse_nan(run, result)
+
+
+def test_no_token_counts_at_all() -> None:  # C3
+    """A global batch without a single token that counts has loss 0 and gradient 0, not nan."""
+    run = tiny_run()
+    step = run.train_loader.step
+
+    def masked(*place: int) -> list[dict[str, torch.Tensor]]:
+        return [batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])} for batch in step(*place)]
+
+    run.train_loader.step = masked
+    result = train_step(run)
+    assert (result.loss, result.grad_norm) == (0.0, 0.0)
