@@ -51,7 +51,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
-COLUMNS = "date benchmark contender tokens_per_second of_peak memory_bytes ratio machine versions".split()
+COLUMNS = ("date", "benchmark", "contender", "tokens_per_second", "of_peak")
+COLUMNS += ("memory_bytes", "ratio", "machine", "versions")
 RESULTS = Path(__file__).with_name("results.csv")
 
 

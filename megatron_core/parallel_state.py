@@ -84,10 +84,8 @@ def set_current(groups: ParallelGroups) -> None:
 def current() -> ParallelGroups:
     """The layout of this process; a process without torch.distributed stands alone."""
     if not _current:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise LayoutError(
-                "no model parallel groups yet; call parallel_state.initialize_model_parallel first"
-            )
+        if dist.is_initialized():
+            raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
         return ParallelGroups.single()
     return _current[0]
 
@@ -267,6 +265,4 @@ def get_embedding_group() -> Group | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the embedding or its tied copy."""
-    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(
-        ignore_virtual, vp_stage
-    )
+    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)

@@ -18,9 +18,7 @@ import torch.distributed as dist
 TIMEOUT = 120.0
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
-) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` forked ranks and return their results by rank.
 
     If a rank raises, the test fails with the traceback of the first one that did; ranks that hang are ended after

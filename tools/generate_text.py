@@ -75,6 +75,9 @@ def generate_text(settings: Settings, world: World) -> None:
             show(text[len(shown) :], world)
             shown = text
     show("\n", world)
+    room = generator.room_after(len(prompt))
+    if len(written) == room and world.rank == 0:
+        print(f"(ended at the last of the model's {config.max_positions} positions)", file=sys.stderr)
 
 
 def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
@@ -103,9 +106,7 @@ def stored_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
         model = str(folder / "tokenizer") if not Path(stored(model) or "").is_file() else stored(model)
     tokenizer = tokenizer_of(replace(data, tokenizer_model=model, **files))
     if tokenizer is None:
-        raise ConfigError(
-            f"{folder} was trained without a tokenizer; there is nothing to read the prompt with"
-        )
+        raise ConfigError(f"{folder} was trained without a tokenizer; there is nothing to read the prompt with")
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Turn JSON Lines text into token files that training reads.
+r"""Turn JSON Lines text into token files that training reads.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod
@@ -12,13 +12,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import tyro
@@ -32,12 +34,13 @@ from megatron_core.datasets import (
     get_idx_path,
     write_header,
 )
+from megatron_core.datasets.header import check_header_path
 from megatron_core.datasets.jsonl import Chunk, find_inputs, read_chunks, texts_of
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.tokenizers import Tokenizer, build_tokenizer
 
-# Large enough that handing a chunk to another process costs nothing beside its tokenization, small enough that a
-# few for each worker fit in memory.
+# Large enough that handing a chunk to another process costs little beside its tokenization, small enough that
+# a few for each worker fit in memory.
 CHUNK_BYTES = 2 << 20
 CHUNKS_AHEAD = 3
 
@@ -95,7 +98,7 @@ def encode(settings: Settings, chunk: Chunk) -> Encoded:
         if settings.append_eod:
             # As Megatron: an empty text stays an empty document.
             ids = [[*document, tokenizer.eod] if document else document for document in ids]
-        tokens.append(np.array([i for document in ids for i in document], dtype=np.int64))
+        tokens.append(np.array(list(chain.from_iterable(ids)), dtype=np.int64))
         lengths.append(tuple(len(document) for document in ids))
     return Encoded(chunk.size, tuple(tokens), tuple(lengths))
 
@@ -119,7 +122,7 @@ def encode_all(settings: Settings, chunks: Iterable[Chunk]) -> Iterator[Encoded]
     # Started afresh, not forked: the tokenizers library has threads, and a fork would lose them.
     pool = ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn"), initializer=one_thread)
     try:
-        # A bounded queue: an unbounded one would hold the corpus in memory when writing is slower than reading.
+        # A bounded queue: without a bound the corpus would sit in memory when writing is slower than reading.
         pending = deque()
         for chunk in chunks:
             pending.append(pool.submit(encode, settings, chunk))
@@ -129,45 +132,52 @@ def encode_all(settings: Settings, chunks: Iterable[Chunk]) -> Iterator[Encoded]
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"a worker process died, perhaps for want of memory; lower --workers {settings.workers}"
+            f"a worker process died, perhaps for lack of memory; lower --workers {settings.workers}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def check(settings: Settings, tokenizer: Tokenizer) -> None:
-    """ConfigError for flags that cannot be honoured, before any text is read."""
+def check(settings: Settings, tokenizer: Tokenizer, prefixes: Sequence[str]) -> None:
+    """ConfigError or DataError for flags that cannot be honoured, before any text is read."""
     for name in ("workers", "log_interval"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name)} must be at least 1")
     if len(set(settings.json_keys)) < len(settings.json_keys):
         raise ConfigError(f"--json-keys {' '.join(settings.json_keys)} names a key twice; once is enough")
+    if not settings.json_keys:
+        raise ConfigError("--json-keys is empty; name the key that holds the text")
+    for prefix in prefixes:
+        check_header_path(prefix)
     if settings.append_eod and tokenizer.eod is None:
         raise ConfigError("--append-eod: the tokenizer has no end-of-document token; leave the flag out")
 
 
 def preprocess(settings: Settings) -> None:
     """Read, tokenize and write; nothing has its final name before all of it is there."""
-    tokenizer = settings.tokenizer()
-    check(settings, tokenizer)
-    paths = find_inputs(settings.input)
+    tokenizer = loaded(settings)
     prefixes = [f"{settings.output_prefix}_{key}_document" for key in settings.json_keys]
+    check(settings, tokenizer, prefixes)
+    paths = find_inputs(settings.input)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    total = sum(path.stat().st_size for path in paths)
     with ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(get_bin_path(p), dtype)) for p in prefixes]
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, mininterval=0.5))
+        fill(settings, builders, paths)
+        if not any(builder.num_tokens for builder in builders):
+            raise DataError(f"--input {' '.join(settings.input)}: no token in it; is there text under --json-keys?")
+        for prefix, builder in zip(prefixes, builders, strict=True):
+            finish(settings, tokenizer, prefix, builder)
+
+
+def fill(settings: Settings, builders: Sequence[IndexedDatasetBuilder], paths: Sequence[Path]) -> None:
+    """Append every document of the files to the builder of each key, with a progress bar."""
+    total = sum(path.stat().st_size for path in paths)
+    with tqdm(total=total, unit="B", unit_scale=True, mininterval=0.5) as bar:
         progress = Progress(bar, settings.log_interval)
         for encoded in encode_all(settings, read_chunks(paths, CHUNK_BYTES)):
             for builder, tokens, lengths in zip(builders, encoded.tokens, encoded.lengths, strict=True):
                 append(builder, tokens, lengths)
             progress.update(encoded.size, builders[0].num_documents)
-        if not any(builder.num_tokens for builder in builders):
-            raise DataError(
-                f"--input {' '.join(settings.input)}: no token in it; is there text under --json-keys?"
-            )
-        for prefix, builder in zip(prefixes, builders, strict=True):
-            finish(settings, tokenizer, prefix, builder)
 
 
 def append(builder: IndexedDatasetBuilder, tokens: np.ndarray, lengths: tuple[int, ...]) -> None:

@@ -52,7 +52,7 @@ def train(settings: Settings) -> None:
     smallest = len(alphabet) + 1
     if settings.vocab_size < smallest:
         raise ConfigError(
-            f"--vocab-size {settings.vocab_size} is too small; the bytes and {END_OF_DOCUMENT} make {smallest}"
+            f"--vocab-size {settings.vocab_size} is too small; bytes and {END_OF_DOCUMENT} make {smallest}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,9 +65,7 @@ def train(settings: Settings) -> None:
     )
     tokenizer.train_from_iterator(texts(find_inputs(settings.input), settings.json_key), trainer)
     if tokenizer.get_vocab_size() == smallest:
-        raise DataError(
-            f"--input {' '.join(settings.input)}: no pair of bytes comes up twice; give more text"
-        )
+        raise DataError(f"--input {' '.join(settings.input)}: no pair of bytes comes up twice; give more text")
     with writing_aside(settings.output) as file:
         file.write(tokenizer.to_str(pretty=True).encode("utf-8"))
     report(settings, tokenizer.get_vocab_size())

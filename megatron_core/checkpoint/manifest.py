@@ -140,9 +140,7 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
             return None
         text = tracker.read_text().strip()
         if not text.isdigit():
-            raise CheckpointError(
-                f"{tracker} holds {text!r} instead of an iteration number; name one with --ckpt-step"
-            )
+            raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration number; name one with --ckpt-step")
         step = int(text)
     folder = iteration_folder(root, step)
     if not (folder / MANIFEST).is_file():

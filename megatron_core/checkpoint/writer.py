@@ -38,9 +38,7 @@ def save_checkpoint(
     aside = save / f".{final.name}.incomplete"
     leader = rank == 0
     _together(agree, "prepare the folder", lambda: _make_folder(aside) if leader else None)
-    _together(
-        agree, "write its tensors", lambda: _write_pieces(aside / f"rank_{rank:05d}.safetensors", pieces)
-    )
+    _together(agree, "write its tensors", lambda: _write_pieces(aside / f"rank_{rank:05d}.safetensors", pieces))
     _together(
         agree,
         "complete",
@@ -57,9 +55,7 @@ def _together(agree: Agree, what: str, action: Callable[[], None]) -> None:
     except (OSError, SafetensorError, CheckpointError) as error:  # a full disk is one of safetensors' own
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(
-            f"a rank could not {what} of a checkpoint: {problem or 'see the message of that rank'}"
-        )
+        raise CheckpointError(f"a rank could not {what} of a checkpoint: {problem or 'see the message of that rank'}")
 
 
 def _make_folder(aside: Path) -> None:

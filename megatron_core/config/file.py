@@ -75,9 +75,7 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
-            raise ConfigError(
-                f"{name}={value!r} in {path}: {name} is a section, so indent its settings below"
-            )
+            raise ConfigError(f"{name}={value!r} in {path}: {name} is a section, so indent its settings below")
 
 
 def _plain(key: object) -> str:

@@ -47,9 +47,7 @@ class ParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in a world of ``world_size`` ranks (DP)."""

@@ -51,9 +51,7 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
             "add --group-query-attention or remove it"
         )
     elif model.group_query_attention:
-        yield from _uneven(
-            "num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups
-        )
+        yield from _uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
 
 
 def _position_problems(config: RunConfig) -> Iterator[str]:
@@ -137,10 +135,7 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
     groups = model.query_groups
     if model.group_query_attention and leaves_rest(groups, tp) and leaves_rest(tp, groups):
         legal = ", ".join(map(str, divisors(groups)))
-        yield (
-            f"num_query_groups={groups} cannot be split over {axis}={tp}; "
-            f"legal: {legal} or a multiple of {groups}"
-        )
+        yield (f"num_query_groups={groups} cannot be split over {axis}={tp}; legal: {legal} or a multiple of {groups}")
     if model.hidden_size >= 1:
         yield from _uneven("ffn_hidden_size", model.ffn_size, axis, tp)
     if config.parallel.sequence_parallel:

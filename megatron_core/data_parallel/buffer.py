@@ -69,9 +69,7 @@ class Bucket:
             self.offsets.append(at)
             at += parameter.numel()
         part = padded // dp_group.size()
-        self.shard = (
-            slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if sharded else slice(0, padded)
-        )
+        self.shard = slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if sharded else slice(0, padded)
         self._reducing = Done()
         self.gathering = Done()
         self.reduced = False

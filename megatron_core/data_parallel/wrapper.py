@@ -33,6 +33,7 @@ class DataParallel:
         self.groups, self.sharded = groups, sharded
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
+        self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if not p.requires_grad]
         for stage, module in stages.items():
             self.buckets += make_buckets(
                 _named(module),

@@ -52,9 +52,7 @@ class BlendedDataset:
         if not datasets or len(datasets) > PERIOD:
             raise ConfigError(f"a blend of {len(datasets)} data sets; between 1 and {PERIOD} are possible")
         if weights is not None and len(weights) != len(datasets):
-            raise ConfigError(
-                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each"
-            )
+            raise ConfigError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each")
         self._datasets = tuple(datasets)
         self.sequence_length = datasets[0].sequence_length
         self.samples_per_epoch = sum(dataset.samples_per_epoch for dataset in datasets)

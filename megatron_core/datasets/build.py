@@ -58,20 +58,14 @@ def _check_flags(data_path: Sequence[str], own_paths: Sequence[Sequence[str]], s
     if data_path and given:
         raise ConfigError(f"--data-path and {' and '.join(given)} exclude each other; give one kind")
     if split is not None and given:
-        raise ConfigError(
-            f"--split {split} divides --data-path and has no meaning with {' and '.join(given)}"
-        )
+        raise ConfigError(f"--split {split} divides --data-path and has no meaning with {' and '.join(given)}")
     if not data_path and not given:
-        raise ConfigError(
-            "no data is given; use --data-path PREFIX, --train-data-path PREFIX, or --mock-data"
-        )
+        raise ConfigError("no data is given; use --data-path PREFIX, --train-data-path PREFIX, or --mock-data")
 
 
 def _masked_eod(tokenizer: Tokenizer | None) -> int:
     if tokenizer is None or tokenizer.eod is None:
-        raise ConfigError(
-            "--eod-mask-loss needs a tokenizer with an end-of-document id; see --tokenizer-type"
-        )
+        raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document id; see --tokenizer-type")
     return tokenizer.eod
 
 

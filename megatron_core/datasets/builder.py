@@ -59,9 +59,7 @@ class IndexedDatasetBuilder:
         """Append a document whose sequences, of the given lengths, lie back to back in `tensor`."""
         tokens = self._checked(tensor)
         if sum(lengths) != len(tokens):
-            raise DataError(
-                f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens"
-            )
+            raise DataError(f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens")
         for length, mode in zip(lengths, modes or [0] * len(lengths), strict=True):
             self._note_sequence(length, mode)
         self._file.write(tokens.tobytes())
@@ -113,9 +111,7 @@ class IndexedDatasetBuilder:
 
     def _note_sequence(self, length: int, mode: int) -> None:
         if length >= 2**31:
-            raise DataError(
-                f"a sequence of {length} tokens: the format counts to {2**31 - 1}; split the document"
-            )
+            raise DataError(f"a sequence of {length} tokens: the format counts to {2**31 - 1}; split the document")
         self._lengths.append(length)
         if self._modes is not None:
             self._modes.append(mode)

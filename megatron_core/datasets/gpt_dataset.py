@@ -77,9 +77,7 @@ class GPTDataset:
             offset = start + filled - int(self._borders[sequence])
             length = min(int(self._borders[sequence + 1]) - start - filled, count - filled)
             if length:
-                text[filled : filled + length] = self._indexed.get(
-                    self._first_sequence + sequence, offset, length
-                )
+                text[filled : filled + length] = self._indexed.get(self._first_sequence + sequence, offset, length)
             filled += length
             sequence += 1
         return text

@@ -38,13 +38,16 @@ def get_header_path(path_prefix: str) -> str:
 
 def write_header(path_prefix: str, header: DatasetHeader) -> None:
     """Write the header; DataError if a JSON file of someone else has its name."""
+    check_header_path(path_prefix)
+    with writing_aside(get_header_path(path_prefix)) as file:
+        file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
+
+
+def check_header_path(path_prefix: str) -> None:
+    """DataError if a JSON file of someone else has the header's name."""
     path = Path(get_header_path(path_prefix))
     if path.exists() and _content(path) is None:
-        raise DataError(
-            f"{path} exists and is no header of a token file; move it, or choose another --output-prefix"
-        )
-    with writing_aside(path) as file:
-        file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
+        raise DataError(f"{path} exists and is no header of a token file; move it, or choose another --output-prefix")
 
 
 def read_header(path_prefix: str) -> DatasetHeader | None:

@@ -12,9 +12,7 @@ def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
     """The arrays of the index file at `path`, mapped into memory or read; DataError if it is not whole."""
     size = path.stat().st_size
     if size < HEADER.size:
-        raise DataError(
-            f"{path} is cut off: it has {size} bytes and the header alone has {HEADER.size}; {_AGAIN}"
-        )
+        raise DataError(f"{path} is cut off: it has {size} bytes and the header alone has {HEADER.size}; {_AGAIN}")
     buffer = np.memmap(path, dtype=np.uint8, mode="r") if mmap else np.fromfile(path, dtype=np.uint8)
     dtype, sequences, document_entries = _read_header(path, buffer)
     _check_size(path, size, sequences, document_entries, multimodal)
@@ -46,9 +44,7 @@ def _check_size(path: Path, size: int, sequences: int, document_entries: int, mu
     counts = f"{sequences} sequences and {document_entries} entries of the document index"
     found = f"{path} has {size} bytes, expected {expected} for {counts}"
     if multimodal and size == index_bytes(sequences, document_entries, multimodal=False):
-        raise DataError(
-            f"{found} with modes: it was not written as multimodal; open it with multimodal=False"
-        )
+        raise DataError(f"{found} with modes: it was not written as multimodal; open it with multimodal=False")
     if size < expected:
         raise DataError(f"{found}: it is cut off; {_AGAIN}")
     # A multimodal file read as plain text is fine: its modes come last and are left alone.
@@ -77,9 +73,7 @@ def _arrays(
 
 def _check_arrays(path: Path, index: Index) -> None:
     if len(index.sequence_lengths) and index.sequence_lengths.min() < 0:
-        raise DataError(
-            f"{path} has a sequence of {index.sequence_lengths.min()} tokens, expected >= 0; {_AGAIN}"
-        )
+        raise DataError(f"{path} has a sequence of {index.sequence_lengths.min()} tokens, expected >= 0; {_AGAIN}")
     # No document need be closed (one entry, 0); none may reach past the sequences.
     documents = index.document_indices
     sequences = len(index.sequence_lengths)

@@ -44,9 +44,7 @@ class IndexedDataset:
             return self.get(index)
         start, stop, step = index.indices(len(self))
         if step != 1:
-            raise ValueError(
-                f"a slice of a token file needs step 1, found {step}; index the sequences one by one"
-            )
+            raise ValueError(f"a slice of a token file needs step 1, found {step}; index the sequences one by one")
         sequences = [self._tokens(i, 0, None) for i in range(start, stop)]
         return sequences if self.sequence_modes is None else (sequences, self.sequence_modes[start:stop])
 
@@ -73,8 +71,7 @@ class IndexedDataset:
         count = whole - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > whole:
             raise IndexError(
-                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has "
-                f"{whole}"
+                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
             )
         # Python integers: the byte position of a token does not fit 32 bits.
         place = int(self.sequence_pointers[index]) + offset * self._itemsize
@@ -111,6 +108,4 @@ def _check_presence(path_prefix: str) -> None:
         way_out = f"give the prefix alone, {path_prefix[:-4]}"
     elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():
         way_out = f"did you mean {path_prefix}_text_document?"
-    raise DataError(
-        f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}"
-    )
+    raise DataError(f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}")

@@ -25,14 +25,14 @@ class Chunk:
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
     """The files that names and globs stand for, each pattern's in sorted order; DataError if one has none."""
+    if not patterns:
+        raise DataError("--input names no file; give JSON Lines files, or globs in quotes")
     found: list[Path] = []
     for pattern in patterns:
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
         if not files:
-            raise DataError(
-                f"--input {pattern}: no file has that name; give JSON Lines files, or globs in quotes"
-            )
+            raise DataError(f"--input {pattern}: no file has that name; give JSON Lines files, or globs in quotes")
         found += files
     return found
 
@@ -63,25 +63,19 @@ def _texts(place: str, line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is no JSON ({error}); mend or remove the line") from error
     if not isinstance(document, dict):
-        raise DataError(
-            f'{place} holds a {type(document).__name__}, expected an object such as {{"text": ...}}'
-        )
+        raise DataError(f'{place} holds a {type(document).__name__}, expected an object such as {{"text": ...}}')
     return tuple(_text(place, document, key) for key in keys)
 
 
 def _text(place: str, document: dict, key: str) -> str:
     if key not in document:
         there = ", ".join(sorted(document)[:10]) or "none"
-        raise DataError(
-            f"{place} has no key {key!r}; its keys: {there}; choose with --json-keys or --json-key"
-        )
+        raise DataError(f"{place} has no key {key!r}; its keys: {there}; choose with --json-keys or --json-key")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{place} has a {type(text).__name__} under {key!r}, expected a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place} has half of a surrogate pair under {key!r}, which is no text; mend it"
-        ) from error
+        raise DataError(f"{place} has half of a surrogate pair under {key!r}, which is no text; mend it") from error
     return text

@@ -66,9 +66,7 @@ class BatchLoader:
     def _micro_batch(self, first: int) -> Batch:
         indices = range(first, first + self._micro_batch_size)
         samples = [self._dataset[index] for index in indices]
-        batch = {
-            key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")
-        }
+        batch = {key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
         self._check(batch["tokens"], first)
         self._check(batch["labels"], first)
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}

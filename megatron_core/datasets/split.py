@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, pairwise
+from itertools import accumulate, pairwise
 
 from megatron_core.errors import ConfigError
 
@@ -20,9 +20,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     if len(shares) > 3:
         raise ConfigError(f"--split {split} has {len(shares)} parts; train, validation and test make three")
     if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) == 0:
-        raise ConfigError(
-            f"--split {split} needs shares >= 0, at least one of them above, such as {DEFAULT_SPLIT}"
-        )
+        raise ConfigError(f"--split {split} needs shares >= 0, at least one of them above, such as {DEFAULT_SPLIT}")
     shares += [0.0] * (3 - len(shares))
     train, valid, test = (share / sum(shares) for share in shares)
     return train, valid, test

@@ -45,8 +45,19 @@ class Generator:
     def generate(
         self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, *, end: int | None = None
     ) -> Iterator[int]:
-        """Yield new tokens after ``prompt`` until ``max_new_tokens`` or the token ``end``; the same on every rank."""
-        self._check_length(len(prompt), max_new_tokens)
+        """Yield new tokens after ``prompt`` until ``max_new_tokens``, the last position or the token ``end``.
+
+        Every rank yields the same.
+        """
+        room = self.room_after(len(prompt))
+        if not prompt:
+            raise ConfigError("the prompt has no token; give at least one character")
+        if room == 0:
+            raise ConfigError(
+                f"the prompt's {len(prompt)} tokens leave no room in the {self.config.max_positions} positions of this "
+                "model; give a shorter prompt"
+            )
+        max_new_tokens = max_new_tokens if room is None else min(max_new_tokens, room)
         cache = KVCache(len(prompt) + max_new_tokens)
         random = torch.Generator().manual_seed(sampling.seed)
         links = Links(self.groups)
@@ -59,15 +70,11 @@ class Generator:
                 return
             pending = [token]
 
-    def _check_length(self, prompt: int, new: int) -> None:
-        if prompt < 1:
-            raise ConfigError("the prompt has no token; give at least one character")
-        limit = self.config.max_positions
-        if self.config.model.position_embedding_type == "learned_absolute" and prompt + new > limit:
-            raise ConfigError(
-                f"{prompt} prompt tokens and max_new_tokens={new} are more than the {limit} positions of this model; "
-                f"ask for at most {max(limit - prompt, 0)} new tokens"
-            )
+    def room_after(self, prompt: int) -> int | None:
+        """Tokens that fit behind ``prompt`` tokens into the table of learned positions; None: no such limit."""
+        if self.config.model.position_embedding_type != "learned_absolute":
+            return None
+        return max(self.config.max_positions - prompt, 0)
 
     def _next_token(
         self, tokens: Sequence[int], cache: KVCache, links: Links, sampling: Sampling, random: torch.Generator

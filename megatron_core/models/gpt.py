@@ -115,9 +115,7 @@ class GPTModel(nn.Module):
         self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
         initial = Initial.of(config, seed)
         parts = (config, self.parallel, initial, self.tp_group)
-        self.embedding = (
-            LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
-        )
+        self.embedding = LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(*parts, layers, final_norm=post_process)
         self.output_layer = self._make_output_layer(initial) if post_process else None
@@ -179,9 +177,7 @@ class GPTModel(nn.Module):
         length = input_ids.shape[1]
         if self.embedding is not None:
             if position_ids is None:
-                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[
-                    None, :
-                ]
+                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[None, :]
             hidden_states = self.embedding(input_ids, position_ids, sample_index)
         rotary = self._rotary(length, first_position, hidden_states.device)
         context = SequenceContext(rotary, attention_mask, sample_index, cache)

@@ -10,9 +10,7 @@ from megatron_core.monitor.events import Sink
 from megatron_core.monitor.jsonl import JsonLinesSink
 
 
-def build_sinks(
-    config: MonitorConfig, save_dir: str | Path | None = None, *, start_iteration: int = 0
-) -> list[Sink]:
+def build_sinks(config: MonitorConfig, save_dir: str | Path | None = None, *, start_iteration: int = 0) -> list[Sink]:
     """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder.
 
     Call it on the one rank that reports. ``start_iteration`` is the iteration that the run goes on from.

@@ -44,9 +44,7 @@ def plot_loss(
         name = f"{label}: " if len(runs) > 1 else ""
         _draw_losses(loss_axes, records, x, colour, name)
         steps = _of_kind(records, "step")
-        rate_axes.plot(
-            _along(steps, x), [step["learning_rate"] for step in steps], color=colour, linewidth=1.4
-        )
+        rate_axes.plot(_along(steps, x), [step["learning_rate"] for step in steps], color=colour, linewidth=1.4)
         _mark_layouts(loss_axes, rate_axes, steps, x)
     _finish(loss_axes, rate_axes, x, title)
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)

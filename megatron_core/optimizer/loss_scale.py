@@ -54,9 +54,7 @@ class DynamicLossScale:
             f"initial_loss_scale={initial} is less than min_loss_scale={minimum}; raise it",
         )
         _require(growth_factor > 1, f"growth_factor={growth_factor} is out of range; legal: a number above 1")
-        _require(
-            0 < backoff_factor < 1, f"backoff_factor={backoff_factor} is out of range; legal: between 0 and 1"
-        )
+        _require(0 < backoff_factor < 1, f"backoff_factor={backoff_factor} is out of range; legal: between 0 and 1")
         _require(window >= 1, f"loss_scale_window={window} is out of range; legal: 1, 2, 3, ...")
         _require(hysteresis >= 1, f"hysteresis={hysteresis} is out of range; legal: 1, 2, 3, ...")
         self.scale = float(initial)

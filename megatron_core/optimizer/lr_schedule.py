@@ -66,9 +66,7 @@ class LearningRateSchedule:
             phase = self.config.lr_wsd_decay_iters or 1
             done = (step - (self.decay_steps - phase)) / phase
             return 1.0 if done <= 0 else _shape(self.config.lr_wsd_decay_style, done)
-        return _shape(
-            self.config.lr_decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        )
+        return _shape(self.config.lr_decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
 
 
 def _shape(style: str, done: float) -> float:

@@ -28,9 +28,7 @@ class Done:
         """Return at once."""
 
 
-def all_reduce_(
-    x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False
-) -> dist.Work | Done:
+def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> dist.Work | Done:
     """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
     if group.size() == 1:
         return Done()
@@ -44,18 +42,14 @@ def broadcast_(x: Tensor, source: int, group: Group) -> None:
         dist.broadcast(x, src=source, group=group)
 
 
-def all_gather_flat_(
-    full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False
-) -> dist.Work | Done:
+def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
     """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
     if group.size() == 1:
         return Done()
     return _all_gather(full, shard, group=group, async_op=async_op) or Done()
 
 
-def reduce_scatter_flat_(
-    shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False
-) -> dist.Work | Done:
+def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
     """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
     if group.size() == 1:
         return Done()
@@ -128,9 +122,7 @@ def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group],
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
-_split_last, _gather_last, _reduce_scatter_last = map(
-    _on_last, (_split_first, _gather_first, _reduce_scatter_first)
-)
+_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
 
 
 class _Pair(torch.autograd.Function):

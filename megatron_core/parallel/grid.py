@@ -33,25 +33,17 @@ class Grid:
         axes = self.order.split("-")
         for axis in axes:
             if axis not in AXES:
-                raise LayoutError(
-                    f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(AXES)}"
-                )
+                raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(AXES)}")
         if len(set(axes)) != len(axes):
-            raise LayoutError(
-                f"rank_order={self.order!r} names an axis twice; name each of {DEFAULT_ORDER} once"
-            )
+            raise LayoutError(f"rank_order={self.order!r} names an axis twice; name each of {DEFAULT_ORDER} once")
         for axis in AXES:
             if self.size(axis) < 1:
                 raise LayoutError(f"{axis}={self.size(axis)} is no size of an axis; give 1 or more")
             if self.size(axis) > 1 and axis not in axes:
-                raise LayoutError(
-                    f"rank_order={self.order!r} lacks {axis!r}, whose size is {self.size(axis)}; add it"
-                )
+                raise LayoutError(f"rank_order={self.order!r} lacks {axis!r}, whose size is {self.size(axis)}; add it")
 
     @classmethod
-    def fit(
-        cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER
-    ) -> Grid:
+    def fit(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> Grid:
         """The grid that fills ``world_size`` ranks with copies of a model split tp x cp x pp ways."""
         model = tp * cp * pp
         if model < 1 or world_size % model:
@@ -73,9 +65,7 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of ``rank`` on every axis."""
         if not 0 <= rank - self.rank_offset < self.world_size:
-            raise LayoutError(
-                f"rank {rank} is outside the grid of {self.world_size} ranks from {self.rank_offset}"
-            )
+            raise LayoutError(f"rank {rank} is outside the grid of {self.world_size} ranks from {self.rank_offset}")
         rest, place = rank - self.rank_offset, dict.fromkeys(AXES, 0)
         for axis in self.order.split("-"):
             rest, place[axis] = divmod(rest, self.size(axis))
@@ -83,6 +73,10 @@ class Grid:
 
     def rank(self, **place: int) -> int:
         """The rank at the given indices; axes that are not named are at 0."""
+        for axis, index in place.items():
+            if axis not in AXES or not 0 <= index < self.size(axis):
+                legal = f"0 to {self.size(axis) - 1}" if axis in AXES else f"one of the axes {', '.join(AXES)}"
+                raise LayoutError(f"{axis}={index} is no place in the grid; legal: {legal}")
         rank, stride = self.rank_offset, 1
         for axis in self.order.split("-"):
             rank += stride * place.get(axis, 0)

@@ -116,18 +116,13 @@ def split_fused(shape: tuple[int, ...], pieces: tuple[int, ...], index: int, siz
     """Dim 0 is several matrices one after another (gate and up); every rank holds its part of each."""
     starts = [sum(pieces[:i]) for i in range(len(pieces))]
     ranges = tuple(
-        tuple(
-            (start + i * (n // size), start + (i + 1) * (n // size))
-            for start, n in zip(starts, pieces, strict=True)
-        )
+        tuple((start + i * (n // size), start + (i + 1) * (n // size)) for start, n in zip(starts, pieces, strict=True))
         for i in range(size)
     )
     return ShardSpec(tuple(shape), 0, ranges, index)
 
 
-def split_qkv(
-    shape: tuple[int, ...], heads: int, groups: int, head_size: int, index: int, size: int
-) -> ShardSpec:
+def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, index: int, size: int) -> ShardSpec:
     """Dim 0 is, for each key-value group, its query heads, its key head and its value head, ``head_size`` rows each.
 
     With fewer groups than ranks, a group's query heads are split over ranks that all hold its key and value.
@@ -176,9 +171,7 @@ def initialise(parameter: nn.Parameter, init_method: Callable[[Tensor], object])
     spec.localise(drawn.to(parameter.dtype), parameter.data)
 
 
-def initialise_by_name(
-    parameter: nn.Parameter, init_method: Callable[[Tensor], object], seed: int, name: str
-) -> None:
+def initialise_by_name(parameter: nn.Parameter, init_method: Callable[[Tensor], object], seed: int, name: str) -> None:
     """As ``initialise``, from a generator that depends on the seed and the global name alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(name_seed(seed, name))

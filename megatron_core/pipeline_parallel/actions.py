@@ -52,9 +52,7 @@ class Plan:
         if action.kind == "F":
             return Action(action.stage - 1, "F", action.micro) if action.stage else None
         last = action.stage == self.num_stages - 1
-        return (
-            Action(action.stage, "F", action.micro) if last else Action(action.stage + 1, "B", action.micro)
-        )
+        return Action(action.stage, "F", action.micro) if last else Action(action.stage + 1, "B", action.micro)
 
     def consumer(self, action: Action) -> Action | None:
         """The action on another stage that consumes the output of ``action``, if there is one."""

@@ -33,9 +33,7 @@ def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> P
     """Return ``plan`` if it is sound; ``LayoutError`` with every problem otherwise."""
     found = list(problems(plan, num_microbatches, forward_only=forward_only))
     if found:
-        raise LayoutError(
-            "this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found)
-        )
+        raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found))
     return plan
 
 
@@ -54,11 +52,16 @@ def _stuck(plan: Plan) -> Iterator[str]:
     for rank, actions in enumerate(plan.ranks):
         if position[rank] < len(actions):
             action = actions[position[rank]]
-            yield f"rank {rank} waits forever before {action}, which needs {plan.source(action)}"
+            missing = next(need for need in _needs(plan, action) if need not in done)
+            yield f"rank {rank} waits forever before {action}, which needs {missing}"
 
 
 def _ready(plan: Plan, action: Action, done: set[Action]) -> bool:
+    return all(need in done for need in _needs(plan, action))
+
+
+def _needs(plan: Plan, action: Action) -> list[Action]:
+    """What has to be done before ``action``: its own forward, and the action whose output it consumes."""
     source = plan.source(action)
-    if action.kind == "B" and Action(action.stage, "F", action.micro) not in done:
-        return False
-    return source is None or source in done
+    forward = [Action(action.stage, "F", action.micro)] if action.kind == "B" else []
+    return forward + ([source] if source is not None else [])

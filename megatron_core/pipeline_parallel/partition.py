@@ -31,9 +31,7 @@ def describe(stages: list[range], place: tuple[int, ...]) -> str:
         for stage, layers in enumerate(stages):
             if place[stage] != rank:
                 continue
-            named = [
-                f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
-            ]
+            named = [f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"]
             named = ["embedding"] * (stage == 0) + named + ["output"] * (stage == len(stages) - 1)
             parts.append(", ".join(named))
         lines.append(f"pipeline rank {rank}: {' | '.join(parts)}")

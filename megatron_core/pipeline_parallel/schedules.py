@@ -51,9 +51,7 @@ def forward_only(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan
     return Plan(ranks, place)
 
 
-def _chunk_order(
-    rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str
-) -> list[Action]:
+def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:
     """One rank's forwards or backwards: p micro-batches through a chunk, then the next chunk (B: from the last)."""
     chunks = range(num_chunks) if kind == "F" else range(num_chunks - 1, -1, -1)
     return [

@@ -37,9 +37,7 @@ def _group(tp_group: Group | None) -> Group:
 class _ParallelLayer(nn.Module):
     """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
 
-    def __init__(
-        self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None
-    ):
+    def __init__(self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None):
         super().__init__()
         self.config = config or ModelParallelConfig()
         self.tp_group = _group(tp_group)
@@ -105,9 +103,7 @@ class ColumnParallelLinear(_ParallelLayer):
         """Multiply by the layer's weight, or by ``weight`` (a tied embedding)."""
         weight = self.weight if weight is None else weight
         if weight is None:
-            raise LayoutError(
-                "this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)"
-            )
+            raise LayoutError("this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
         output = parallel_linear(input_, weight, bias, self.comm)
         if self.gather_output:

@@ -36,9 +36,7 @@ class LinearComm:
 NO_COMM = LinearComm(LocalGroup())
 
 
-def parallel_linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM
-) -> Tensor:
+def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
     If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none.
@@ -66,7 +64,7 @@ class _ParallelLinear(torch.autograd.Function):
         if not comm.overlap:
             reducing.wait()
         grad_weight = weight_grad(weight, x, grad_y) if needs_weight else None
-        grad_bias = grad_y.sum(dim=tuple(range(grad_y.dim() - 1))) if ctx.has_bias and needs_bias else None
+        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
         if comm.overlap:
             reducing.wait()
         return grad_x, grad_weight, grad_bias, None
@@ -91,7 +89,7 @@ def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm):
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
     """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` (and None returned) where there is one."""
-    flat_x, flat_grad = x.flatten(0, -2), grad_y.flatten(0, -2)
+    flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)

@@ -51,9 +51,7 @@ class KeyedDropout(torch.nn.Module):
         if not self.active:
             return x
         if any(c is None for c in coordinates):
-            raise ConfigError(
-                "dropout above 0 needs sample_index: pass the batch's global sample numbers to forward"
-            )
+            raise ConfigError("dropout above 0 needs sample_index: pass the batch's global sample numbers to forward")
         return x * (self.keep(coordinates).to(x.dtype) * (1.0 / (1.0 - self.p)))
 
     def keep(self, coordinates: tuple[Tensor, ...]) -> Tensor:

@@ -79,6 +79,4 @@ def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """The tokenizer that a configuration names, or None if it names none."""
     if data.tokenizer_type is None:
         return None
-    return build_tokenizer(
-        data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.vocab_size
-    )
+    return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.vocab_size)

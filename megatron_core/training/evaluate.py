@@ -21,9 +21,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
     loader = run.loader(dataset)
     loss = tokens = 0.0
     for iteration in range(iterations):
-        batches = to_device(
-            loader.step(iteration * run.global_batch_size, run.num_microbatches), run.world.device
-        )
+        batches = to_device(loader.step(iteration * run.global_batch_size, run.num_microbatches), run.world.device)
         executor = Executor(run.eval_plan, run.links, run.message, forward_step(run, batches, 1.0))
         losses = executor.run()
         loss += sum_of(losses)

@@ -36,9 +36,7 @@ def pretrain(config: RunConfig, world: World) -> None:
 def introduce(run: Run) -> None:
     """Say what is about to run, and keep the configuration beside the checkpoints."""
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
-    print(
-        f"layout {run.layout} on {run.world.size} ranks ({run.world.device.type}); {counted:,} parameters on rank 0"
-    )
+    print(f"layout {run.layout} on {run.world.size} ranks ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plan.place))
     for note in run.splits.notes:
         print(f"note: {note}")

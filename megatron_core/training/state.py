@@ -24,6 +24,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.training.compatibility import check_same_model
 
 
 @dataclass
@@ -55,9 +56,7 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Pi
     """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``."""
     for name, parameter, start, stop, at in bucket.pieces():
         part = flat[at : at + stop - start]
-        yield from pieces_of(
-            f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part
-        )
+        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
 
 
 def save_state(
@@ -76,6 +75,7 @@ def save_state(
     # Copies of the model hold the same values: the first one writes, unless each holds a shard of its own.
     if data.sharded or (groups.index("dp") == 0 and groups.index("cp") == 0):
         pieces += (piece for bucket in data.buckets for piece in weight_pieces(bucket))
+        pieces += parameter_pieces(data.frozen) if groups.index("dp") == 0 and groups.index("cp") == 0 else ()
         pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
     device = data.buckets[0].weights.device
     return save_checkpoint(
@@ -89,9 +89,7 @@ def save_state(
     )
 
 
-def _manifest_state(
-    config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int
-) -> dict[str, Any]:
+def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int) -> dict[str, Any]:
     return {
         **asdict(state),
         "optimizer_steps": optimizer.steps_taken,
@@ -113,6 +111,8 @@ def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | Non
             )
         return TrainState()
     with CheckpointReader(folder) as reader:
+        check_same_model(reader.state["config"], config, finetune=settings.finetune)
+        reader.fill(parameter_pieces(data.frozen))
         for bucket in data.buckets:
             reader.fill(parameter_pieces(zip(bucket.names, bucket.parameters, strict=True)))
         if optimizer is not None:
@@ -128,9 +128,7 @@ def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bo
         return
     pieces = list(optimizer_pieces(optimizer))
     if any(not reader.has(p.name) for p in pieces if ".exp_avg" in p.name):
-        raise CheckpointError(
-            f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim"
-        )
+        raise CheckpointError(f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim")
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])

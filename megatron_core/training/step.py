@@ -60,9 +60,7 @@ def load_batches(run: Run) -> list[Batch]:
 
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     """The batches on ``device``."""
-    return [
-        {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches
-    ]
+    return [{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches]
 
 
 def count_tokens(run: Run, batches: list[Batch]) -> float:
@@ -80,9 +78,7 @@ def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dic
     return executor.run()
 
 
-def forward_step(
-    run: Run, batches: list[Batch], loss_factor: float
-) -> Callable[[int, int, Tensor | None], Tensor]:
+def forward_step(run: Run, batches: list[Batch], loss_factor: float) -> Callable[[int, int, Tensor | None], Tensor]:
     """The function that computes a stage: hidden states, or on the last one loss_factor x the sum of token losses."""
     last = len(run.layers) - 1
 

@@ -83,9 +83,7 @@ class SelfAttention(nn.Module):
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        attend = (
-            recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-        )
+        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
         output, _ = self.linear_proj(attend(query, key, value, context))
         return output
 

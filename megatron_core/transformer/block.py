@@ -36,9 +36,7 @@ class TransformerLayer(nn.Module):
         self.tp_group, self.sequence_parallel = tp_group, parallel.sequence_parallel
 
         def norm() -> Norm:
-            return Norm(
-                config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel
-            )
+            return Norm(config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel)
 
         def dropout(place: str) -> KeyedDropout:
             return KeyedDropout(config.hidden_dropout, initial.seed, f"layers.{layer}.{place}")
@@ -63,9 +61,7 @@ class TransformerLayer(nn.Module):
         return dropout(x, hidden_coordinates(x, context.sample_index, first))
 
 
-def hidden_coordinates(
-    x: Tensor, sample_index: Tensor | None, first_position: int
-) -> tuple[Tensor | None, ...]:
+def hidden_coordinates(x: Tensor, sample_index: Tensor | None, first_position: int) -> tuple[Tensor | None, ...]:
     """Sample, position and channel of each element of ``x`` ``[s, b, h]`` whose first row is ``first_position``."""
     length, _, channels = x.shape
     positions = torch.arange(first_position, first_position + length, device=x.device)
@@ -88,9 +84,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleDict(
-            {str(n): TransformerLayer(config, parallel, initial, tp_group, n) for n in layers}
-        )
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(config, parallel, initial, tp_group, n) for n in layers})
         self.final_layernorm = None
         if final_norm:
             self.final_layernorm = Norm(

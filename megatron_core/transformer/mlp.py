@@ -23,9 +23,7 @@ class MLP(nn.Module):
     ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, of gate and value alike.
     """
 
-    def __init__(
-        self, config: ModelConfig, parallel: ModelParallelConfig, initial: Initial, tp_group: Group
-    ) -> None:
+    def __init__(self, config: ModelConfig, parallel: ModelParallelConfig, initial: Initial, tp_group: Group) -> None:
         super().__init__()
         ffn, size, index = config.ffn_size, tp_group.size(), tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)

@@ -146,9 +146,7 @@ def test_no_position_embedding_changes_nothing_beside_rotary_ones(flags):
 
 
 def test_flags_without_effect_go_with_one_note(capsys):
-    flags = (
-        "--use-mcore-models --transformer-impl local --optimizer adam --no-bias-gelu-fusion --no-rope-fusion"
-    )
+    flags = "--use-mcore-models --transformer-impl local --optimizer adam --no-bias-gelu-fusion --no-rope-fusion"
     assert parse(flags + " --num-layers 3") == parse("--num-layers 3")
     note = capsys.readouterr().err.strip()
     assert len(note.splitlines()) == 1
@@ -172,9 +170,7 @@ def test_a_switch_without_effect_swallows_no_value():
     ],
 )
 def test_unsupported_flags_say_so(flags):
-    with pytest.raises(
-        ConfigError, match=r"Megatron-LM's --.* not supported by megatron-native \(yet\)"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"Megatron-LM's --.* not supported by megatron-native \(yet\)") as error:
         parse(f"--bf16 {flags}")
     assert flags.split()[0] in str(error.value)
 

@@ -124,9 +124,7 @@ def test_written_config_reads_back_equal(tmp_path_factory, config):
 
 
 def test_written_config_is_a_config_file(tmp_path):
-    config = parse(
-        "--num-layers 3 --data-path 0.3 A 0.7 B --adam-eps 1e-10 --no-load-optim --bf16 --split 9,1,0"
-    )
+    config = parse("--num-layers 3 --data-path 0.3 A 0.7 B --adam-eps 1e-10 --no-load-optim --bf16 --split 9,1,0")
     file = tmp_path / "run.yaml"
     write_config(config, file)
     assert parse(f"--config {file}") == config

@@ -101,7 +101,7 @@ def test_wrong_input_under_torchrun() -> None:
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert "pipeline_model_parallel_size=3" in result.stderr
-    assert "File \"pretrain_gpt.py\"" not in result.stderr
+    assert 'File "pretrain_gpt.py"' not in result.stderr
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:

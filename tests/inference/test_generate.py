@@ -88,9 +88,11 @@ def test_wrong_sampling_names_the_setting(wrong: dict) -> None:
         Sampling(**wrong)
 
 
-def test_too_many_positions() -> None:
-    with pytest.raises(ConfigError, match="16 positions of this model; ask for at most 12"):
-        list(_generator({}).generate(PROMPT, 13, Sampling()))
+def test_learned_positions_end_the_text() -> None:
+    """Sixteen positions: four of the prompt and twelve more; a longer prompt is told so."""
+    assert len(list(_generator({}).generate(PROMPT, 50, Sampling()))) == 12
+    with pytest.raises(ConfigError, match="prompt's 16 tokens leave no room in the 16 positions"):
+        list(_generator({}).generate(PROMPT * 4, 1, Sampling()))
 
 
 def test_empty_prompt() -> None:

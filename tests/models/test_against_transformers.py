@@ -10,9 +10,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.models import GPTModel
 from megatron_core.tensor_parallel import ModelParallelConfig
 
-transformers = pytest.importorskip(
-    "transformers", reason="the test extra brings it: pip install -e '.[test]'"
-)
+transformers = pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH = 3, 32, 4, 97, 24
 EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -49,9 +47,7 @@ def _compare(ours: GPTModel, theirs: torch.nn.Module, pairs: dict[str, Tensor], 
     # Not their own loss: it is computed in float32 whatever the model's dtype.
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
-    torch.testing.assert_close(
-        ours(ids[:, :-1]), logits, rtol=tolerance, atol=tolerance * logits.abs().max().item()
-    )
+    torch.testing.assert_close(ours(ids[:, :-1]), logits, rtol=tolerance, atol=tolerance * logits.abs().max().item())
     loss.backward()
     expected.backward()
 
@@ -129,13 +125,9 @@ def test_llama(groups: int) -> None:
             found |= {
                 f"{layer}input_layernorm.weight": of(block.input_layernorm.weight),
                 f"{layer}pre_mlp_layernorm.weight": of(block.post_attention_layernorm.weight),
-                f"{layer}self_attention.linear_qkv.weight": _fuse(
-                    *(of(p.weight) for p in projections), groups
-                ),
+                f"{layer}self_attention.linear_qkv.weight": _fuse(*(of(p.weight) for p in projections), groups),
                 f"{layer}self_attention.linear_proj.weight": of(attention.o_proj.weight),
-                f"{layer}mlp.linear_fc1.weight": torch.cat(
-                    [of(mlp.gate_proj.weight), of(mlp.up_proj.weight)]
-                ),
+                f"{layer}mlp.linear_fc1.weight": torch.cat([of(mlp.gate_proj.weight), of(mlp.up_proj.weight)]),
                 f"{layer}mlp.linear_fc2.weight": of(mlp.down_proj.weight),
             }
         return found

@@ -74,9 +74,7 @@ def test_states_of_the_two_kinds_meet_without_harm():
     assert scale.scale == 64.0
 
 
-@pytest.mark.parametrize(
-    "state", [{"scale": 2.0}, {"scale": 0, "growth_tracker": 0, "hysteresis_tracker": 1}]
-)
+@pytest.mark.parametrize("state", [{"scale": 2.0}, {"scale": 0, "growth_tracker": 0, "hysteresis_tracker": 1}])
 def test_a_broken_state_is_refused(state):
     with pytest.raises(CheckpointError, match="--no-load-optim"):
         DynamicLossScale(64.0, 1.0).load_state_dict(state)

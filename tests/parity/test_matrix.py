@@ -129,9 +129,7 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:
     assert worst[name] < 1e-9, f"{name} is off by {worst[name]:.2e}"
 
 
-@pytest.mark.parametrize(
-    "row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"]
-)
+@pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
 def test_layout_in_float32(row: str) -> None:
     """Loss, norm and gradients within 200 epsilon of float32, weights within 1000.
 

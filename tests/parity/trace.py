@@ -28,9 +28,7 @@ class RaggedDataset:
         self.vocab_size, self.length = vocab_size, length
 
     def __getitem__(self, index: int) -> Sample:
-        text = np.array(
-            [mix64(7, index, i) % self.vocab_size for i in range(self.length + 1)], dtype=np.int64
-        )
+        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(self.length + 1)], dtype=np.int64)
         counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % self.length
         mask = (np.arange(self.length) < counted).astype(np.float32)
         return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
@@ -116,13 +114,8 @@ def _assemble(parts: Iterable[Part]) -> dict[str, np.ndarray]:
 def errors(found: Trace, truth: Trace) -> dict[str, float]:
     """Largest deviation of every quantity, relative to its largest element."""
     assert set(found.tensors) == set(truth.tensors)
-    result = {
-        f"loss{i}": abs(a - b) / abs(b)
-        for i, (a, b) in enumerate(zip(found.losses, truth.losses, strict=True))
-    }
-    result |= {
-        f"norm{i}": abs(a - b) / b for i, (a, b) in enumerate(zip(found.norms, truth.norms, strict=True))
-    }
+    result = {f"loss{i}": abs(a - b) / abs(b) for i, (a, b) in enumerate(zip(found.losses, truth.losses, strict=True))}
+    result |= {f"norm{i}": abs(a - b) / b for i, (a, b) in enumerate(zip(found.norms, truth.norms, strict=True))}
     for name, expected in truth.tensors.items():
         scale = np.abs(expected).max() or 1.0
         result[name] = float(np.abs(found.tensors[name] - expected).max() / scale)

@@ -17,7 +17,7 @@ from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelCon
 from megatron_core.tensor_parallel.linear import parallel_linear
 from tests.ranks import run_ranks
 
-S, B, I, O = 8, 2, 12, 16
+S, B, IN, OUT = 8, 2, 12, 16
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -37,12 +37,12 @@ class Truth:
 
     @classmethod
     def compute(cls) -> Truth:
-        layer = nn.Linear(I, O, dtype=torch.float64)
+        layer = nn.Linear(IN, OUT, dtype=torch.float64)
         with torch.no_grad():
-            layer.weight.copy_(_random(O, I, seed=1))
-            layer.bias.copy_(_random(O, seed=2))
-        x = _random(S, B, I, seed=3).requires_grad_()
-        y, grad_y = layer(x), _random(S, B, O, seed=4)
+            layer.weight.copy_(_random(OUT, IN, seed=1))
+            layer.bias.copy_(_random(OUT, seed=2))
+        x = _random(S, B, IN, seed=3).requires_grad_()
+        y, grad_y = layer(x), _random(S, B, OUT, seed=4)
         y.backward(grad_y)
         return cls(x, grad_y, layer, y.detach())
 
@@ -75,8 +75,8 @@ class Parts:
 def _column(group: Group, truth: Truth, *, sequence_parallel: bool, gather: bool, skip_bias: bool) -> None:
     part = Parts(group)
     layer = ColumnParallelLinear(
-        I,
-        O,
+        IN,
+        OUT,
         config=_config(sequence_parallel=sequence_parallel),
         init_method=lambda full: full.copy_(truth.layer.weight),
         gather_output=gather,
@@ -100,8 +100,8 @@ def _column(group: Group, truth: Truth, *, sequence_parallel: bool, gather: bool
 def _row(group: Group, truth: Truth, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool) -> None:
     part = Parts(group)
     layer = RowParallelLinear(
-        I,
-        O,
+        IN,
+        OUT,
         config=_config(sequence_parallel=sequence_parallel),
         init_method=lambda full: full.copy_(truth.layer.weight),
         input_is_parallel=parallel_input,
@@ -135,7 +135,7 @@ def _check_layers(world_size: int) -> None:
                     _column(tp_group, truth, sequence_parallel=sequence_parallel, gather=gather, skip_bias=skip_bias)
                 _row(tp_group, truth, sequence_parallel=sequence_parallel, parallel_input=True, skip_bias=skip_bias)
         _row(tp_group, truth, sequence_parallel=False, parallel_input=False, skip_bias=False)
-    assert ColumnParallelLinear(I, O).weight.shape == (O // world_size, I), "the default group is the current one"
+    assert ColumnParallelLinear(IN, OUT).weight.shape == (OUT // world_size, IN), "the default group is the current one"
 
 
 def test_layers_compute_what_one_process_computes() -> None:
@@ -161,10 +161,10 @@ def _check_gradients_of_weights() -> None:
         for name, overlap, with_main_grad in (("plain", True, False), ("main", True, True), ("serial", False, True)):
             config = _config(sequence_parallel=sequence_parallel, tp_comm_overlap=overlap)
             torch.manual_seed(0)
-            layer = ColumnParallelLinear(I, O, config=config, tp_group=group)
+            layer = ColumnParallelLinear(IN, OUT, config=config, tp_group=group)
             if with_main_grad:
                 layer.weight.main_grad = torch.zeros_like(layer.weight)
-            made[name] = (layer, _backward_twice(layer, (S, B, I)))
+            made[name] = (layer, _backward_twice(layer, (S, B, IN)))
         (plain, plain_x), (main, main_x), (serial, serial_x) = made.values()
         # C2 C35: two backwards add up, in main_grad as in autograd's own sum
         torch.testing.assert_close(main.weight.main_grad, plain.weight.grad, **EXACT)
@@ -181,7 +181,7 @@ def _check_frozen(layer: nn.Module, input_grads: list[Tensor]) -> None:
     """A frozen weight gets no gradient, and passes its input's on unchanged."""
     layer.weight.requires_grad_(False)
     layer.weight.grad, layer.weight.main_grad = None, torch.zeros_like(layer.weight)
-    for again, before in zip(_backward_twice(layer, (S, B, I)), input_grads, strict=True):
+    for again, before in zip(_backward_twice(layer, (S, B, IN)), input_grads, strict=True):
         assert torch.equal(again, before)
     assert layer.weight.grad is None and not layer.weight.main_grad.any()
 
@@ -202,20 +202,20 @@ def test_main_grad_may_be_wider_than_the_weight() -> None:
 
 def test_input_without_gradient() -> None:
     """The first layer of a model: only the weight's gradient is wanted."""
-    layer = ColumnParallelLinear(I, O, tp_group=LocalGroup())
-    y, _ = layer(torch.ones(S, B, I))
+    layer = ColumnParallelLinear(IN, OUT, tp_group=LocalGroup())
+    y, _ = layer(torch.ones(S, B, IN))
     y.sum().backward()
-    torch.testing.assert_close(layer.weight.grad, torch.full((O, I), float(S * B)))
+    torch.testing.assert_close(layer.weight.grad, torch.full((OUT, IN), float(S * B)))
 
 
 def test_weight_of_another_layer() -> None:
     """A tied output layer has no weight of its own."""
-    layer = ColumnParallelLinear(I, O, bias=False, skip_weight_param_allocation=True, tp_group=LocalGroup())
+    layer = ColumnParallelLinear(IN, OUT, bias=False, skip_weight_param_allocation=True, tp_group=LocalGroup())
     with pytest.raises(LayoutError, match="weight="):
-        layer(torch.ones(S, B, I))
-    weight = nn.Parameter(torch.randn(O, I))
-    y, bias = layer(torch.ones(S, B, I), weight=weight)
-    torch.testing.assert_close(y, weight.sum(1).expand(S, B, O))
+        layer(torch.ones(S, B, IN))
+    weight = nn.Parameter(torch.randn(OUT, IN))
+    y, bias = layer(torch.ones(S, B, IN), weight=weight)
+    torch.testing.assert_close(y, weight.sum(1).expand(S, B, OUT))
     assert bias is None and layer.weight is None
 
 

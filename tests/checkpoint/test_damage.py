@@ -1,0 +1,280 @@
+"""What is incomplete, damaged or of another model is never loaded, and says so."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from megatron_core import parallel_state
+from megatron_core.checkpoint import Box, CheckpointReader, Piece, find_checkpoint, save_checkpoint, writer
+from megatron_core.errors import CheckpointError
+from tests.checkpoint.runs import compare, save_run, start, stored, train
+from tests.ranks import run_ranks
+
+ONE_LAYER = {"num_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def _no_layout_stays() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a checkpoint after one step."""
+    run = start(ONE_LAYER | {"save": str(tmp_path)})
+    train(run, 1)
+    return save_run(run)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"hidden_size": 32}, "decoder.final_layernorm.bias has the shape [16], this run needs [32]"),
+        ({"vocab_size": 102}, "word_embeddings.weight has the shape [101, 16], this run needs [102, 16]"),
+        ({"num_layers": 2}, "num_layers=2, but the checkpoint was trained with num_layers=1"),
+        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights=True, but"),
+        ({"swiglu": True, "ffn_hidden_size": 32}, "swiglu=True, but"),
+    ],
+)
+def test_checkpoint_of_another_model(other: dict, told: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        start(ONE_LAYER | other | {"load": str(saved.parent)})
+    assert told in str(error.value)
+
+
+def test_checkpoint_of_a_larger_model(tmp_path: Path) -> None:  # C34
+    """Two layers in the checkpoint, one in the model: half of what was trained would be lost."""
+    save_run(start({"num_layers": 2, "save": str(tmp_path)}))
+    with pytest.raises(CheckpointError, match="num_layers=1, but the checkpoint was trained with num_layers=2"):
+        start(ONE_LAYER | {"load": str(tmp_path)})
+
+
+def _remove(folder: Path) -> None:
+    (folder / "rank_00000.safetensors").unlink()
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "rank_00000.safetensors", 5000)
+
+
+def _empty(folder: Path) -> None:
+    (folder / "rank_00000.safetensors").write_bytes(b"")
+
+
+def _break_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def _other_version(folder: Path) -> None:
+    (folder / "manifest.json").write_text(json.dumps({"format": "megatron-native", "version": 99}))
+
+
+def _lose_a_box(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"]["model.decoder.final_layernorm.weight"]["boxes"] = []
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_remove, "rank_00000.safetensors cannot be read"),
+        (_truncate, "rank_00000.safetensors cannot be read"),
+        (_empty, "rank_00000.safetensors cannot be read"),
+        (_break_manifest, "manifest.json cannot be read"),
+        (_other_version, "version 99; this release reads"),
+        (_lose_a_box, "0 of 16 elements of model.decoder.final_layernorm.weight are stored"),
+    ],
+)
+def test_damaged_checkpoint(damage: Callable[[Path], None], told: str, saved: Path) -> None:
+    damage(saved)
+    with pytest.raises(CheckpointError, match=told):
+        start(ONE_LAYER | {"load": str(saved.parent)})
+
+
+def test_incomplete_folders_are_no_checkpoints(saved: Path) -> None:  # C44
+    root = saved.parent
+    shutil.copytree(saved, root / ".iter_0000009.incomplete")
+    shutil.copytree(saved, root / "iter_0000008")
+    (root / "iter_0000008" / "manifest.json").unlink()
+    assert find_checkpoint(str(root)) == saved
+    for step in (8, 9):
+        with pytest.raises(CheckpointError, match=f"iter_000000{step} is no complete checkpoint.*iter_0000001"):
+            find_checkpoint(str(root), step)
+    assert find_checkpoint(str(saved)) == saved, "the folder of one iteration may be named itself"
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert find_checkpoint(str(tmp_path / "nowhere")) is None
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*--no-exit-on-missing-checkpoint"):
+        start(ONE_LAYER | {"load": str(tmp_path)})
+    run = start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": False})
+    assert run.state.iteration == 0
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(CheckpointError, match=r"'release'.*--ckpt-step"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_files_hold_numbers_and_text_alone(saved: Path) -> None:
+    """No pickle anywhere: JSON, safetensors and one number."""
+    files = sorted(path for path in saved.parent.rglob("*") if path.is_file())
+    assert [str(path.relative_to(saved.parent)) for path in files] == [
+        "iter_0000001/manifest.json",
+        "iter_0000001/rank_00000.safetensors",
+        "latest_checkpointed_iteration.txt",
+    ]
+    json.loads(files[0].read_text())
+    with safe_open(files[1], framework="pt") as file:
+        assert file.keys()
+    assert files[2].read_text() == "1"
+
+
+# From here on: the writer alone, with a tensor whose elements all are the number of the save.
+
+
+def piece(value: float, numel: int = 64) -> Piece:
+    return Piece("w", (numel,), Box((0,), (numel,)), torch.full((numel,), value), owned=True)
+
+
+def write(root: Path, iteration: int, value: float, numel: int = 64, **settings: object) -> Path:
+    return save_checkpoint(root, iteration, [piece(value, numel)], {}, rank=0, agree=lambda ok: ok, **settings)
+
+
+def read(folder: Path, numel: int = 64) -> torch.Tensor:
+    into = piece(-1.0, numel)
+    with CheckpointReader(folder) as reader:
+        reader.fill([into])
+    return into.memory
+
+
+def test_saving_over_an_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C44
+    """The new one takes the old one's place whole: nothing is ever deleted file by file under the final name."""
+    write(tmp_path, 3, 1.0)
+    delete = shutil.rmtree
+
+    def watched(path: Path, **settings: object) -> None:
+        assert not Path(path).name.startswith("iter_")
+        delete(path, **settings)
+
+    monkeypatch.setattr(writer.shutil, "rmtree", watched)
+    folder = write(tmp_path, 3, 2.0)
+    assert (read(folder) == 2.0).all()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_left_overs_of_a_crash_are_in_nobodys_way(tmp_path: Path) -> None:
+    for name in (".iter_0000003.incomplete", ".iter_0000003.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00007.safetensors").write_bytes(b"rubbish")
+    assert (read(write(tmp_path, 3, 1.0)) == 1.0).all()
+    assert sorted(path.name for path in (tmp_path / "iter_0000003").iterdir()) == [
+        "manifest.json",
+        "rank_00000.safetensors",
+    ]
+
+
+def test_weights_may_change_right_after_the_save(tmp_path: Path) -> None:  # C44
+    mine = piece(1.0)
+    folder = save_checkpoint(tmp_path, 1, [mine], {}, rank=0, agree=lambda ok: ok)
+    mine.memory.fill_(7.0)
+    assert (read(folder) == 1.0).all()
+
+
+def test_files_of_the_tokenizer_go_along(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    folder = write(tmp_path / "save", 1, 1.0, extra_files={"tokenizer/vocab.json": tmp_path / "vocab.json"})
+    assert (folder / "tokenizer" / "vocab.json").read_text() == "{}"
+
+
+def test_tensor_that_nobody_wrote_whole(tmp_path: Path) -> None:
+    half = Piece("w", (4,), Box((0,), (2,)), torch.zeros(2), owned=True)
+    with pytest.raises(CheckpointError, match="w has 4 elements, but the ranks wrote 2"):
+        save_checkpoint(tmp_path, 1, [half], {}, rank=0, agree=lambda ok: ok)
+    assert find_checkpoint(str(tmp_path)) is None
+
+
+def _agree(ok: bool) -> bool:
+    flag = torch.tensor(int(ok))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def _fail_on_one_rank(root: Path) -> None:
+    rank = dist.get_rank()
+    for number, error in enumerate((OSError("no space"), SafetensorError("no space"), CheckpointError("no space"))):
+
+        def save_file(*args: object, error: Exception = error, **settings: object) -> None:
+            if rank == 1:
+                raise error
+
+        writer.save_file = save_file
+        with pytest.raises(CheckpointError, match="write its tensors") as told:
+            save_checkpoint(root, number + 1, [piece(1.0)], {}, rank=rank, agree=_agree)
+        assert ("no space" in str(told.value)) == (rank == 1)
+        assert find_checkpoint(str(root)) is None
+
+
+def test_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:  # C44
+    run_ranks(2, _fail_on_one_rank, tmp_path)
+
+
+NUMEL = 2**18
+
+
+def _save_for_ever(root: Path) -> None:
+    torch.set_num_threads(1)
+    for iteration in range(1, 10**6):
+        write(root, iteration, float(iteration), NUMEL)
+        shutil.rmtree(root / f"iter_{iteration - 2:07d}", ignore_errors=True)
+
+
+def test_killed_at_any_time_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:  # C44
+    chance = random.Random(0)
+    for attempt in range(4):
+        root = tmp_path / str(attempt)
+        process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(root,))
+        process.start()
+        while not (root / "latest_checkpointed_iteration.txt").exists():
+            time.sleep(0.001)
+        time.sleep(0.1 * chance.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        folder = find_checkpoint(str(root))
+        assert (read(folder, NUMEL) == int(folder.name.removeprefix("iter_"))).all()
+
+
+def _resume_over_killed_save(root: Path) -> None:
+    """All ranks of a job that died while it saved go on from the checkpoint before."""
+    settings = ONE_LAYER | {"use_distributed_optimizer": True, "save": str(root)}
+    run = start(settings)
+    train(run, 1)
+    folder = save_run(run)
+    train(run, 1)
+    publish, writer._publish = writer._publish, lambda *args: (_ for _ in ()).throw(OSError("the machine stops"))
+    with pytest.raises(CheckpointError, match="complete"):
+        save_run(run)
+    writer._publish = publish
+    run = start(settings | {"load": str(root)})
+    assert run.state.iteration == 1
+    compare(run, stored(folder))
+    train(run, 1)
+    folder = save_run(run)
+    compare(run, stored(folder))
+
+
+def test_save_that_failed_can_be_made_again(tmp_path: Path) -> None:  # C57
+    run_ranks(2, _resume_over_killed_save, tmp_path)

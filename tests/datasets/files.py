@@ -1,0 +1,59 @@
+"""Token files for the tests, written through the builder or byte by byte."""
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megatron_core.datasets import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+
+def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.int32) -> str:
+    """A pair of files with one sequence a document; the prefix."""
+    with IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype) as builder:
+        for document in documents:
+            builder.add_document(document, [len(document)])
+        builder.finalize(get_idx_path(str(prefix)))
+    return str(prefix)
+
+
+def write_counting(prefix: Path, lengths: Sequence[int], start: int = 0) -> str:
+    """Documents of the given lengths whose tokens count up from `start` through the whole file."""
+    borders = np.cumsum([start, *lengths])
+    return write(prefix, [range(a, b) for a, b in pairwise(borders)])
+
+
+def index_by_hand(
+    lengths: Sequence[int], itemsize: int, documents: Sequence[int], code: int, modes: Sequence[int] = ()
+) -> bytes:
+    """The bytes of an .idx file from the format's definition alone."""
+    starts = [sum(lengths[:i]) * itemsize for i in range(len(lengths))]
+    return b"".join(
+        [
+            b"\x4d\x4d\x49\x44\x49\x44\x58\x00\x00",
+            struct.pack("<Q", 1),
+            struct.pack("<B", code),
+            struct.pack("<Q", len(lengths)),
+            struct.pack("<Q", len(documents)),
+            *(struct.pack("<i", length) for length in lengths),
+            *(struct.pack("<q", start) for start in starts),
+            *(struct.pack("<q", document) for document in documents),
+            *(struct.pack("<b", mode) for mode in modes),
+        ]
+    )
+
+
+class FakeIndexed:
+    """A file that is not there: token p of the text of all its sequences is p modulo 1000."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.path_prefix = "fake"
+        self.sequence_lengths = np.array(lengths, dtype=np.int32)
+        self._starts = [sum(int(n) for n in lengths[:i]) for i in range(len(lengths))]
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of a sequence."""
+        assert offset >= 0 and int(self.sequence_lengths[idx]) >= offset + length
+        return (np.arange(length, dtype=np.int64) + (self._starts[idx] + offset) % 1000) % 1000

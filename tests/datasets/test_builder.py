@@ -1,0 +1,97 @@
+"""Writing token files: whole or not at all, and never a wrapped number."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_core.datasets import (
+    DatasetHeader,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
+    read_header,
+    write_header,
+)
+from megatron_core.errors import DataError
+from tests.datasets.files import write
+
+
+def test_nothing_appears_before_finalize(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "sub" / "a")
+    with IndexedDatasetBuilder(get_bin_path(prefix)) as builder:
+        builder.add_document([1, 2], [2])
+        assert not Path(get_bin_path(prefix)).exists()
+        builder.finalize(get_idx_path(prefix))
+        assert (builder.num_documents, IndexedDataset(prefix)[0].tolist()) == (1, [1, 2])
+    assert sorted(path.name for path in (tmp_path / "sub").iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_a_failed_build_leaves_the_old_files(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 3]])
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(get_bin_path(prefix)) as builder:
+        builder.add_item([9] * 100)
+        raise RuntimeError
+    assert IndexedDataset(prefix)[0].tolist() == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31)])
+def test_a_token_that_does_not_fit_is_an_error(dtype: type, token: int, tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype) as builder:
+        sentence = f"token id {token} does not fit {np.dtype(dtype).name}"
+        for tokens in ([1, token], np.array([1, token])):
+            with pytest.raises(DataError, match=sentence):
+                builder.add_item(tokens)
+        assert builder.num_tokens == 0
+
+
+def test_lengths_must_add_up(tmp_path: Path) -> None:
+    with (
+        IndexedDatasetBuilder(str(tmp_path / "a.bin")) as builder,
+        pytest.raises(DataError, match=r"3 tokens cannot have sequences of \[1, 1\]"),
+    ):
+        builder.add_document([1, 2, 3], [1, 1])
+
+
+def test_add_index_appends_documents(tmp_path: Path) -> None:
+    parts = [[[1, 2], [3]], [[4], [], [5, 6, 7]]]
+    prefixes = [write(tmp_path / f"part{n}", part) for n, part in enumerate(parts)]
+    merged, whole = str(tmp_path / "merged"), write(tmp_path / "whole", parts[0] + parts[1])
+    with IndexedDatasetBuilder(get_bin_path(merged)) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+        builder.finalize(get_idx_path(merged))
+    for path in (get_bin_path, get_idx_path):
+        assert Path(path(merged)).read_bytes() == Path(path(whole)).read_bytes()
+
+
+def test_add_index_refuses_another_dtype(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1]], np.uint16)
+    with (
+        IndexedDatasetBuilder(str(tmp_path / "b.bin"), np.int32) as builder,
+        pytest.raises(DataError, match="holds uint16 and cannot be appended to int32"),
+    ):
+        builder.add_index(prefix)
+
+
+def test_rebuilding_removes_the_old_header_and_nobody_elses(tmp_path: Path) -> None:
+    header = DatasetHeader(
+        tokenizer_type="NullTokenizer",
+        fingerprint="0",
+        vocab_size=5,
+        eod=4,
+        append_eod=False,
+        documents=1,
+        tokens=1,
+    )
+    prefix = write(tmp_path / "a", [[1]])
+    write_header(prefix, header)
+    write(tmp_path / "a", [[2]])
+    assert read_header(prefix) is None
+    foreign = tmp_path / "b.json"
+    foreign.write_text(json.dumps({"mine": 1}))
+    write(tmp_path / "b", [[2]])
+    assert json.loads(foreign.read_text()) == {"mine": 1}

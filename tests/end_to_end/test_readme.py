@@ -1,0 +1,118 @@
+"""Every command of the README is run, at a size that a test can afford."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_core.config.file import read_config
+from megatron_core.config.validate import problems
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+SMALL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 --train-iters 2"
+SMALLER = f"{SMALL} --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 4 --eval-iters 1"
+
+
+def _commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def _run(folder: Path, command: str) -> str:
+    """Run a command of the README in ``folder``, which looks like the repository's root."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    result = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with this repository's programs, and a small corpus of its own sources."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("tools", "examples", "megatron_core"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("pretrain_gpt.py", "Makefile", "pyproject.toml"):
+        shutil.copyfile(ROOT / name, folder / name)
+    collect = f"python tools/collect_corpus.py --folder {ROOT / 'megatron_core'} --output corpus.jsonl"
+    _run(folder, collect)
+    return folder
+
+
+def test_readme_commands_run(clone: Path) -> None:
+    """In the README's order; the data commands feed one another as they do for a reader."""
+    seen = 0
+    for command in _commands():
+        if command.startswith(("make", "pip install", "torchrun --nnodes")):
+            continue  # tested below, or, for pip install, by every run of these tests
+        command = command.replace("--nproc-per-node 8", "--nproc-per-node 4").replace(
+            "--vocab-size 8192", "--vocab-size 512"
+        )
+        if "--config" in command:
+            command += f" {SMALLER} --save from_config"
+        _run(clone, command)
+        seen += 1
+    assert seen >= 8
+    assert (clone / "loss.png").stat().st_size > 10_000
+
+
+def test_two_nodes(clone: Path) -> None:
+    """Both nodes' commands at the same time, on this machine."""
+    commands = [command for command in _commands() if command.startswith("torchrun --nnodes")]
+    assert len(commands) == 2
+    local = {"node0": "127.0.0.1", "29500": "29517", "--nproc-per-node 8": "--nproc-per-node 2"}
+    processes = []
+    for command in commands:
+        for written, here in local.items():
+            command = command.replace(written, here)
+        words = shlex.split(f"{command} {SMALLER} --save two_nodes")
+        words[0:1] = [sys.executable, "-m", "torch.distributed.run"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(words, cwd=clone, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    assert (clone / "two_nodes" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_quickstart(clone: Path) -> None:
+    """What ``make quickstart CORPUS=...`` runs once everything is installed."""
+    output = _run(clone, f"make --dry-run quickstart CORPUS={ROOT / 'docs'}")
+    assert f'python examples/quickstart.py --corpus "{ROOT / "docs"}"' in output
+    program = f"python examples/quickstart.py --corpus {ROOT} --train-iters 2 --more-iters 2"
+    output = _run(clone, f"{program} --output {clone / 'quick'}")
+    assert "layout changed from tp2 pp2x2 dp1 to tp2 pp1 dp2 sp zero1" in output
+    assert f"loss curve   {clone / 'quick' / 'loss.png'}" in output
+    assert "pytest" in _run(clone, "make --dry-run test")
+
+
+def test_example_configuration_is_legal() -> None:
+    config = read_config(ROOT / "examples" / "gpt_1b.yaml")
+    # What the command adds to the file: --data-path and --save.
+    left = [
+        sentence for sentence in problems(config, 8) if "data_path" not in sentence and "without save" not in sentence
+    ]
+    assert left == []
+
+
+def test_layers_alone(tmp_path: Path) -> None:
+    """The README's Python example, on two ranks."""
+    code = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+    script = tmp_path / "layers.py"
+    script.write_text(
+        f"{code}\nassert out.shape == x.shape and bias is None\ntorch.distributed.destroy_process_group()\n"
+    )
+    _run(ROOT, f"python -m torch.distributed.run --standalone --nproc-per-node 2 {script}")
