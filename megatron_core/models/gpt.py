@@ -189,7 +189,11 @@ class GPTModel(nn.Module):
         if labels is None:
             return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
         losses = vocab_parallel_cross_entropy(
-            logits, labels.transpose(0, 1), tp_group=self.tp_group, vocab_size=self.vocab_size
+            logits,
+            labels.transpose(0, 1),
+            tp_group=self.tp_group,
+            vocab_size=self.vocab_size,
+            overwrite_logits=True,
         )
         return losses.transpose(0, 1)
 
