@@ -33,6 +33,7 @@ LEVELS = {
     "transformer": 4,
     "data_parallel": 4,
     "pipeline_parallel.executor": 4,
+    "pipeline_parallel.forward_backward": 4,
     "pipeline_parallel.p2p": 4,
     "pipeline_parallel.partition": 4,
     "pipeline_parallel.weight_grad": 4,

@@ -119,6 +119,7 @@ class GPTModel(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(*parts, layers, final_norm=post_process)
         self.output_layer = self._make_output_layer(initial) if post_process else None
+        self._input_tensor: Tensor | None = None
         if config.share_embeddings_and_output_weights and pre_process != post_process:
             amend_spec(self._shared_weight(), tied=True, is_copy=post_process)
         if parallel.perform_initialization:
@@ -151,6 +152,10 @@ class GPTModel(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == TIED_COPY and spec_of(parameter).is_copy else name), parameter
 
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Give the previous stage's output to the next ``forward``, as Megatron's schedules do."""
+        self._input_tensor = input_tensor
+
     def initialise(self, seed: int) -> None:
         """Draw all weights anew."""
         for name, parameter in self.named_global_parameters():
@@ -174,6 +179,8 @@ class GPTModel(nn.Module):
         ``sample_index`` ``[b]`` keys dropout; ``first_position`` is where the sequence begins when ``cache`` holds
         what came before.
         """
+        if hidden_states is None:
+            hidden_states, self._input_tensor = self._input_tensor, None
         length = input_ids.shape[1]
         if self.embedding is not None:
             if position_ids is None:

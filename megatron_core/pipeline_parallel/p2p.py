@@ -34,3 +34,17 @@ class Links:
         buffer = torch.empty(shape, dtype=dtype, device=device)
         group = self._up if sender < self.index else self._down
         return buffer, dist.irecv(buffer, src=self._ranks[sender], group=group)
+
+    def connect(self, device: torch.device) -> None:
+        """Send one number over every link between neighbours, in the same order on all ranks.
+
+        NCCL makes a communicator when a link is first used, and both ends block until the other one is there too. A
+        receive that is posted early would then wait for a sender who waits for this rank's own message.
+        """
+        size = len(self._ranks)
+        for sender in range(size):
+            for receiver in sorted({(sender + 1) % size, (sender - 1) % size} - {sender}):
+                if self.index == sender:
+                    self.send(torch.zeros(1, device=device), receiver).wait()
+                elif self.index == receiver:
+                    self.receive((1,), torch.float32, device, sender)[1].wait()

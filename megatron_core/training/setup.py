@@ -142,6 +142,8 @@ def set_up(config: RunConfig, world: World) -> Run:
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     optimizer = Optimizer(data_parallel.buckets, config.optimizer, groups, loss_scale)
     state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
+    links = Links(groups)
+    links.connect(world.device)
     micro = config.training.num_microbatches(groups.size("dp"))
     pipeline = (groups.size("pp"), len(stages), micro)
     return Run(
@@ -154,7 +156,7 @@ def set_up(config: RunConfig, world: World) -> Run:
         stages=stages,
         plan=check(interleaved(*pipeline), micro),
         eval_plan=check(forward_only(*pipeline), micro, forward_only=True),
-        links=Links(groups),
+        links=links,
         message=message_format(config, groups, world.device),
         data_parallel=data_parallel,
         optimizer=optimizer,

@@ -1,0 +1,163 @@
+"""Megatron Core's entry to a pipeline step, over this package's plans and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError
+from megatron_core.pipeline_parallel.actions import placed_round_robin
+from megatron_core.pipeline_parallel.checks import check
+from megatron_core.pipeline_parallel.executor import Executor, MessageFormat
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.schedules import forward_only as forward_only_plan
+from megatron_core.pipeline_parallel.schedules import interleaved
+
+ForwardStepFunction = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any]]]
+
+
+def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
+    """The function that runs one step; the same one for every layout, so that both sizes are only checked."""
+    actual = parallel_state.get_pipeline_model_parallel_world_size()
+    if pp_size is not None and pp_size != actual:
+        raise ConfigError(f"pp_size={pp_size}, but the current groups have {actual} pipeline ranks; leave it out")
+    return forward_backward
+
+
+def forward_backward(
+    *,
+    forward_step_func: ForwardStepFunction,
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+) -> list[Any]:
+    """Run forward, and unless ``forward_only`` backward, of all micro-batches; one report a micro-batch.
+
+    ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``; on the last stage ``loss_func(output)``
+    returns ``(loss, report)``, whose gradient is taken of loss / num_microbatches, or ``(loss_sum, num_tokens,
+    report)``: then of loss_sum / num_tokens / num_microbatches, or with ``config.calculate_per_token_loss`` of loss_sum
+    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` is told the sum of tokens to divide by.
+    With interleaving ``model`` and ``data_iterator`` are lists, an entry a chunk. Models have ``set_input_tensor``.
+    Other hooks of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``. The list is empty on ranks
+    without the last stage.
+    """
+    if decoder_seq_length not in (None, seq_length):
+        raise ConfigError(
+            f"decoder_seq_length={decoder_seq_length} differs from seq_length={seq_length}: not supported"
+        )
+    step = _Step(forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data)
+    return step.run(seq_length, micro_batch_size)
+
+
+class _Step:
+    """One call of ``forward_backward``."""
+
+    def __init__(
+        self,
+        forward_step_func: ForwardStepFunction,
+        data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> None:
+        self.forward_step_func = forward_step_func
+        self.chunks = list(model) if isinstance(model, list | tuple) else [model]
+        self.iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+        if len(self.iterators) != len(self.chunks):
+            raise ConfigError(
+                f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks; give one each"
+            )
+        self.num_microbatches, self.forward_only = num_microbatches, forward_only
+        self.collect_non_loss_data = collect_non_loss_data
+        self.groups = parallel_state.current()
+        self.place = placed_round_robin(self.groups.size("pp"), len(self.chunks))
+        self.tokens: Tensor | None = None
+        self.reports: list[Any] = []
+        self.no_sync: dict[int, ExitStack] = {}
+
+    def run(self, seq_length: int, micro_batch_size: int) -> list[Any]:
+        """Make the plan, prove it, run it."""
+        sizes = (self.groups.size("pp"), len(self.chunks), self.num_microbatches)
+        plan = forward_only_plan(*sizes) if self.forward_only else interleaved(*sizes)
+        check(plan, self.num_microbatches, forward_only=self.forward_only)
+        if not self.forward_only:
+            self._suspend_sync()
+        message = self._message(seq_length, micro_batch_size)
+        Executor(plan, Links(self.groups), message, self.forward, on_last_backward=self._resume_sync).run()
+        finalize = self._setting("finalize_model_grads_func")
+        if finalize is not None and not self.forward_only:
+            finalize(self.chunks, self.tokens if self._setting("calculate_per_token_loss") else None)
+        return self.reports
+
+    def forward(self, stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        """One stage of one micro-batch."""
+        chunk = stage // self.groups.size("pp")
+        _unwrapped(self.chunks[chunk]).set_input_tensor(hidden)
+        output, loss_func = self.forward_step_func(self.iterators[chunk], self.chunks[chunk])
+        if stage < len(self.place) - 1:
+            return output
+        if self.collect_non_loss_data:
+            self.reports.append(loss_func(output, non_loss_data=True))
+            return output
+        loss = self._loss(*loss_func(output))
+        scale = self._setting("grad_scale_func")
+        return loss if scale is None or self.forward_only else scale(loss)
+
+    def _loss(self, loss: Tensor, *rest: Any) -> Tensor:
+        """Normalise as the form of ``loss_func``'s result asks for, and keep its report."""
+        self.reports.append(rest[-1])
+        if len(rest) == 1:
+            return loss / self.num_microbatches
+        tokens = torch.as_tensor(rest[0], device=loss.device)
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        if self._setting("calculate_per_token_loss"):
+            return loss
+        return loss / tokens.clamp_min(1) / self.num_microbatches
+
+    def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
+        parameter = next(self.chunks[0].parameters())
+        dtype = self._setting("pipeline_dtype") or parameter.dtype
+        length = seq_length // (self.groups.size("tp") if self._setting("sequence_parallel") else 1)
+        return MessageFormat((length, micro_batch_size, self._setting("hidden_size")), dtype, parameter.device)
+
+    def _suspend_sync(self) -> None:
+        """Enter the data-parallel wrapper's no-sync context for each chunk, until its last backward."""
+        functions = self._setting("no_sync_func")
+        if functions is None:
+            return
+        functions = functions if isinstance(functions, list | tuple) else [functions] * len(self.chunks)
+        for chunk, function in enumerate(functions):
+            self.no_sync[chunk] = ExitStack()
+            self.no_sync[chunk].enter_context(function())
+
+    def _resume_sync(self, stage: int) -> None:
+        chunk = stage // self.groups.size("pp")
+        if chunk in self.no_sync:
+            self.no_sync.pop(chunk).close()
+
+    def _setting(self, name: str) -> Any:
+        """A field of the model's ``config``, or of its ``parallel`` options; None if neither has it."""
+        model = _unwrapped(self.chunks[0])
+        for holder in (getattr(model, "config", None), getattr(model, "parallel", None)):
+            if getattr(holder, name, None) is not None:
+                return getattr(holder, name)
+        return None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers such as DistributedDataParallel."""
+    while not hasattr(model, "set_input_tensor") and hasattr(model, "module"):
+        model = model.module
+    return model
