@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -106,7 +107,8 @@ class ConsoleSink:
                 initial=event.iteration - 1,
                 file=self._err,
                 unit="step",
-                dynamic_ncols=True,
+                # A terminal that does not know its width says 0, and tqdm would draw nothing.
+                ncols=shutil.get_terminal_size(fallback=(100, 24)).columns,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}  [{remaining} left]",
             )
         self._bar.set_description_str(
