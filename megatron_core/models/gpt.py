@@ -22,7 +22,6 @@ from megatron_core.parallel.sharding import (
 )
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
-    KeyedDropout,
     ModelParallelConfig,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
@@ -30,8 +29,8 @@ from megatron_core.tensor_parallel import (
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock
 from megatron_core.transformer.block import hidden_coordinates
+from megatron_core.transformer.blueprint import Blueprint
 from megatron_core.transformer.context import KeyValueStore
-from megatron_core.transformer.initial import Initial
 from megatron_core.transformer.rotary import rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -41,22 +40,15 @@ TIED_COPY = "output_layer.weight"
 class LanguageModelEmbedding(nn.Module):
     """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel), plus learned positions."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ModelParallelConfig,
-        initial: Initial,
-        tp_group: Group,
-        vocab_size: int,
-        max_sequence_length: int,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, vocab_size: int, max_sequence_length: int) -> None:
         super().__init__()
-        self.tp_group, self.sequence_parallel = tp_group, parallel.sequence_parallel
+        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
+        self.tp_group, self.sequence_parallel = tp_group, blueprint.sequence_parallel
         per_rank = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, tp_group.size())
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=initial.inner,
+            init_method=blueprint.draw_inner,
             reduce_scatter_embeddings=parallel.sequence_parallel,
             config=parallel,
             tp_group=tp_group,
@@ -68,9 +60,9 @@ class LanguageModelEmbedding(nn.Module):
             shape = (max_sequence_length, config.hidden_size)
             spec = replicated(shape, tp_group.rank(), partial_grad=parallel.sequence_parallel)
             table = allocate(spec, parallel.params_dtype, parallel.device)
-            table.init_method = initial.inner
+            table.init_method = blueprint.draw_inner
             self.position_embeddings.weight = table
-        self.dropout = KeyedDropout(config.hidden_dropout, initial.seed, "embedding")
+        self.dropout = blueprint.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, sample_index: Tensor | None) -> Tensor:
         """Embed tokens and positions."""
@@ -113,19 +105,18 @@ class GPTModel(nn.Module):
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
         self.parallel = replace(parallel, perform_initialization=False)
         self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
-        initial = Initial.of(config, seed)
-        parts = (config, self.parallel, initial, self.tp_group)
-        self.embedding = LanguageModelEmbedding(*parts, vocab_size, max_sequence_length) if pre_process else None
+        blueprint = Blueprint(config, self.parallel, self.tp_group, seed)
+        self.embedding = LanguageModelEmbedding(blueprint, vocab_size, max_sequence_length) if pre_process else None
         layers = range(config.num_layers) if layers is None else layers
-        self.decoder = TransformerBlock(*parts, layers, final_norm=post_process)
-        self.output_layer = self._make_output_layer(initial) if post_process else None
+        self.decoder = TransformerBlock(blueprint, layers, final_norm=post_process)
+        self.output_layer = self._make_output_layer(blueprint) if post_process else None
         self._input_tensor: Tensor | None = None
         if config.share_embeddings_and_output_weights and pre_process != post_process:
             amend_spec(self._shared_weight(), tied=True, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
 
-    def _make_output_layer(self, initial: Initial) -> ColumnParallelLinear:
+    def _make_output_layer(self, blueprint: Blueprint) -> ColumnParallelLinear:
         """The output layer; on the stage of the embedding a tied one has no weight of its own."""
         tied_here = self.config.share_embeddings_and_output_weights and self.embedding is not None
         size, index = self.tp_group.size(), self.tp_group.rank()
@@ -134,7 +125,7 @@ class GPTModel(nn.Module):
             self.config.hidden_size,
             per_rank * size,
             config=self.parallel,
-            init_method=initial.inner,
+            init_method=blueprint.draw_inner,
             bias=False,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,

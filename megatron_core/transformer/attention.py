@@ -6,18 +6,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
-from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import split_qkv
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
-    KeyedDropout,
-    ModelParallelConfig,
     RowParallelLinear,
 )
+from megatron_core.transformer.blueprint import Blueprint
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.initial import Initial
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed
 from megatron_core.transformer.rotary import rotate
@@ -30,15 +26,9 @@ class SelfAttention(nn.Module):
     key-value groups than ranks, the ranks of a group each hold its key and value.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ModelParallelConfig,
-        initial: Initial,
-        tp_group: Group,
-        layer: int,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, layer: int) -> None:
         super().__init__()
+        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
         size, index, d = tp_group.size(), tp_group.rank(), config.head_size
         self.layer = layer
         self.heads = config.num_attention_heads // size
@@ -48,7 +38,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             (config.num_attention_heads + 2 * config.query_groups) * d,
             config=parallel,
-            init_method=initial.inner,
+            init_method=blueprint.draw_inner,
             bias=config.has_qkv_bias,
             tp_group=tp_group,
             spec=partial(
@@ -61,17 +51,17 @@ class SelfAttention(nn.Module):
             ),
         )
         # Each rank normalizes its own heads only, so these gradients are partial with or without sequence parallel.
-        head_norm = partial(Norm, config, parallel, tp_group, d, partial_grad=True)
+        head_norm = partial(Norm, blueprint, d, partial_grad=True)
         self.q_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
         self.k_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
-        dropout = KeyedDropout(config.attention_dropout, initial.seed, f"layers.{layer}.attention_weights")
+        dropout = blueprint.dropout(config.attention_dropout, f"layers.{layer}.attention_weights")
         self.core_attention = CoreAttention(config, dropout, first_head=index * self.heads)
         self.recompute_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d,
             config.hidden_size,
             config=parallel,
-            init_method=initial.output,
+            init_method=blueprint.draw_output,
             bias=config.add_bias_linear,
             tp_group=tp_group,
         )

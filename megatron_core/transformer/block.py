@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
-from megatron_core.parallel.groups import Group
-from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
+from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.attention import SelfAttention
+from megatron_core.transformer.blueprint import Blueprint
 from megatron_core.transformer.context import SequenceContext
-from megatron_core.transformer.initial import Initial
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recompute_runs, recomputed
@@ -24,29 +22,16 @@ class TransformerLayer(nn.Module):
     ``layer`` is the global number of the layer from 0, whatever stage it is on.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ModelParallelConfig,
-        initial: Initial,
-        tp_group: Group,
-        layer: int,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, layer: int) -> None:
         super().__init__()
-        self.tp_group, self.sequence_parallel = tp_group, parallel.sequence_parallel
-
-        def norm() -> Norm:
-            return Norm(config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel)
-
-        def dropout(place: str) -> KeyedDropout:
-            return KeyedDropout(config.hidden_dropout, initial.seed, f"layers.{layer}.{place}")
-
-        self.input_layernorm = norm()
-        self.self_attention = SelfAttention(config, parallel, initial, tp_group, layer)
-        self.attention_dropout = dropout("attention")
-        self.pre_mlp_layernorm = norm()
-        self.mlp = MLP(config, parallel, initial, tp_group)
-        self.mlp_dropout = dropout("mlp")
+        self.tp_group, self.sequence_parallel = blueprint.tp_group, blueprint.sequence_parallel
+        size, p = blueprint.config.hidden_size, blueprint.config.hidden_dropout
+        self.input_layernorm = Norm(blueprint, size, partial_grad=self.sequence_parallel)
+        self.self_attention = SelfAttention(blueprint, layer)
+        self.attention_dropout = blueprint.dropout(p, f"layers.{layer}.attention")
+        self.pre_mlp_layernorm = Norm(blueprint, size, partial_grad=self.sequence_parallel)
+        self.mlp = MLP(blueprint)
+        self.mlp_dropout = blueprint.dropout(p, f"layers.{layer}.mlp")
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
@@ -72,24 +57,14 @@ def hidden_coordinates(x: Tensor, sample_index: Tensor | None, first_position: i
 class TransformerBlock(nn.Module):
     """The layers of one stage, by their global numbers, and behind the last one the final norm."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ModelParallelConfig,
-        initial: Initial,
-        tp_group: Group,
-        layers: Sequence[int],
-        *,
-        final_norm: bool,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, layers: Sequence[int], *, final_norm: bool) -> None:
         super().__init__()
-        self.config = config
-        self.layers = nn.ModuleDict({str(n): TransformerLayer(config, parallel, initial, tp_group, n) for n in layers})
+        self.config = blueprint.config
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(blueprint, layer) for layer in layers})
         self.final_layernorm = None
         if final_norm:
-            self.final_layernorm = Norm(
-                config, parallel, tp_group, config.hidden_size, partial_grad=parallel.sequence_parallel
-            )
+            size = blueprint.config.hidden_size
+            self.final_layernorm = Norm(blueprint, size, partial_grad=blueprint.sequence_parallel)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, recomputing what ``recompute_granularity`` says."""

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import split_fused
-from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
-from megatron_core.transformer.initial import Initial
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_core.transformer.blueprint import Blueprint
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -23,8 +22,9 @@ class MLP(nn.Module):
     ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, of gate and value alike.
     """
 
-    def __init__(self, config: ModelConfig, parallel: ModelParallelConfig, initial: Initial, tp_group: Group) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
+        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
         ffn, size, index = config.ffn_size, tp_group.size(), tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation = activation_function(config)
@@ -32,7 +32,7 @@ class MLP(nn.Module):
             config.hidden_size,
             sum(pieces),
             config=parallel,
-            init_method=initial.inner,
+            init_method=blueprint.draw_inner,
             bias=config.add_bias_linear,
             tp_group=tp_group,
             spec=partial(split_fused, pieces=pieces, index=index, size=size),
@@ -41,7 +41,7 @@ class MLP(nn.Module):
             ffn,
             config.hidden_size,
             config=parallel,
-            init_method=initial.output,
+            init_method=blueprint.draw_output,
             bias=config.add_bias_linear,
             tp_group=tp_group,
         )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
-from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer.blueprint import Blueprint
 
 
 class Norm(nn.Module):
@@ -19,18 +17,11 @@ class Norm(nn.Module):
     Source: Ba et al. 2016; Zhang and Sennrich 2019.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ModelParallelConfig,
-        tp_group: Group,
-        size: int,
-        *,
-        partial_grad: bool,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, size: int, *, partial_grad: bool) -> None:
         super().__init__()
+        config, parallel = blueprint.config, blueprint.parallel
         self.size, self.epsilon = size, config.norm_epsilon
-        spec = replicated((size,), tp_group.rank(), partial_grad=partial_grad)
+        spec = replicated((size,), blueprint.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight.init_method = nn.init.ones_
         self.bias = None
