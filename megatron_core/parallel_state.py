@@ -14,10 +14,25 @@ from megatron_core.config import ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
+from megatron_core.parallel.grid import generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups
 from megatron_core.parallel.groups import Group, ParallelGroups
 
 _current: list[ParallelGroups] = []
 _virtual: dict[str, int | None] = {"rank": None, "size": None}
+
+
+class RankGenerator:
+    """Megatron Core's view of a ``Grid``: ``get_ranks("tp-dp")`` lists the groups over those axes."""
+
+    def __init__(
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str = DEFAULT_ORDER, rank_offset: int = 0
+    ) -> None:
+        self.grid = Grid(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, rank_offset=rank_offset)
+        self.world_size = self.grid.world_size
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Groups of ranks that differ only on the axes of ``token``."""
+        return self.grid.groups(token)
 
 
 def initialize_model_parallel(

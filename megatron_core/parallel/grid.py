@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -89,13 +89,29 @@ class Grid:
 
     def groups(self, axes: str) -> list[list[int]]:
         """Ranks that differ only on ``axes`` ("tp", "tp-dp", ...), each group and the list in ascending order."""
-        varying = set(axes.split("-"))
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in self.ranks():
-            fixed = tuple(index for axis, index in self.coordinates(rank).items() if axis not in varying)
-            found.setdefault(fixed, []).append(rank)
-        return list(found.values())
+        names = self.order.split("-")
+        sizes, mask = [self.size(axis) for axis in names], [axis in axes.split("-") for axis in names]
+        found = generate_masked_orthogonal_rank_groups(self.world_size, sizes, mask)
+        return [[self.rank_offset + rank for rank in ranks] for ranks in found]
 
     def group_of(self, rank: int, axes: str) -> list[int]:
         """The ranks that differ from ``rank`` only on ``axes``."""
         return next(group for group in self.groups(axes) if rank in group)
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` has the sizes, the fastest first.
+
+    The name and arguments are Megatron Core's.
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size):
+        rest, fixed = rank, []
+        for size, varies in zip(parallel_size, mask, strict=True):
+            rest, index = divmod(rest, size)
+            if not varies:
+                fixed.append(index)
+        found.setdefault((*fixed, rest), []).append(rank)
+    return list(found.values())

@@ -1,6 +1,7 @@
 """Layers split over the tensor-parallel ranks."""
 
 from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.data import broadcast_data
 from megatron_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,21 +20,40 @@ from megatron_core.tensor_parallel.mappings import (
 )
 from megatron_core.tensor_parallel.options import ModelParallelConfig
 from megatron_core.tensor_parallel.random import KeyedDropout
+from megatron_core.tensor_parallel.rng_tracker import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron_core.tensor_parallel.splitting import (
+    VocabUtility,
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
 
 __all__ = [
     "ColumnParallelLinear",
+    "CudaRNGStatesTracker",
     "KeyedDropout",
     "ModelParallelConfig",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "VocabUtility",
     "all_gather_last_dim_from_tensor_parallel_region",
+    "broadcast_data",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,0 +1,64 @@
+"""The first rank of a tensor-parallel group tells the others its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core import parallel_state
+from megatron_core.errors import DataError
+from megatron_core.parallel.collectives import broadcast_
+from megatron_core.parallel.groups import Group
+
+MAX_DIMS = 5
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Group | None = None
+) -> dict[str, Tensor]:
+    """``data[key]`` of the group's first rank for every key, on all its ranks; the others may pass None.
+
+    Tensors have ``datatype`` and at most five dims; they may differ in shape. One broadcast carries the shapes, one all
+    values. ``DataError`` for another dtype, before anything is sent.
+    """
+    group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+    first = group.rank() == 0
+    for key in keys if first else ():
+        if data is None or data[key].dtype != datatype or data[key].dim() > MAX_DIMS:
+            found = None if data is None else (data[key].dtype, tuple(data[key].shape))
+            raise DataError(f"broadcast_data: {key} is {found}; it must be {datatype} with at most {MAX_DIMS} dims")
+    if group.size() == 1:
+        return {key: data[key] for key in keys}
+    device = _device_of(group)
+    source = dist.get_global_rank(group, 0)
+    shapes = _broadcast_shapes([tuple(data[key].shape) for key in keys] if first else None, len(keys), source, group)
+    sizes = [prod(shape) for shape in shapes]
+    flat = torch.empty(sum(sizes), dtype=datatype, device=device)
+    if first:
+        torch.cat([data[key].reshape(-1).to(device) for key in keys], out=flat)
+    broadcast_(flat, source, group)
+    parts = flat.split(sizes)
+    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _broadcast_shapes(
+    shapes: list[tuple[int, ...]] | None, count: int, source: int, group: Group
+) -> list[tuple[int, ...]]:
+    """Everybody's copy of the first rank's shapes; -1 fills up those with fewer dims."""
+    table = torch.full((count, MAX_DIMS), -1, dtype=torch.int64)
+    for row, shape in enumerate(shapes or ()):
+        table[row, : len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    table = table.to(_device_of(group))
+    broadcast_(table, source, group)
+    return [tuple(extent for extent in row if extent >= 0) for row in table.tolist()]
+
+
+def _device_of(group: Group) -> torch.device:
+    """Where the group's back end takes its tensors from."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
