@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_core import parallel_state
+
 TIMEOUT = 120.0
 
 
@@ -55,6 +57,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
+    parallel_state.destroy_model_parallel()  # what the parent made current is no layout of this world
     try:
         dist.init_process_group(
             "gloo",
