@@ -15,6 +15,7 @@ import tyro
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.config import DataConfig, RunConfig
+from megatron_core.config.rules_layout import parallel_problems
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.inference import Generator, Sampling
 from megatron_core.parallel import World, run_job, start_world
@@ -58,6 +59,7 @@ def generate_text(settings: Settings, world: World) -> None:
     with CheckpointReader(folder) as reader:
         config = run_config(reader, settings)
         tokenizer = stored_tokenizer(config.data, folder)
+        check_layout(config, world)
         start_world(world)
         groups = parallel_state.make_groups(config.parallel, world)
         generator = Generator.load(reader, config, groups, world.device)
@@ -92,6 +94,13 @@ def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
         sequence_parallel=False,  # one new position cannot be split
     )
     return replace(config, parallel=parallel)
+
+
+def check_layout(config: RunConfig, world: World) -> None:
+    """Refuse a split that the model does not have."""
+    found = list(parallel_problems(config, world.size))
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def stored_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:

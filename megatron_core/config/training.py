@@ -51,11 +51,15 @@ class TrainingConfig:
         """Micro-batches that one rank takes in one optimizer step."""
         return self.batch_size(data_parallel_size) // (self.micro_batch_size * data_parallel_size)
 
-    def num_iterations(self, data_parallel_size: int) -> int:
-        """Optimizer steps of the whole training."""
+    def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int) -> int:
+        """Optimizer steps after ``iteration`` of them, which took ``consumed_samples``, maybe in other batch sizes."""
         if self.train_iters is not None:
-            return self.train_iters
-        return (self.train_samples or 0) // self.batch_size(data_parallel_size)
+            return max(self.train_iters - iteration, 0)
+        return max((self.train_samples or 0) - consumed_samples, 0) // self.batch_size(data_parallel_size)
+
+    def num_iterations(self, data_parallel_size: int) -> int:
+        """Optimizer steps of a training from its start."""
+        return self.steps_left(data_parallel_size, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

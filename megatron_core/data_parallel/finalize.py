@@ -1,7 +1,7 @@
 """Gradients of which each rank has only a part, made whole before they are reduced over data-parallel ranks.
 
-All sums here are linear, so that it does not matter that the data-parallel sum comes after them; but it must come
-after: once a sharded optimizer has scattered the buckets, the parts of a tied weight no longer lie on the same ranks.
+All sums here are linear, so that the data-parallel sum may come after them. It does: each rank then still has whole
+gradients, and nothing has to be assumed about which of their shards lie on which rank.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ class DataParallel:
     Losses are expected to be normalised by the whole global batch already, so that gradients are summed, never
     averaged. With ``overlap_grad_reduce`` a bucket's sum begins as soon as the last micro-batch's backward has
     finished with its parameters; buckets whose gradients are partial wait for ``finish``. With
-    ``overlap_param_gather`` a module waits for its own parameters just before its forward.
+    ``overlap_param_gather`` a module waits for its own parameters just before its forward: a parameter may be read only
+    once the forward of the module that owns it has begun.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class DataParallel:
     def _wait_before_forward(self, root: nn.Module) -> None:
         bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         for module in root.modules():
-            needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+            needed = list(dict.fromkeys(bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of))
             if needed:
                 module.register_forward_pre_hook(_waiter(needed))
 
 
-def _waiter(buckets: set[Bucket]):
+def _waiter(buckets: list[Bucket]):
     def wait(module: nn.Module, args: object) -> None:
         for bucket in buckets:
             bucket.finish_gather()

@@ -37,6 +37,22 @@ EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPY = "output_layer.weight"
 
 
+class PositionEmbedding(nn.Module):
+    """A table of learned positions ``[max_sequence_length, h]``, whole on every rank."""
+
+    def __init__(self, blueprint: Blueprint, max_sequence_length: int) -> None:
+        super().__init__()
+        shape = (max_sequence_length, blueprint.config.hidden_size)
+        # With sequence parallel a rank looks up the positions of its part of the sequence alone.
+        spec = replicated(shape, blueprint.tp_group.rank(), partial_grad=blueprint.sequence_parallel)
+        self.weight = allocate(spec, blueprint.parallel.params_dtype, blueprint.parallel.device)
+        self.weight.init_method = blueprint.draw_inner
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """``[...]`` -> ``[..., h]``."""
+        return nn.functional.embedding(position_ids, self.weight)
+
+
 class LanguageModelEmbedding(nn.Module):
     """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel), plus learned positions."""
 
@@ -56,12 +72,7 @@ class LanguageModelEmbedding(nn.Module):
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Module()
-            shape = (max_sequence_length, config.hidden_size)
-            spec = replicated(shape, tp_group.rank(), partial_grad=parallel.sequence_parallel)
-            table = allocate(spec, parallel.params_dtype, parallel.device)
-            table.init_method = blueprint.draw_inner
-            self.position_embeddings.weight = table
+            self.position_embeddings = PositionEmbedding(blueprint, max_sequence_length)
         self.dropout = blueprint.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, sample_index: Tensor | None) -> Tensor:
@@ -72,7 +83,7 @@ class LanguageModelEmbedding(nn.Module):
         first = self.tp_group.rank() * hidden.shape[0] if self.sequence_parallel else 0
         if self.position_embeddings is not None:
             here = position_ids[:, first : first + hidden.shape[0]].transpose(0, 1)
-            hidden = hidden + nn.functional.embedding(here, self.position_embeddings.weight)
+            hidden = hidden + self.position_embeddings(here)
         if not self.dropout.active:
             return hidden.contiguous()
         return self.dropout(hidden, hidden_coordinates(hidden, sample_index, first))

@@ -115,13 +115,6 @@ class Optimizer:
         for main in self.main:
             self.adam.state[main]["step"].fill_(steps)
 
-    @torch.no_grad()
-    def refresh_main_weights(self) -> None:
-        """Take the main weights from the model: after weights were loaded without the optimizer's state."""
-        for main, bucket in zip(self.main, self.buckets, strict=True):
-            if main.dtype != bucket.weights.dtype:
-                main.copy_(bucket.weight_shard)
-
 
 def _main_weights(bucket: Bucket) -> Tensor:
     """The bucket's shard in float32 or wider: a copy of 16-bit weights, the very storage of others."""

@@ -60,6 +60,8 @@ class ParallelGroups:
         self.embedding_ranks = next((ranks for ranks in ends if rank in ranks), [])
         self.embedding = self._own_group(ends)
         self._made.clear()
+        self.pipeline_connected = False
+        """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.reverse_pp = self._own_group(pipelines) if grid.pp > 1 else self.group("pp")
 
     @classmethod

@@ -174,7 +174,7 @@ def initialise(parameter: nn.Parameter, init_method: Callable[[Tensor], object])
 def initialise_by_name(parameter: nn.Parameter, init_method: Callable[[Tensor], object], seed: int, name: str) -> None:
     """As ``initialise``, from a generator that depends on the seed and the global name alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(name_seed(seed, name))
+        torch.default_generator.manual_seed(name_seed(seed, name))  # the CPU's alone
         initialise(parameter, init_method)
 
 

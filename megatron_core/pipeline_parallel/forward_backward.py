@@ -47,7 +47,8 @@ def forward_backward(
     ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``; on the last stage ``loss_func(output)``
     returns ``(loss, report)``, whose gradient is taken of loss / num_microbatches, or ``(loss_sum, num_tokens,
     report)``: then of loss_sum / num_tokens / num_microbatches, or with ``config.calculate_per_token_loss`` of loss_sum
-    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` is told the sum of tokens to divide by.
+    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` is told the sum of tokens to divide by (0 on
+    ranks without the last stage, as Megatron's).
     With interleaving ``model`` and ``data_iterator`` are lists, an entry a chunk. Models have ``set_input_tensor``.
     Other hooks of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``. The list is empty on ranks
     without the last stage.
@@ -83,7 +84,8 @@ class _Step:
         self.collect_non_loss_data = collect_non_loss_data
         self.groups = parallel_state.current()
         self.place = placed_round_robin(self.groups.size("pp"), len(self.chunks))
-        self.tokens: Tensor | None = None
+        self.device = next(self.chunks[0].parameters()).device
+        self.tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         self.reports: list[Any] = []
         self.no_sync: dict[int, ExitStack] = {}
 
@@ -95,7 +97,9 @@ class _Step:
         if not self.forward_only:
             self._suspend_sync()
         message = self._message(seq_length, micro_batch_size)
-        Executor(plan, Links(self.groups), message, self.forward, on_last_backward=self._resume_sync).run()
+        links = Links(self.groups)
+        links.connect(self.device)
+        Executor(plan, links, message, self.forward, on_last_backward=self._resume_sync).run()
         finalize = self._setting("finalize_model_grads_func")
         if finalize is not None and not self.forward_only:
             finalize(self.chunks, self.tokens if self._setting("calculate_per_token_loss") else None)
@@ -120,8 +124,8 @@ class _Step:
         self.reports.append(rest[-1])
         if len(rest) == 1:
             return loss / self.num_microbatches
-        tokens = torch.as_tensor(rest[0], device=loss.device)
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        tokens = torch.as_tensor(rest[0], device=self.device)
+        self.tokens = self.tokens + tokens
         if self._setting("calculate_per_token_loss"):
             return loss
         return loss / tokens.clamp_min(1) / self.num_microbatches

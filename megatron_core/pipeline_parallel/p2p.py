@@ -18,6 +18,7 @@ class Links:
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
         self.index = groups.index("pp")
         self._ranks = groups.ranks("pp")
         self._up, self._down = groups.group("pp"), groups.reverse_pp
@@ -36,11 +37,14 @@ class Links:
         return buffer, dist.irecv(buffer, src=self._ranks[sender], group=group)
 
     def connect(self, device: torch.device) -> None:
-        """Send one number over every link between neighbours, in the same order on all ranks.
+        """Send one number over every link between neighbours, in the same order on all ranks; once for each layout.
 
         NCCL makes a communicator when a link is first used, and both ends block until the other one is there too. A
         receive that is posted early would then wait for a sender who waits for this rank's own message.
         """
+        if self._groups.pipeline_connected:
+            return
+        self._groups.pipeline_connected = True
         size = len(self._ranks)
         for sender in range(size):
             for receiver in sorted({(sender + 1) % size, (sender - 1) % size} - {sender}):

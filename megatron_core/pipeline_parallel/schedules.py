@@ -37,18 +37,11 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
 
 
 def forward_only(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
-    """Forwards alone, each micro-batch through all stages in turn: for evaluation."""
-    place = placed_round_robin(num_ranks, num_chunks)
-    ranks = tuple(
-        tuple(
-            Action(stage, "F", micro)
-            for micro in range(num_microbatches)
-            for stage in range(len(place))
-            if place[stage] == rank
-        )
-        for rank in range(num_ranks)
-    )
-    return Plan(ranks, place)
+    """Forwards alone, in the order of the interleaved schedule: for evaluation."""
+    full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
+    orders = (_chunk_order(rank, num_ranks, num_chunks, full, "F") for rank in range(num_ranks))
+    ranks = tuple(tuple(action for action in order if action.micro < num_microbatches) for order in orders)
+    return Plan(ranks, placed_round_robin(num_ranks, num_chunks))
 
 
 def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:

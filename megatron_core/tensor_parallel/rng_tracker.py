@@ -31,6 +31,13 @@ def _set_state(state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _seed(seed: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)  # and not the CPU's generator, from which all ranks draw the same weights
+    else:
+        torch.manual_seed(seed)
+
+
 class CudaRNGStatesTracker:
     """States of the device's generator by name (the CPU's where there is no GPU)."""
 
@@ -63,7 +70,7 @@ class CudaRNGStatesTracker:
             raise ConfigError(f"seed {seed} has a generator state already; give {name!r} another seed")
         self._seeds.add(seed)
         outside = _get_state()
-        torch.manual_seed(seed)
+        _seed(seed)
         self._states[name] = _get_state()
         _set_state(outside)
 

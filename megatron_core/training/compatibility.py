@@ -9,7 +9,14 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 
 # Settings that decide which tensors there are; shapes that differ are found tensor by tensor.
-TENSORS = ("num_layers", "untie_embeddings_and_output_weights", "qk_layernorm", "normalization")
+TENSORS = (
+    "num_layers",
+    "untie_embeddings_and_output_weights",
+    "qk_layernorm",
+    "normalization",
+    "disable_bias_linear",
+    "add_qkv_bias",
+)
 # Settings that decide what is computed with them: another value would load without a complaint and give nonsense.
 MEANING = (
     "num_attention_heads",

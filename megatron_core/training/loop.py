@@ -36,13 +36,13 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
-    stop.restore()
     if run.state.iteration == run.total_iterations:
         if evaluated_at < run.state.iteration:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
         save(run)
+    stop.restore()
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

@@ -49,6 +49,8 @@ class Run:
     splits: Splits
     train_loader: BatchLoader
     state: TrainState
+    total_iterations: int
+    """Steps of the whole training, those before a resume included."""
 
     @property
     def num_microbatches(self) -> int:
@@ -59,11 +61,6 @@ class Run:
     def global_batch_size(self) -> int:
         """Sequences in a step."""
         return self.config.training.batch_size(self.groups.size("dp"))
-
-    @property
-    def total_iterations(self) -> int:
-        """Steps of the whole training."""
-        return self.config.training.num_iterations(self.groups.size("dp"))
 
     @property
     def counts(self) -> float:
@@ -142,6 +139,8 @@ def set_up(config: RunConfig, world: World) -> Run:
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     optimizer = Optimizer(data_parallel.buckets, config.optimizer, groups, loss_scale)
     state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
+    left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
+    total = state.iteration + left
     links = Links(groups)
     links.connect(world.device)
     micro = config.training.num_microbatches(groups.size("dp"))
@@ -160,7 +159,8 @@ def set_up(config: RunConfig, world: World) -> Run:
         message=message_format(config, groups, world.device),
         data_parallel=data_parallel,
         optimizer=optimizer,
-        schedule=LearningRateSchedule(config.optimizer, config.training.num_iterations(groups.size("dp"))),
+        schedule=LearningRateSchedule(config.optimizer, total),
+        total_iterations=total,
         splits=splits,
         train_loader=BatchLoader(
             splits.train, config.training.micro_batch_size, groups.index("dp"), groups.size("dp"), vocab_size

@@ -123,10 +123,10 @@ def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | Non
 
 
 def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bool) -> None:
-    if fresh:
-        optimizer.refresh_main_weights()
-        return
     pieces = list(optimizer_pieces(optimizer))
+    if fresh:
+        reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
+        return
     if any(not reader.has(p.name) for p in pieces if ".exp_avg" in p.name):
         raise CheckpointError(f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim")
     reader.fill(pieces)

@@ -37,7 +37,7 @@ def train_step(run: Run, *, stop: bool = False) -> StepResult:
     run.data_parallel.zero_grad()
     losses = run_training_plan(run, batches, scale / tokens)
     run.data_parallel.finish()
-    lr = run.schedule.lr(run.state.iteration + 1)
+    lr = run.schedule.lr(run.state.iteration - run.state.skipped_iterations + 1)
     outcome = run.optimizer.step(lr)
     run.data_parallel.gather_weights()
 

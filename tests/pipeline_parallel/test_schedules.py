@@ -100,7 +100,7 @@ def test_surplus_micro_batches_are_left_out() -> None:
 
 
 def test_evaluation_of_two_chunks() -> None:
-    assert text(forward_only(2, 2, 2)) == ["0F0 2F0 0F1 2F1", "1F0 3F0 1F1 3F1"]
+    assert text(forward_only(2, 2, 2)) == ["0F0 0F1 2F0 2F1", "1F0 1F1 3F0 3F1"]
 
 
 def test_stages_go_round() -> None:
