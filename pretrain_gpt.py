@@ -7,18 +7,16 @@ The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (al
 training/setup.py (layout, model, optimizer, data), training/loop.py and training/step.py (the training itself).
 """
 
-import sys
-
 from megatron_core.config.cli import parse_run_config
 from megatron_core.parallel import World, run_job
 from megatron_core.training import pretrain
 
 
-def main() -> int:
-    """Run the job on this rank and return its exit status."""
+def main() -> None:
+    """Run the job on this rank and exit."""
     world = World.from_environment()
-    return run_job(world, lambda: pretrain(parse_run_config(prog="pretrain_gpt.py"), world))
+    run_job(world, lambda: pretrain(parse_run_config(prog="pretrain_gpt.py"), world))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

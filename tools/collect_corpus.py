@@ -87,7 +87,8 @@ def collect(settings: Settings) -> None:
             print(left_out(undecodable), file=sys.stderr)
         if not documents:
             raise DataError(
-                f"--folder {folder} holds no text in files named {' '.join(patterns)}; choose with --pattern"
+                f"--folder {folder} holds no text in files named {' '.join(patterns)} (folders named "
+                f"{', '.join(sorted(skipped))} are passed over); choose with --pattern, or name a folder below those"
             )
     print(f"{settings.output}: {documents:,} documents, {size / 1e6:.1f} MB", flush=True)
 
@@ -105,6 +106,8 @@ def main() -> None:
         collect(settings)
     except (MegatronError, OSError) as error:
         sys.exit(f"collect_corpus: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

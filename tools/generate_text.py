@@ -1,6 +1,7 @@
 """Continue a prompt with a trained model.
 
 python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def main("
+
 torchrun --nproc-per-node 2 tools/generate_text.py --load ... --prompt ... --tensor-model-parallel-size 2
 """
 
@@ -125,12 +126,12 @@ def show(text: str, world: World) -> None:
         print(text, end="", flush=True)
 
 
-def main() -> int:
-    """Parse the flags and run; the exit status."""
+def main() -> None:
+    """Parse the flags, run and exit."""
     world = World.from_environment()
     settings = tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0)
-    return run_job(world, lambda: generate_text(settings, world))
+    run_job(world, lambda: generate_text(settings, world))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ def main(
         return 2
     try:
         plot_loss(metrics, out, x=x, title=title)
-    except MegatronError as error:
+    except (MegatronError, OSError, ValueError) as error:  # matplotlib names the picture formats that it knows
         print(f"plot_metrics.py: {error}", file=sys.stderr)
         return 1
     print(f"wrote {out}")

@@ -229,6 +229,8 @@ def main() -> None:
         preprocess(settings)
     except (MegatronError, OSError) as error:
         sys.exit(f"preprocess_data: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ def main() -> None:
         train(settings)
     except (MegatronError, OSError) as error:
         sys.exit(f"train_tokenizer: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

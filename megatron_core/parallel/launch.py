@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,21 +58,36 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     dist.init_process_group(backend, store=world.store, rank=rank, world_size=size, timeout=timeout)
 
 
-def run_job(world: World, job: Callable[[], None]) -> int:
-    """Run ``job`` and return the exit status; an error that users can mend is one message, not a traceback each."""
+def run_job(world: World, job: Callable[[], None]) -> NoReturn:
+    """Run ``job`` and exit; an error that users can mend is one message, not a traceback from each rank."""
+    status = 0
     try:
         job()
     except MegatronError as error:
         _tell_once(str(error), world)
-        return 1
+        status = 1
+    except KeyboardInterrupt:
+        _tell_once("interrupted", world)
+        status = 130
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
-        _tell_once("this job ends because a rank has left it; the reason is in that rank's message", world)
-        return 1
-    if dist.is_initialized():
+        reason = "the reason is in that rank's message, or it was killed (out of memory?)"
+        _tell_once(f"this job ends because another rank has left it; {reason}", world)
+        status = 1
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit. With other ranks about, without C++'s teardown: now and then a thread of gloo is still there when it comes,
+    which aborts a job that has long ended well."""
+    if not dist.is_initialized():
+        sys.exit(status)
+    if status == 0:
         dist.destroy_process_group()
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _tell_once(message: str, world: World) -> None:

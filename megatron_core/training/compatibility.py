@@ -11,6 +11,7 @@ from megatron_core.errors import CheckpointError
 # Settings that decide which tensors there are; shapes that differ are found tensor by tensor.
 TENSORS = (
     "num_layers",
+    "hidden_size",
     "untie_embeddings_and_output_weights",
     "qk_layernorm",
     "normalization",

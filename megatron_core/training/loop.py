@@ -18,7 +18,7 @@ from megatron_core.training.stop import StopRequest
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
-    """Train to the end, or until SIGTERM, ``exit_interval`` or ``exit_duration_in_mins``; save on the way and then."""
+    """Train to the end, or until SIGTERM, Ctrl-C, ``exit_interval`` or ``exit_duration_in_mins``; then save."""
     stop = StopRequest(run.config.training.exit_duration_in_mins)
     confirm_layout_change(run, sinks)
     saved_at = evaluated_at = run.state.iteration
@@ -35,6 +35,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             save(run)
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
+            tell_end(run)
             break
     if run.state.iteration == run.total_iterations:
         if evaluated_at < run.state.iteration:
@@ -43,6 +44,15 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
     if run.config.checkpoint.save and saved_at < run.state.iteration:
         save(run)
     stop.restore()
+
+
+def tell_end(run: Run) -> None:
+    """Say that the run ends before its time, and whether anything is kept of it."""
+    if run.world.rank == 0:
+        kept = (
+            f"saved in {run.config.checkpoint.save}" if run.config.checkpoint.save else "not saved, for want of --save"
+        )
+        print(f"ends early, after iteration {run.state.iteration}; {kept}", flush=True)
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.config.validate import check
+from megatron_core.errors import ConfigError
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.parallel import World, start_world
@@ -38,12 +41,33 @@ def introduce(run: Run) -> None:
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     print(f"layout {run.layout} on {run.world.size} ranks ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plan.place))
-    for note in run.splits.notes:
+    for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
         print(f"goes on from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()
     if run.config.checkpoint.save:
-        folder = Path(run.config.checkpoint.save)
+        keep_config(run.config, Path(run.config.checkpoint.save))
+
+
+def notes(run: Run) -> Iterator[str]:
+    """What a user should know before the training starts."""
+    settings, iteration = run.config.checkpoint, run.state.iteration
+    if run.config.training.eval_iters:
+        yield from run.splits.notes
+    if iteration >= run.total_iterations:
+        yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
+    if settings.save and not settings.load and find_checkpoint(settings.save) is not None:
+        yield (
+            f"{settings.save} holds checkpoints of an earlier run, and this one starts from scratch; go on with "
+            f"--load {settings.save}, or choose another folder to keep them apart"
+        )
+
+
+def keep_config(config: RunConfig, folder: Path) -> None:
+    """Write the configuration into the folder of checkpoints, which this makes."""
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(run.config, folder / "config.yaml")
+        write_config(config, folder / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"save={str(folder)!r} cannot be written: {error}; give another folder") from None

@@ -8,18 +8,21 @@ from types import FrameType
 
 
 class StopRequest:
-    """This rank's wish to save and leave: SIGTERM came, or ``minutes`` have passed.
+    """This rank's wish to save and leave: SIGTERM or Ctrl-C came, or ``minutes`` have passed.
 
-    The wish takes effect at the end of a step, on all ranks together: ``train_step`` asks every rank.
+    The wish takes effect at the end of a step, on all ranks together: ``train_step`` asks every rank. A second Ctrl-C
+    interrupts at once.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._signalled = False
-        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @property
     def wanted(self) -> bool:
@@ -27,5 +30,6 @@ class StopRequest:
         return self._signalled or (self._deadline is not None and time.monotonic() > self._deadline)
 
     def restore(self) -> None:
-        """Give SIGTERM back to who had it before."""
-        signal.signal(signal.SIGTERM, self._previous)
+        """Give the signals back to who had them before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

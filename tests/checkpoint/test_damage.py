@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"hidden_size": 32}, "decoder.final_layernorm.bias has the shape [16], this run needs [32]"),
+        ({"hidden_size": 32}, "hidden_size=32, but the checkpoint was trained with hidden_size=16"),
         ({"vocab_size": 102}, "word_embeddings.weight has the shape [101, 16], this run needs [102, 16]"),
         ({"num_layers": 2}, "num_layers=2, but the checkpoint was trained with num_layers=1"),
         ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights=True, but"),

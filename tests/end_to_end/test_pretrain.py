@@ -119,3 +119,30 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     result = _pretrain(0, *TINY, "--train-iters", saved + 2, "--load", tmp_path)
     assert f"goes on from iteration {saved}" in result.stdout
     assert result.returncode == 0
+
+
+def test_ctrl_c_saves_too(tmp_path: Path) -> None:
+    flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
+    process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "iteration        3/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"saved in {tmp_path}" in output
+    assert "Traceback" not in errors
+    assert (tmp_path / "latest_checkpointed_iteration.txt").is_file()
+
+
+def test_notes_before_the_training(tmp_path: Path) -> None:
+    """A folder that is in use, a length that is reached already, and a folder that cannot be made."""
+    assert _pretrain(0, *TINY, "--train-iters", 2, "--save", tmp_path).returncode == 0
+    again = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path)
+    assert f"go on with --load {tmp_path}" in again.stdout
+    done = _pretrain(0, *TINY, "--train-iters", 1, "--load", tmp_path)
+    assert "nothing to train: the 1 iterations" in done.stdout
+    blocked = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path / "config.yaml")
+    assert blocked.returncode == 1
+    assert "cannot be written" in blocked.stderr
+    assert "Traceback" not in blocked.stderr
