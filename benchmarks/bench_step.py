@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import statistics
 import sys
@@ -192,7 +193,7 @@ def main() -> int:
 
 def append(rows: list[list[object]]) -> None:
     """Add rows to results.csv with what they were measured with."""
-    machine = f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} thread a rank"
+    machine = f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores, 1 thread a rank"
     versions = f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
