@@ -35,7 +35,6 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             save(run)
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
-            tell_end(run)
             break
     if run.state.iteration == run.total_iterations:
         if evaluated_at < run.state.iteration:
@@ -43,6 +42,8 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
         save(run)
+    if run.state.iteration < run.total_iterations:
+        tell_end(run)
     stop.restore()
 
 

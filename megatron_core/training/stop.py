@@ -7,27 +7,33 @@ import time
 from types import FrameType
 
 
+# torchrun passes a Ctrl-C on to processes that the terminal has told already: within this time the two are one.
+SAME_SIGNAL_SECONDS = 2.0
+
+
 class StopRequest:
     """This rank's wish to save and leave: SIGTERM or Ctrl-C came, or ``minutes`` have passed.
 
-    The wish takes effect at the end of a step, on all ranks together: ``train_step`` asks every rank. A second Ctrl-C
-    interrupts at once.
+    The wish takes effect at the end of a step, on all ranks together: ``train_step`` asks every rank. Another Ctrl-C,
+    later than ``SAME_SIGNAL_SECONDS``, interrupts at once.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
-        self._signalled = False
+        self._signalled_at: float | None = None
         self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif number == signal.SIGINT and now - self._signalled_at > SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
 
     @property
     def wanted(self) -> bool:
         """Whether this rank wants to leave."""
-        return self._signalled or (self._deadline is not None and time.monotonic() > self._deadline)
+        return self._signalled_at is not None or (self._deadline is not None and time.monotonic() > self._deadline)
 
     def restore(self) -> None:
         """Give the signals back to who had them before."""
