@@ -6,7 +6,6 @@ import signal
 import time
 from types import FrameType
 
-
 # torchrun passes a Ctrl-C on to processes that the terminal has told already: within this time the two are one.
 SAME_SIGNAL_SECONDS = 2.0
 
