@@ -30,7 +30,7 @@ from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.parallel import World
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 SHAPE = {
     "num_layers": 8,

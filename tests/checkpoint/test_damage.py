@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_core import parallel_state
 from megatron_core.checkpoint import Box, CheckpointReader, Piece, find_checkpoint, save_checkpoint, writer
 from megatron_core.errors import CheckpointError
+from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import compare, save_run, start, stored, train
-from tests.ranks import run_ranks
 
 ONE_LAYER = {"num_layers": 1}
 

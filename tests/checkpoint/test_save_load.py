@@ -13,8 +13,8 @@ from torch import nn
 from megatron_core import parallel_state
 from megatron_core.errors import CheckpointError
 from megatron_core.training.setup import Run
+from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
-from tests.ranks import run_ranks
 
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}

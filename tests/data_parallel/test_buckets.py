@@ -10,7 +10,7 @@ from megatron_core.data_parallel.buffer import make_buckets
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.training.step import count_tokens, load_batches, run_training_plan
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 

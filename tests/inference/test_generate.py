@@ -8,7 +8,7 @@ import torch
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Generator, Sampling
 from megatron_core.inference.sampling import candidates
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 PROMPT, NEW = [5, 11, 17, 23], 8

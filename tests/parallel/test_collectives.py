@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_core.errors import LayoutError
 from megatron_core.parallel import collectives
 from megatron_core.parallel.groups import Group, LocalGroup
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 SHAPE = (8, 3, 4)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup, ParallelGroups
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 
 def total(group: dist.ProcessGroup) -> int:

@@ -9,7 +9,7 @@ from megatron_core import parallel_state as mpu
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
 from megatron_core.parallel.groups import LocalGroup
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:

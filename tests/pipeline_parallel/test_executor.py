@@ -18,7 +18,7 @@ from megatron_core.pipeline_parallel.checks import check
 from megatron_core.pipeline_parallel.executor import Executor, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.schedules import forward_only, interleaved
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 ROWS, WIDTH = 3, 4
 MESSAGE = MessageFormat((ROWS, WIDTH), torch.float64, torch.device("cpu"))

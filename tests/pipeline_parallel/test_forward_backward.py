@@ -16,7 +16,7 @@ from megatron_core.models import GPTModel
 from megatron_core.pipeline_parallel import get_forward_backward_func
 from megatron_core.pipeline_parallel.partition import partition
 from megatron_core.tensor_parallel import ModelParallelConfig
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 MICRO, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 40
 SHAPE = ModelConfig(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0, untie_embeddings_and_output_weights=True)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 S, B = 5, 3
 EXACT = {"rtol": 1e-11, "atol": 1e-12}

@@ -11,7 +11,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig, VocabParallelEmbedding
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 VOCAB, HIDDEN, BATCH, LENGTH = 9, 6, 3, 8
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

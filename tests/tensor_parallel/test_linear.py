@@ -15,7 +15,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_core.tensor_parallel.linear import parallel_linear
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 S, B, IN, OUT = 8, 2, 12, 16
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -17,7 +17,7 @@ from megatron_core.tensor_parallel import (
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 
 def test_rank_generator_lists_megatrons_groups() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_core import tensor_parallel
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 
 
 def _example() -> None:

@@ -11,7 +11,7 @@ from megatron_core.training.evaluate import evaluate
 from megatron_core.training.loop import refuse_nan
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
-from tests.ranks import run_ranks
+from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 

@@ -16,8 +16,8 @@ from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.transformer import TransformerLayer
-from tests.parity.trace import RaggedDataset
-from tests.ranks import run_ranks
+from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 

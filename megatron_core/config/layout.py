@@ -1,0 +1,116 @@
+"""Layouts in a few words: ``tp2 pp2 v2 dp2 sp zero1 overlap``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from megatron_core.config.parallel import ParallelConfig
+from megatron_core.errors import LayoutError
+
+_SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp"}
+_SWITCHES = {"sp": "sequence_parallel", "zero1": "sharded_optimizer", "overlap": "overlap"}
+_WORDS = "tpN, ppN, vN, dpN, sp, zero1, overlap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model and its batch are split over ranks."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline ranks."""
+    chunks: int = 1
+    """Chunks of layers on each pipeline rank."""
+    dp: int = 1
+    """Copies of the model."""
+    sequence_parallel: bool = False
+    """Activations outside the matrix products are split along the sequence over tp."""
+    sharded_optimizer: bool = False
+    """The optimizer's state is split over dp (ZeRO stage 1)."""
+    overlap: bool = False
+    """Gradients are reduced during backward and, if sharded, weights gathered during forward."""
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The inverse of ``str``; words in any order, sizes that are left out are 1."""
+        found: dict[str, int | bool] = {}
+        for word in text.split() if text.strip() != "1 process" else ():
+            name, value = _field_of(word, text)
+            if name in found:
+                raise LayoutError(f"layout {text!r} says {word!r} twice over; say each of {_WORDS} at most once")
+            found[name] = value
+        return cls(**found)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:
+        """The layout that settings describe."""
+        return cls(
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            chunks=parallel.num_chunks(num_layers),
+            dp=parallel.data_parallel_size(world_size),
+            sequence_parallel=parallel.sequence_parallel,
+            sharded_optimizer=parallel.use_distributed_optimizer,
+            overlap=parallel.overlap_grad_reduce,
+        )
+
+    def __str__(self) -> str:
+        words = [f"{word}{getattr(self, name)}" for word, name in _SIZES.items() if getattr(self, name) > 1]
+        words += [word for word, name in _SWITCHES.items() if getattr(self, name)]
+        return " ".join(words) or "1 process"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.tp * self.pp * self.dp
+
+    def settings(self) -> dict[str, object]:
+        """The layout as settings of a ``RunConfig``, in the flat form."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
+            "sequence_parallel": self.sequence_parallel,
+            "use_distributed_optimizer": self.sharded_optimizer,
+            "overlap_grad_reduce": self.overlap,
+            "overlap_param_gather": self.overlap and self.sharded_optimizer,
+        }
+
+
+def _field_of(word: str, text: str) -> tuple[str, int | bool]:
+    if word in _SWITCHES:
+        return _SWITCHES[word], True
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
+    if match is None or match[1] not in _SIZES:
+        raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (as in 'tp2 pp2 v2 sp')")
+    return _SIZES[match[1]], int(match[2])
+
+
+def every_layout(world_size: int, max_stages: int) -> Iterator[Layout]:
+    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, whether or not a model fits them."""
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tp in reversed(sizes):
+        for pp in sizes:
+            if world_size % (tp * pp):
+                continue
+            dp = world_size // (tp * pp)
+            for chunks in range(1, max_stages // pp + 1 if pp > 1 else 2):
+                yield from _variants(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks))
+
+
+def _variants(layout: Layout) -> Iterator[Layout]:
+    """A layout with every setting of the switches that matters to it."""
+    sizes = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name in _SIZES.values()}
+    for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
+        for sharded_optimizer in (False, True)[: 1 + (layout.dp > 1)]:
+            for overlap in (False, True)[: 1 + (layout.dp > 1)]:
+                yield Layout(
+                    **sizes,
+                    sequence_parallel=sequence_parallel,
+                    sharded_optimizer=sharded_optimizer,
+                    overlap=overlap,
+                )

@@ -1,0 +1,27 @@
+"""Batches that punish every wrong average."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_core.datasets.base import Sample
+from megatron_core.datasets.permutation import mix64
+
+
+class RaggedDataset:
+    """Random tokens with loss masks of every length; each seventh sample counts no token at all.
+
+    Micro-batches and data-parallel ranks then hold different numbers of tokens that count, so that a mean of means, or
+    a division in the wrong place, changes the loss and every gradient.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int) -> None:
+        self.vocab_size, self.sequence_length = vocab_size, sequence_length
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item ``index`` >= 0 of the endless order."""
+        length = self.sequence_length
+        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
+        counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
+        mask = (np.arange(length) < counted).astype(np.float32)
+        return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

@@ -1,0 +1,120 @@
+"""A small world of processes on this machine: a function runs in every rank, and its results come back."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_core import parallel_state
+from megatron_core.errors import MegatronError
+from megatron_core.parallel import World
+
+
+class RankFailure(MegatronError):
+    """A rank raised, died or did not finish; the message has the traceback of the first one that did."""
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a rank sits."""
+
+    rank: int
+    world_size: int
+    device: str
+    store: str
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, device: str = "cpu"
+) -> list[Any]:
+    """Call ``function(*args)`` in ``world_size`` processes joined by torch.distributed; results by rank.
+
+    ``device="cpu"`` forks the ranks and joins them over gloo; ``"cuda"`` gives each a GPU of its own and joins them
+    over NCCL (spawned, because CUDA does not survive a fork: ``function`` and ``args`` must be picklable). Results go
+    through a pipe: arrays of numpy, not tensors. Ranks that hang are ended after ``timeout`` seconds.
+    Errors: ``RankFailure``.
+    """
+    context = mp.get_context("fork" if device == "cpu" else "spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            seat = _Seat(rank, world_size, device, os.path.join(folder, "store"))
+            process = context.Process(target=_sit, args=(seat, theirs, function, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        grace = 0.0
+        try:
+            results = _collect(pipes, timeout)
+            for pipe in pipes:
+                pipe.send("all ranks are done")
+            grace = 5.0
+            return results
+        finally:
+            for process in processes:
+                process.join(timeout=grace)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def this_world() -> World:
+    """The ``World`` of a rank that ``run_ranks`` started."""
+    rank = dist.get_rank()
+    cuda = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return World(rank, dist.get_world_size(), local_rank=rank, device=device)
+
+
+def _sit(seat: _Seat, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
+    parallel_state.destroy_model_parallel()  # what the parent made current is no layout of this world
+    try:
+        if seat.device == "cuda":
+            torch.cuda.set_device(seat.rank)
+        dist.init_process_group(
+            "nccl" if seat.device == "cuda" else "gloo",
+            init_method=f"file://{seat.store}",
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=timedelta(seconds=60),
+        )
+        pipe.send((True, function(*args)))
+        pipe.recv()  # a rank that left now would close connections that slower ones are still making
+    except BaseException:  # whatever it is, the parent shows it
+        pipe.send((False, f"rank {seat.rank}:\n{traceback.format_exc()}"))
+    finally:
+        pipe.close()
+        os._exit(0)  # no exit handlers of the parent in here
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(pending), timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            raise RankFailure(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
+        for pipe in ready:
+            rank = pending[pipe]
+            try:
+                succeeded, results[rank] = pipe.recv()
+            except EOFError:
+                raise RankFailure(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RankFailure(results[rank])
+    return [results[rank] for rank in range(len(pipes))]

@@ -1,0 +1,124 @@
+"""The same model, small: every feature stays, every size shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, lcm
+from typing import Any
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.training.setup import vocabulary_size
+
+MOST_LAYERS = MOST_HEADS = 8
+HEAD_SIZE = 8
+SEQUENCE = 16
+VOCABULARY = 101  # no multiple of anything: some rank always has padding in its part of the vocabulary
+
+
+def shrunk(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
+    """``config`` with sizes that take milliseconds a step and still fit all ``layouts``.
+
+    What the model is made of stays: norms, activations, positions, biases, the share of query groups, tying, dropout,
+    recomputation, optimizer. Data and checkpoints are left out.
+    """
+    tp = lcm(*(layout.tp for layout in layouts))
+    stages = max(layout.pp * layout.chunks for layout in layouts)
+    return RunConfig.from_flat(config.flat() | small_run() | _training(layouts) | _model(config, tp, stages))
+
+
+def _model(config: RunConfig, tp: int, stages: int) -> dict[str, Any]:
+    model = config.model
+    heads = model.num_attention_heads
+    if heads > MOST_HEADS or heads % tp:
+        heads = lcm(MOST_HEADS, tp)
+    layers = max(min(model.num_layers, MOST_LAYERS), stages)
+    hidden = heads * HEAD_SIZE
+    sizes: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "kv_channels": HEAD_SIZE if model.kv_channels else None,
+        "max_position_embeddings": None,
+        "seq_length": -(-min(config.data.seq_length, SEQUENCE) // tp) * tp,
+        "make_vocab_size_divisible_by": min(model.make_vocab_size_divisible_by, 8),
+        # Large enough that every part of the small model matters to its loss.
+        "init_method_std": 0.05,
+    }
+    if model.ffn_hidden_size is not None:
+        unit = 8 * tp
+        sizes["ffn_hidden_size"] = max(round(hidden * model.ffn_hidden_size / model.hidden_size / unit), 1) * unit
+    if model.num_query_groups is not None:
+        sizes["num_query_groups"] = _groups(model.num_query_groups, model.num_attention_heads, heads, tp)
+    if model.position_embedding_type == "rope":
+        sizes["rotary_percent"] = max(round(HEAD_SIZE * model.rotary_percent / 2), 1) * 2 / HEAD_SIZE
+    if model.recompute_num_layers is not None:
+        sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
+    return sizes
+
+
+def _groups(groups: int, old_heads: int, heads: int, tp: int) -> int:
+    """About the same share of key-value groups, a number that divides the heads and goes with ``tp``."""
+    share = gcd(max(heads * groups // old_heads, 1), heads)
+    return share if share % tp == 0 or tp % share == 0 else gcd(share, tp)
+
+
+def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
+    copies = lcm(*(layout.dp for layout in layouts))
+    return {
+        "micro_batch_size": 1,
+        "global_batch_size": copies * -(-8 // copies),
+        "lr": 1e-3,
+        "min_lr": 0.0,
+        # Adam divides by the size of the gradients, which hides a constant factor and magnifies the rounding of those
+        # that are all but zero; so large an epsilon does neither.
+        "adam_eps": 1e-3,
+        # Below the norms of this model, so that clipping, and with it the norm, moves every weight.
+        "clip_grad": 0.5,
+        # Several buckets instead of one.
+        "ddp_bucket_size": 3000,
+    }
+
+
+def small_run() -> dict[str, Any]:
+    """Settings of a run of a few steps that reads no data, evaluates nothing and touches nobody's checkpoints."""
+    return {
+        "train_iters": 10,
+        "train_samples": None,
+        "lr_decay_iters": None,
+        "lr_warmup_iters": 0,  # the first step has to move the weights
+        "lr_warmup_fraction": None,
+        "lr_decay_style": "constant",
+        "lr_wsd_decay_iters": None,
+        "eval_interval": None,
+        "eval_iters": 0,
+        "exit_interval": None,
+        "exit_duration_in_mins": None,
+        "mock_data": True,
+        "data_path": (),
+        "train_data_path": (),
+        "valid_data_path": (),
+        "test_data_path": (),
+        "split": None,
+        "eod_mask_loss": False,
+        "tokenizer_type": None,
+        "tokenizer_model": None,
+        "vocab_file": None,
+        "merge_file": None,
+        "vocab_size": VOCABULARY,
+        "save": None,
+        "save_interval": None,
+        "load": None,
+        "ckpt_step": None,
+        "finetune": False,
+        "no_load_optim": False,
+        "metrics_file": None,
+        "tensorboard_dir": None,
+    }
+
+
+def at_full_size(config: RunConfig) -> RunConfig:
+    """``config`` with its own sizes, batches, learning rate and vocabulary, for a few steps on made-up data."""
+    vocab_size = vocabulary_size(config, tokenizer_of(config.data))
+    return RunConfig.from_flat(config.flat() | small_run() | {"vocab_size": vocab_size})

@@ -1,0 +1,71 @@
+"""The table of a proof, for a terminal and for a page of documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_core.verify.compare import EPSILON
+from megatron_core.verify.proof import Proof, Row, Worst
+
+_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
+_MOST_FAULTS = 3
+
+
+class TerminalTable:
+    """Prints a proof row by row, so that a long one can be watched; errors are in relative terms and in epsilons."""
+
+    def __init__(self, layouts: list[str], dtype: str) -> None:
+        self.epsilon = EPSILON[dtype]
+        width = max(map(len, [*layouts, _HEAD[0], "1 process"]))
+        self.widths = (width, 5, 16, 16, 16, 16, 48, 7, 5)
+
+    def head(self) -> str:
+        """The line above the rows."""
+        return self._line(_HEAD)
+
+    def lines(self, row: Row) -> Iterator[str]:
+        """A row, and what is wrong with it."""
+        yield self._line(cells(row, self.epsilon))
+        yield from (f"    {fault}" for fault in row.faults[:_MOST_FAULTS])
+        if len(row.faults) > _MOST_FAULTS:
+            yield f"    ... and {len(row.faults) - _MOST_FAULTS} more"
+
+    def _line(self, texts: tuple[str, ...]) -> str:
+        padded = (
+            text.rjust(width) if name in ("ranks", "s") else text.ljust(width)
+            for name, text, width in zip(_HEAD, texts, self.widths, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+
+def cells(row: Row, epsilon: float) -> tuple[str, ...]:
+    """The texts of a row's columns."""
+    errors = (_error(worst, epsilon) for worst in (row.loss, row.gradient, row.norm, row.weight))
+    where = row.gradient.where if row.gradient else ""
+    verdict = "holds" if row.holds else "FAILS"
+    return (row.layout, str(row.ranks), *errors, where, verdict, f"{row.seconds:.1f}")
+
+
+def _error(worst: Worst | None, epsilon: float) -> str:
+    """A relative error and the same in epsilons: ``4.3e-15 (19 ε)``."""
+    if worst is None:
+        return "-"
+    epsilons = worst.error / epsilon
+    return f"{worst.error:.1e} ({epsilons:.{1 if epsilons < 10 else 0}f} ε)"
+
+
+def markdown(proof: Proof) -> Iterator[str]:
+    """The proof as lines of a Markdown table, without times: they differ from run to run."""
+    head = _HEAD[:-1]
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'|'.join('---' for _ in head)}|"
+    for row in proof.rows:
+        layout, ranks, *errors, where, verdict, _ = cells(row, EPSILON[proof.dtype])
+        yield f"| {' | '.join([layout, ranks, *errors, f'`{where}`', verdict])} |"
+
+
+def summary(proof: Proof) -> str:
+    """One line: how many hold."""
+    layouts = [row for row in proof.rows if row.ranks > 1]
+    held = sum(row.holds for row in layouts)
+    return f"{held} of {len(layouts)} layouts hold in {proof.dtype} over {proof.backend} ({proof.bound})"

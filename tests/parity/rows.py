@@ -1,0 +1,119 @@
+"""The rows of the parity matrix: a model, and a layout in which it has to compute what one process computes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from megatron_core.config import RunConfig
+from megatron_core.verify import Trace, trace_training
+
+BASE = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init_method_std": 0.1,  # large enough that every part of the model matters to the loss
+    "make_vocab_size_divisible_by": 8,
+    "seq_length": 16,
+    "vocab_size": 101,  # no multiple of anything: every row has padding in its vocabulary
+    "mock_data": True,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": 10,
+    "lr": 1e-2,
+    "clip_grad": 0.5,  # below the norms seen here, so that clipping is part of every row
+    "fp64": True,
+}
+TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
+PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
+SP, V2 = {"sequence_parallel": True}, {"num_virtual_stages_per_pipeline_rank": 2}
+ZERO, OVERLAP = (
+    {"use_distributed_optimizer": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+)
+SMALL_BUCKETS = {"ddp_bucket_size": 3000}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+SDPA = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+MODERN = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 64,
+    "disable_bias_linear": True,
+    "qk_layernorm": True,
+    **UNTIED,
+}
+# Rotary positions: without them a bias on all keys changes no attention weight, and its true gradient is 0.
+GQA1 = {
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "qk_layernorm": True,
+    "position_embedding_type": "rope",
+}
+GQA2 = {"group_query_attention": True, "num_query_groups": 2}
+FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+# name: (world size, model and batch of both sides, layout of the row alone)
+ROWS: dict[str, tuple[int, dict, dict]] = {
+    "tp2": (2, {}, TP2),
+    "tp4": (4, {}, TP4),
+    "tp2 sp": (2, {}, TP2 | SP),
+    "tp4 sp": (4, {}, TP4 | SP),
+    "tp2 sp without overlap": (2, {}, TP2 | SP | {"tp_comm_overlap": False}),
+    "pp2": (2, {}, PP2),
+    "pp4": (4, {}, PP4),
+    "pp2 x 2 chunks": (2, {}, PP2 | V2),
+    "pp2 x 2 chunks, 3 micro-batches": (2, {"global_batch_size": 3}, PP2 | V2),  # C32
+    "pp4, 1 micro-batch": (4, {"global_batch_size": 1}, PP4),  # C32
+    "pp4, 3 micro-batches": (4, {"global_batch_size": 3}, PP4),  # C32
+    "pp4, 8 micro-batches": (4, {}, PP4),
+    "dp2": (2, {}, {}),
+    "dp2, overlap": (2, {}, {"overlap_grad_reduce": True} | SMALL_BUCKETS),
+    "dp4": (4, {}, {}),
+    "dp2 zero1": (2, {}, ZERO),
+    "dp2 zero1, overlap": (2, {}, ZERO | OVERLAP | SMALL_BUCKETS),  # C59, C60
+    "tp2 pp2": (4, {}, TP2 | PP2),
+    "tp2 pp2 sp x 2 chunks": (4, {}, TP2 | PP2 | SP | V2),
+    "dp2 pp2 zero1, tied": (4, {}, PP2 | ZERO),  # C10
+    "dp2 tp2 pp2": (8, {}, TP2 | PP2),
+    "dp2 tp2 pp2 sp zero1 x 2 chunks": (8, {}, TP2 | PP2 | SP | ZERO | V2 | OVERLAP),
+    "rank order pp-dp-tp": (8, {}, TP2 | PP2 | {"rank_order": "pp-dp-tp-cp-ep"}),
+    "1 group, tp4": (4, GQA1, TP4),  # C19, C18
+    "2 groups, tp4": (4, GQA2, TP4),  # C19
+    "2 groups, tp4 sp": (4, GQA2, TP4 | SP),
+    "2 groups, tp2": (2, GQA2, TP2),
+    "1 group, dp2 tp2 zero1": (4, GQA1, TP2 | ZERO),
+    "5 layers, pp2": (2, {"num_layers": 5}, PP2),  # C34
+    "untied, pp2": (2, UNTIED, PP2),
+    "untied, tp2 pp2 sp": (4, UNTIED, TP2 | PP2 | SP),
+    "fused attention, tp2 sp": (2, SDPA, TP2 | SP),
+    "fused attention, 2 groups, tp4": (4, SDPA | GQA2, TP4),
+    "modern, tp2 sp": (2, MODERN, TP2 | SP),
+    "modern, tp2 pp2": (4, MODERN, TP2 | PP2),
+    "modern, 2 groups, tp4 sp": (4, MODERN | GQA2, TP4 | SP),
+    "geglu, tp2": (2, {"geglu": True, "ffn_hidden_size": 64}, TP2),
+    "squared relu, tp2": (2, {"squared_relu": True}, TP2),
+    "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),
+    "full recompute, block, pp2": (2, {}, PP2 | FULL_BLOCK),
+    "selective recompute, tp2": (2, {}, TP2 | {"recompute_granularity": "selective"}),
+}
+
+
+def truth_of(shared: dict) -> Trace:
+    """The trace of one process."""
+    return _truth(tuple(sorted(shared.items())))
+
+
+@cache
+def _truth(settings: tuple[tuple[str, object], ...]) -> Trace:
+    return trace_training(RunConfig.from_flat(dict(settings)), world_size=1)
+
+
+def compare(world_size: int, model: dict, layout: dict, extra: dict | None = None) -> tuple[Trace, Trace]:
+    """The traces of a row and of one process."""
+    shared = BASE | model | (extra or {})
+    truth = truth_of(shared)
+    return trace_training(RunConfig.from_flat(shared | layout), world_size), truth
