@@ -1,5 +1,6 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
 # test:       everything that runs without a GPU
+# verify-all: every layout of 2, 4 and 8 ranks against one process; writes docs/layouts.md
 # check:      style
 # bench:      speed, side by side with transformers and torch's DDP
 PYTHON ?= python3
@@ -8,13 +9,17 @@ BIN := $(VENV)/bin
 # A CPU build where the index has one; the range is pyproject.toml's.
 TORCH ?= torch>=2.8,<2.14
 
-.PHONY: quickstart test check bench install install-test clean
+.PHONY: quickstart test verify-all check bench install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test: install-test
 	$(BIN)/python -m pytest
+
+verify-all: install-test
+	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
+	  --all --world-size 2 4 8 --markdown docs/layouts.md
 
 check: install-test
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.verify import GPTExperiment, Layout, fitting_layouts, prove, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.shrink import at_full_size, small_run
-from megatron_core.verify.table import TerminalTable, summary
+from megatron_core.verify.table import TerminalTable, page, summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class Options:
     """Do not shrink the model and its batches."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the table as JSON, too."""
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the table as a page of Markdown, too."""
 
 
 def main(options: Options, flags: list[str]) -> int:
@@ -54,7 +56,8 @@ def main(options: Options, flags: list[str]) -> int:
     config, layouts = subject(parse_run_config(flags, prog="verify_layout.py"), options)
     device = options.device if options.device != "auto" else available_device(layouts)
     table = TerminalTable([str(layout) for layout in layouts], options.dtype)
-    print(describe(config, options, device), table.head(), sep="\n", flush=True)
+    what = describe(config, options, device)
+    print(what, table.head(), sep="\n", flush=True)
     proof = prove(
         GPTExperiment(config, options.steps, few_micro_batches=not options.full_size),
         layouts,
@@ -65,6 +68,8 @@ def main(options: Options, flags: list[str]) -> int:
     print(summary(proof))
     if options.json is not None:
         options.json.write_text(json.dumps(proof.as_dict(), indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(page(proof, what)) + "\n")
     return 0 if proof.holds else 1
 
 
@@ -129,8 +134,9 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
     )
 
 
-def run(options: Options, flags: list[str]) -> int:
+def run(args: list[str] | None = None) -> int:
     """The whole program; an error that users can mend is one message."""
+    options, flags = tyro.cli(Options, prog="verify_layout.py", args=args, return_unknown_args=True)
     try:
         refuse_contradictions(options)
         return main(options, flags)
@@ -140,4 +146,4 @@ def run(options: Options, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(*tyro.cli(Options, prog="verify_layout.py", return_unknown_args=True)))
+    sys.exit(run())

@@ -8,6 +8,7 @@ each tensor, and a layout, which adds the same numbers in another order, may be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from statistics import median
 
@@ -71,7 +72,16 @@ def kind_of(name: str) -> str:
 
 
 def beyond(errors: Errors, bounds: Bounds) -> Iterator[str]:
-    """A sentence for each quantity that is further off than it may be, the worst first."""
+    """A sentence for each quantity that is further off than it may be: the earliest step first, then the worst.
+
+    What is wrong in the first step is nearest to the cause; all that comes later inherits it.
+    """
     excess = {name: error / bounds.of(name) for name, error in errors.items() if not error <= bounds.of(name)}
-    for name in sorted(excess, key=lambda name: excess[name], reverse=True):
-        yield f"{name} is off by {errors[name]:.1e} ({bounds.of(name):.1e} allowed)"
+    for name in sorted(excess, key=lambda name: (_step_of(name), -excess[name])):
+        yield f"{name} is off by {errors[name]:.1e} (allowed: {bounds.of(name):.1e})"
+
+
+def _step_of(name: str) -> float:
+    """The step that a quantity belongs to; weights come after all of them."""
+    digits = re.search(r"\d+$", name.split(".")[0])
+    return int(digits[0]) if digits else np.inf

@@ -85,6 +85,9 @@ def assemble(records: Sequence[Record]) -> Trace:
             if not np.array_equal(full[box][seen[box]], values[seen[box]], equal_nan=True):
                 differing[name] = None
             full[box], seen[box] = values, True
-    faults += [f"copies of {name} differ" for name in differing]
-    faults += [f"no rank holds all of {name}" for name, seen in known.items() if not seen.all()]
+    if differing:
+        faults.append(f"ranks hold different copies of {', '.join(sorted(differing))}")
+    incomplete = [name for name, seen in known.items() if not seen.all()]
+    if incomplete:
+        faults.append(f"nobody holds some elements of {', '.join(sorted(incomplete))}")
     return Trace(first.losses, first.norms, tensors, faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from megatron_core.verify.compare import EPSILON
@@ -9,6 +10,7 @@ from megatron_core.verify.proof import Proof, Row, Worst
 
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
 _MOST_FAULTS = 3
+_LONGEST_FAULT = 150
 
 
 class TerminalTable:
@@ -17,7 +19,7 @@ class TerminalTable:
     def __init__(self, layouts: list[str], dtype: str) -> None:
         self.epsilon = EPSILON[dtype]
         width = max(map(len, [*layouts, _HEAD[0], "1 process"]))
-        self.widths = (width, 5, 16, 16, 16, 16, 48, 7, 5)
+        self.widths = (width, 5, 17, 17, 17, 17, 48, 7, 5)
 
     def head(self) -> str:
         """The line above the rows."""
@@ -26,7 +28,8 @@ class TerminalTable:
     def lines(self, row: Row) -> Iterator[str]:
         """A row, and what is wrong with it."""
         yield self._line(cells(row, self.epsilon))
-        yield from (f"    {fault}" for fault in row.faults[:_MOST_FAULTS])
+        for fault in row.faults[:_MOST_FAULTS]:
+            yield f"    {textwrap.shorten(fault, _LONGEST_FAULT, placeholder=' ...')}"
         if len(row.faults) > _MOST_FAULTS:
             yield f"    ... and {len(row.faults) - _MOST_FAULTS} more"
 
@@ -51,12 +54,14 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     if worst is None:
         return "-"
     epsilons = worst.error / epsilon
-    return f"{worst.error:.1e} ({epsilons:.{1 if epsilons < 10 else 0}f} ε)"
+    shown = f"{epsilons:.1f}" if epsilons < 10 else f"{epsilons:.0f}" if epsilons < 1e5 else f"{epsilons:.0e}"
+    return f"{worst.error:.1e} ({shown} ε)"
 
 
-def markdown(proof: Proof) -> Iterator[str]:
-    """The proof as lines of a Markdown table, without times: they differ from run to run."""
+def page(proof: Proof, what: str) -> Iterator[str]:
+    """The lines of a Markdown page, without times: they differ from run to run."""
     head = _HEAD[:-1]
+    yield from ("# Layouts proved", "", f"{what[0].upper()}{what[1:]}.", "", f"{summary(proof)}.", "")
     yield f"| {' | '.join(head)} |"
     yield f"|{'|'.join('---' for _ in head)}|"
     for row in proof.rows:

@@ -1,0 +1,53 @@
+"""Layouts in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout, every_layout
+from megatron_core.errors import LayoutError
+
+
+@pytest.mark.parametrize(
+    "text", ["1 process", "tp2", "tp2 sp", "pp2 v2", "dp4 zero1 overlap", "tp2 pp2 v3 dp2 sp zero1 overlap"]
+)
+def test_words_there_and_back(text: str) -> None:
+    assert str(Layout.parse(text)) == text
+
+
+def test_order_of_words_does_not_matter() -> None:
+    assert Layout.parse("sp dp2 tp4") == Layout(tp=4, dp=2, sequence_parallel=True)
+    assert Layout.parse("tp1 pp1") == Layout.parse("")
+
+
+@pytest.mark.parametrize("text", ["tp", "tp0", "tpx", "cp2", "tp2 tp2", "sp sp", "2", "zero3"])
+def test_other_words_are_refused_with_the_legal_ones(text: str) -> None:
+    with pytest.raises(LayoutError, match=r"tpN, ppN, vN, dpN, sp, zero1, overlap"):
+        Layout.parse(text)
+
+
+def test_settings_describe_the_layout() -> None:
+    for layout in every_layout(8, 8):
+        parallel = RunConfig.from_flat(layout.settings()).parallel
+        assert Layout.of(parallel, 8, layout.world_size) == layout
+
+
+def test_every_layout_of_four_ranks_by_hand() -> None:
+    found = {str(layout) for layout in every_layout(4, 4)}
+    data_parallel = {"", " overlap", " zero1", " zero1 overlap"}
+    assert found == {
+        *("tp4", "tp4 sp", "pp4"),
+        *(f"tp2 pp2{chunks}{sp}" for chunks in ("", " v2") for sp in ("", " sp")),
+        *(f"tp2 dp2{sp}{rest}" for sp in ("", " sp") for rest in data_parallel),
+        *(f"pp2{chunks} dp2{rest}" for chunks in ("", " v2") for rest in data_parallel),
+        *(f"dp4{rest}" for rest in data_parallel),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 12])
+def test_every_layout_fills_the_world_once(world_size: int) -> None:
+    layouts = list(every_layout(world_size, 12))
+    assert len(set(layouts)) == len(layouts) > 0
+    assert {layout.world_size for layout in layouts} == {world_size}
+    assert max(layout.pp * layout.chunks for layout in layouts) <= 12

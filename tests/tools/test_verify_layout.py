@@ -1,0 +1,105 @@
+"""The command that proves layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.verify_layout import run
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
+
+
+@dataclass
+class Result:
+    """What a run of the command left."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+Verify = Callable[..., Result]
+
+
+@pytest.fixture
+def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
+    """The command in this process; its ranks are forked."""
+
+    def call(*args: str) -> Result:
+        try:
+            status = run(list(args))
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        return Result(status, *capfd.readouterr())
+
+    return call
+
+
+def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
+    result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "proof.json"))
+    assert result.status == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if "ε)" in line]
+    assert [row[:2] for row in rows] == [["tp2", "sp"], ["pp2", "2"]]
+    assert all("holds" in row for row in rows)
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["holds"] is True
+    assert proof["dtype"] == "float64"
+    assert [row["layout"] for row in proof["rows"]] == ["tp2 sp", "pp2"]
+    assert proof["rows"][0]["gradient"]["error"] < 1e-12
+
+
+def test_every_layout_of_a_world(verify: Verify) -> None:
+    result = verify(*SMALL, "--all", "--world-size", "2", "--dtype", "float32")
+    assert result.status == 0, result.stderr + result.stdout
+    assert "7 of 7 layouts hold in float32" in result.stdout  # tp2, tp2 sp, pp2, dp2 (zero1, overlap)
+    assert result.stdout.splitlines()[2].startswith("1 process")
+
+
+def test_the_flags_of_a_run_describe_its_layout(verify: Verify) -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--normalization", "RMSNorm")
+    result = verify(*SMALL, *flags, "--world-size", "4", "--use-distributed-optimizer")
+    assert result.status == 0, result.stderr
+    assert "\ntp2 dp2 sp zero1 " in result.stdout
+
+
+def test_a_config_file_describes_the_model(verify: Verify, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("num_layers: 3\nnum_attention_heads: 4\nhidden_size: 512\n")
+    result = verify("--config", str(tmp_path / "run.yaml"), "--steps", "1", "--layouts", "pp3")
+    assert result.status == 0, result.stderr
+    assert "3 layers, hidden size 32, 4 heads" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "there is no layout to prove"),
+        (("--layouts", "tp2 cp4"), "legal: tpN"),
+        (("--layouts", "tp2", "--all"), "--all and --layouts exclude one another"),
+        (("--all",), "--world-size"),
+        (("--layouts", "tp2", "--steps", "0"), "--steps 0 proves nothing"),
+        (("--layouts", "tp2", "--world-size", "2", "4"), "several --world-size need --all"),
+        (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),
+        (("--layouts", "tp2", "--no-such-flag"), "no-such-flag"),
+    ],
+)
+def test_wrong_command_lines(verify: Verify, args: tuple[str, ...], message: str) -> None:
+    result = verify(*args)
+    assert result.status == 2
+    assert message in result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_option_and_the_words() -> None:
+    """As a program of its own, too."""
+    command = [sys.executable, "tools/verify_layout.py", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    for word in ("--layouts", "--all", "--world-size", "--dtype", "--json", "--full-size", "zero1", "pretrain_gpt.py"):
+        assert word in shown

@@ -1,0 +1,67 @@
+"""Errors and their bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, beyond, relative_errors
+from megatron_core.verify.record import Trace
+
+
+def trace(loss: float = 2.0, norm: float = 4.0, **tensors: list[float]) -> Trace:
+    values = {"a": [1.0, -2.0]} | tensors
+    return Trace([loss], [norm], {f"grad0.{name}": np.array(v) for name, v in values.items()}, [])
+
+
+def test_errors_are_relative_to_the_largest_element() -> None:
+    errors = relative_errors(trace(loss=2.5, norm=3.0, a=[1.5, -2.0]), trace())
+    assert errors == {"loss0": 0.25, "norm0": 0.25, "grad0.a": 0.25}
+
+
+def test_a_true_zero_is_compared_absolutely() -> None:
+    assert relative_errors(trace(b=[0.0, 1e-3]), trace(b=[0.0, 0.0]))["grad0.b"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "found",
+    [trace(a=[np.nan, -2.0]), trace(a=[np.inf, -2.0]), trace(a=[1.0]), trace(extra=[0.0])],
+    ids=["nan", "inf", "another shape", "a tensor that the truth has not"],
+)
+def test_what_cannot_be_compared_is_infinitely_far(found: Trace) -> None:
+    errors = relative_errors(found, trace())
+    assert max(errors.values()) == np.inf
+    assert len(list(beyond(errors, Bounds("float64")))) == 1
+
+
+def test_a_missing_tensor_is_infinitely_far() -> None:
+    assert relative_errors(trace(), trace(b=[1.0]))["grad0.b"] == np.inf
+
+
+def test_a_loss_that_is_no_number_is_beyond_every_bound() -> None:
+    errors = relative_errors(trace(loss=float("nan")), trace())
+    assert [sentence.split()[0] for sentence in beyond(errors, Bounds("float64"))] == ["loss0"]
+
+
+def test_the_first_step_comes_first_then_the_worst() -> None:
+    errors = {"weight.a": 1.0, "grad1.a": 1.0, "grad0.a": 1e-3, "grad0.b": 1e-2, "loss0": 1e-12}
+    names = [sentence.split()[0] for sentence in beyond(errors, Bounds("float64"))]
+    assert names == ["grad0.b", "grad0.a", "grad1.a", "weight.a"]
+
+
+def test_float64_has_one_bound() -> None:
+    assert Bounds("float64").of("anything") == FLOAT64_BOUND
+
+
+def test_other_dtypes_are_held_to_the_noise_of_one_process() -> None:
+    noise = {"loss0": 0.0, "grad0.a": 1e-6, "grad0.b": 0.0, "grad0.c": 4e-6}
+    bounds = Bounds("float32", noise)
+    assert bounds.of("grad0.c") == NOISE_FACTOR * 4e-6
+    assert bounds.of("grad0.b") == NOISE_FACTOR * 1e-6  # the median of its kind: b was exact by chance
+    assert bounds.of("loss0") == NOISE_FACTOR * EPSILON["float32"]
+    assert [s.split()[0] for s in beyond({"grad0.a": 5.9e-6, "grad0.b": 6.1e-6}, bounds)] == ["grad0.b"]
+
+
+def test_epsilons_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    assert {name: torch.finfo(getattr(torch, name)).eps for name in EPSILON} == EPSILON
