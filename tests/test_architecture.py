@@ -20,7 +20,7 @@ LEVELS = {
     "errors": 0,
     "config": 0,
     "parallel.grid": 1,
-    "pipeline_parallel": 1,  # the package itself, actions, schedules, checks, simulate, draw
+    "pipeline_parallel": 1,  # the package itself, and all that is not named below: schedules, checks, simulate ...
     "ops": 2,
     "tokenizers": 2,
     "parallel": 2,

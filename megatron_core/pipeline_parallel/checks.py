@@ -7,26 +7,22 @@ from collections.abc import Iterator
 
 from megatron_core.errors import LayoutError
 from megatron_core.pipeline_parallel.actions import Action, Plan
+from megatron_core.pipeline_parallel.rendezvous import order_problems
 
 
 def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
-    """All that is wrong with a plan, in sentences; nothing if every action is there once and none waits forever."""
-    kinds = "F" if forward_only else "FB"
-    wanted = {
-        Action(stage, kind, micro)
-        for stage in range(plan.num_stages)
-        for kind in kinds
-        for micro in range(num_microbatches)
-    }
-    seen = Counter(action for actions in plan.ranks for action in actions)
-    yield from (f"{action} is missing" for action in sorted(wanted - set(seen)))
-    yield from (f"{action} is not part of this step" for action in sorted(set(seen) - wanted))
-    yield from (f"{action} is there {count} times" for action, count in sorted(seen.items()) if count > 1)
-    for rank, actions in enumerate(plan.ranks):
-        for action in actions:
-            if action.stage < plan.num_stages and plan.place[action.stage] != rank:
-                yield f"{action} is on rank {rank}, but stage {action.stage} is on rank {plan.place[action.stage]}"
+    """All that is wrong with a plan, in sentences; nothing if it can run.
+
+    Every F is there once, and for every stage and micro-batch either one B or one I and one W; each on the rank that
+    holds its stage; every dependency is met before it is needed, so that no rank waits forever; and messages between
+    two stages are taken in the order in which they are sent. Such a plan runs whether sends are waited for or not:
+    see ``rendezvous``.
+    """
+    found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan)]
+    yield from found
     yield from _stuck(plan)
+    if not found:  # else there is no telling which message is whose
+        yield from order_problems(plan)
 
 
 def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
@@ -37,31 +33,49 @@ def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> P
     return plan
 
 
+def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator[str]:
+    """What is missing, unknown, doubled, or split and whole at once."""
+    seen = Counter(action for actions in plan.ranks for action in actions)
+    wanted: set[Action] = set()
+    for stage in range(plan.num_stages):
+        for micro in range(num_microbatches):
+            kinds = "F" if forward_only else "F" + _backward_kinds(seen, stage, micro)
+            wanted.update(Action(stage, kind, micro) for kind in kinds)
+    yield from (f"{action} is missing" for action in sorted(wanted - set(seen)))
+    for action in sorted(set(seen) - wanted):
+        whole = Action(action.stage, "B", action.micro)
+        if action.kind in "IW" and whole in wanted:
+            yield f"{action} stands beside {whole}; a backward is either B, or I and W"
+        else:
+            yield f"{action} is not part of this step"
+    yield from (f"{action} is there {count} times" for action, count in sorted(seen.items()) if count > 1)
+
+
+def _backward_kinds(seen: Counter[Action], stage: int, micro: int) -> str:
+    """B, unless the plan has an I or W, and no B, of this stage and micro-batch."""
+    split = any(Action(stage, kind, micro) in seen for kind in "IW")
+    return "IW" if split and Action(stage, "B", micro) not in seen else "B"
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    for stage, rank in enumerate(plan.place):
+        if not 0 <= rank < len(plan.ranks):
+            yield f"stage {stage} is on rank {rank}, but the plan has ranks 0 to {len(plan.ranks) - 1}"
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            if action.stage < plan.num_stages and plan.place[action.stage] != rank:
+                yield f"{action} is on rank {rank}, but stage {action.stage} is on rank {plan.place[action.stage]}"
+
+
 def _stuck(plan: Plan) -> Iterator[str]:
     """Run the plan with all costs zero; name what each rank waits for when nothing can go on."""
     done: set[Action] = set()
     position = [0] * len(plan.ranks)
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(plan.ranks):
-            while position[rank] < len(actions) and _ready(plan, actions[position[rank]], done):
-                done.add(actions[position[rank]])
-                position[rank] += 1
-                progress = True
+    for rank, action in plan.walk():
+        done.add(action)
+        position[rank] += 1
     for rank, actions in enumerate(plan.ranks):
         if position[rank] < len(actions):
             action = actions[position[rank]]
-            missing = next(need for need in _needs(plan, action) if need not in done)
+            missing = next(need for need in plan.needs(action) if need not in done)
             yield f"rank {rank} waits forever before {action}, which needs {missing}"
-
-
-def _ready(plan: Plan, action: Action, done: set[Action]) -> bool:
-    return all(need in done for need in _needs(plan, action))
-
-
-def _needs(plan: Plan, action: Action) -> list[Action]:
-    """What has to be done before ``action``: its own forward, and the action whose output it consumes."""
-    source = plan.source(action)
-    forward = [Action(action.stage, "F", action.micro)] if action.kind == "B" else []
-    return forward + ([source] if source is not None else [])

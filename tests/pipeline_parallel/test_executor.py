@@ -94,7 +94,7 @@ def _check_schedules(num_ranks: int) -> None:
 
 
 def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: int) -> Plan:
-    """Any order that respects the dependencies, the same on every rank."""
+    """Any order that respects the dependencies, and keeps the micro-batches of a stage in its neighbour's order."""
     choice = random.Random(seed)
     place = placed_round_robin(num_ranks, num_chunks)
     plan = Plan(((),) * num_ranks, place)
@@ -102,7 +102,7 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
     done: set[Action] = set()
     ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
     while left:
-        ready = [a for a in sorted(left) if {plan.source(a), _forward_of(a)} <= done | {None}]
+        ready = [a for a in sorted(left) if set(plan.needs(a)) <= done and _is_next(plan, a, ranks)]
         action = choice.choice(ready)
         left.remove(action)
         done.add(action)
@@ -110,8 +110,16 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
     return Plan(tuple(map(tuple, ranks)), place)
 
 
-def _forward_of(action: Action) -> Action | None:
-    return Action(action.stage, "F", action.micro) if action.kind == "B" else None
+def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
+    """Whether an action takes the first message of its stream that has not been taken yet."""
+    source = plan.source(action)
+    if source is None or plan.place[source.stage] == plan.place[action.stage]:
+        return True
+    stream = [a for a in ranks[plan.place[source.stage]] if (a.stage, a.kind) == (source.stage, source.kind)]
+    taken = {
+        plan.source(a) for a in ranks[plan.place[action.stage]] if (a.stage, a.kind) == (action.stage, action.kind)
+    }
+    return next(sent for sent in stream if sent not in taken) == source
 
 
 def _check_evaluation(links: Links, num_ranks: int) -> None:

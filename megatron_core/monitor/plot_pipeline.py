@@ -1,0 +1,113 @@
+"""Pipeline timelines as a picture: a panel for each, all over the same time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_core.pipeline_parallel.draw import COLOURS, NAMES, kinds, shade
+from megatron_core.pipeline_parallel.simulate import Timeline, peak_activations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK = "#1f2937"
+_GREY = "#6b7280"
+_IDLE = "#e8eaed"
+_HEIGHT = 0.86  # of a box, where a rank's row is 1
+_ROW_INCHES, _HEAD_INCHES, _FOOT_INCHES = 0.27, 0.42, 0.62
+_WIDTH_INCHES = 11.0
+_DIGIT = 0.64  # width of a digit over the size of its font
+_SMALLEST, _LARGEST = 5.0, 8.5  # size of numbers, in points
+
+
+def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Path, *, unit: str = "") -> None:
+    """Draw titled timelines below one another into ``png_path``.
+
+    Boxes are coloured by kind and paler for later chunks, with the micro-batch's number where it fits. Beside each
+    rank stands its peak of activations in micro-batches; above each panel the bubble and the makespan.
+    """
+    longest = max(timeline.makespan for _, timeline in timelines)
+    figure, panels = _new_figure([len(timeline.plan.ranks) for _, timeline in timelines])
+    for axes, (title, timeline) in zip(panels, timelines, strict=True):
+        _draw_boxes(axes, timeline, longest)
+        _label(axes, title, timeline, longest)
+    panels[-1].set_xlabel(f"time ({unit})" if unit else "time", color=_INK, fontsize=9)
+    _draw_legend(figure, [timeline for _, timeline in timelines])
+    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, dpi=150)
+
+
+def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:
+    """A figure with a panel of so many rows each, made without touching matplotlib's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = sum(rows) * _ROW_INCHES + len(rows) * _HEAD_INCHES + _FOOT_INCHES
+    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows, squeeze=False)
+    return figure, list(axes[:, 0])
+
+
+def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
+    """All actions, on a pale ground that shows idle time."""
+    plan = timeline.plan
+    first = min(timeline.start.values(), default=0.0)
+    points = 72 * _WIDTH_INCHES * 0.86 / longest if longest else 0.0  # per unit of time; labels take the rest
+    size = _number_size(timeline, points)
+    for rank, actions in enumerate(plan.ranks):
+        axes.broken_barh([(0, timeline.makespan)], (rank - _HEIGHT / 2, _HEIGHT), facecolors=_IDLE)
+        boxes = [(timeline.start[action] - first, timeline.end[action] - timeline.start[action]) for action in actions]
+        colours = [shade(COLOURS[action.kind], plan.chunks[action.stage], plan.num_chunks) for action in actions]
+        axes.broken_barh(boxes, (rank - _HEIGHT / 2, _HEIGHT), facecolors=colours, edgecolors="white", linewidths=0.5)
+        for action, (start, time) in zip(actions, boxes, strict=True):
+            if len(str(action.micro)) * _DIGIT * size <= time * points:
+                axes.text(start + time / 2, rank, str(action.micro), ha="center", va="center_baseline", fontsize=size)
+
+
+def _number_size(timeline: Timeline, points: float) -> float:
+    """One size for all numbers of a panel: the highest one fits the shortest boxes in which it is legible."""
+    digits = len(str(max(timeline.plan.num_microbatches - 1, 0)))
+    times = sorted(timeline.end[action] - timeline.start[action] for action in timeline.end)
+    fitting = (0.85 * time * points / digits / _DIGIT for time in times)  # the rest is a margin
+    return min(next((size for size in fitting if size >= _SMALLEST), _SMALLEST), _LARGEST)
+
+
+def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
+    """Titles, ranks, peaks; no frame."""
+    peaks = peak_activations(timeline.plan)
+    rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {timeline.makespan:g}"
+    axes.set_title(title, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
+    axes.set_title(rates, loc="right", fontsize=9.5, color=_INK)
+    axes.set_xlim(0, longest)
+    axes.set_ylim(len(peaks) - 0.5, -0.5)
+    axes.set_yticks(range(len(peaks)), [f"rank {rank}" for rank in range(len(peaks))])
+    for row, text, colour in [(-0.85, "peak", _GREY), *((rank, f"{peak:g}", _INK) for rank, peak in enumerate(peaks))]:
+        at = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+        axes.annotate(text, (1, row), **at, va="center", fontsize=8.5, color=colour, annotation_clip=False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, colors=_GREY, labelsize=8.5)
+
+
+def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
+    """One entry for each kind that is there, and a word about shades and peaks."""
+    from matplotlib.patches import Patch
+
+    present = {kind for timeline in timelines for kind in kinds(timeline.plan)}
+    handles = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items() if kind in present]
+    handles.append(Patch(color=_IDLE, label="idle"))
+    notes = ["paler: later chunk"] if any(timeline.plan.num_chunks > 1 for timeline in timelines) else []
+    handles += [Patch(alpha=0, label=note) for note in [*notes, "peak: activations held, in micro-batches"]]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=_INK,
+        handlelength=1.2,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )

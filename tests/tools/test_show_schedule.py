@@ -1,0 +1,109 @@
+"""The tool that draws schedules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_core.pipeline_parallel.plan_file import format_plan
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, gpipe, zb_v
+from tools.show_schedule import Settings, main, with_bare_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def figures(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict]:
+    """What --json prints."""
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found if isinstance(found, list) else [found]
+
+
+def test_figures_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = figures(capsys, "--schedule", "zb_h1", "--pipeline-size", "4", "--microbatches", "8")
+    assert found["bubble"] == pytest.approx(1 / 9) and found["makespan"] == 27
+    assert found["peak_activations"] == [4, 4, 4, 4]
+    assert (found["chunks"], found["receives_ahead"], found["costs"]) == (1, 1, "1,1,1,0")
+
+
+def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Qi et al. 2023, tables 5 and 6: 1.5B, 8 stages, 24 micro-batches."""
+    flags = ["--pipeline-size", "8", "--microbatches", "24", "--costs", "18.522,18.086,9.337,0.601"]
+    found = figures(capsys, "--compare", "1f1b,zb_h1,zb_h2", *flags)
+    assert [each["bubble"] for each in found] == pytest.approx([0.2431, 0.1585, 0.1083], abs=1e-4)
+
+
+def test_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = figures(capsys, "--schedule", "interleaved", "--chunks", "4")
+    assert found["chunks"] == 4
+    found = figures(capsys, "--compare", "interleaved, zb_v, 1f1b")
+    assert [each["chunks"] for each in found] == [2, 2, 1]
+    found = figures(capsys, "--compare", "interleaved,1f1b", "--chunks", "3")
+    assert [each["chunks"] for each in found] == [3, 1]
+
+
+def test_plan_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(format_plan(zb_v(2, 4)))
+    (found,) = figures(capsys, "--plan", str(path))
+    assert (found["schedule"], found["pipeline_size"], found["microbatches"]) == ("mine.txt", 2, 4)
+    both = figures(capsys, "--plan", str(path), "--compare", "zb_v", "--pipeline-size", "2", "--microbatches", "4")
+    assert both[0] == {**both[1], "schedule": "zb_v"}
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = {kind: tmp_path / kind / f"schedule.{kind}" for kind in ("png", "trace", "json")}
+    flags = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
+    assert main(["--schedule", "zb_v", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("zb_v: 4 ranks, 2 chunks, 8 micro-batches\n") and "\x1b" not in printed
+    assert all(f"wrote {path}" in printed for path in paths.values())
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(paths["json"].read_text())["bubble"] == 0
+    assert len(json.loads(paths["trace"].read_text())["traceEvents"]) == 4 + 4 * 2 * 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--schedule", "zbh1"], "'zbh1' is no schedule; legal: gpipe"),
+        (["--schedule", "zb_v", "--chunks", "3"], "zb_v cannot have 3 chunks on each rank; legal: 2"),
+        (["--microbatches", "0"], "micro-batches = 0"),
+        (["--costs", "1,2"], "costs='1,2' must be F,I,W,COMM"),
+        (["--plan", "none.txt"], "plan none.txt cannot be read"),
+        (["--compare", "1f1b,gpipe", "--trace", "x.json"], "holds one schedule; leave --compare out"),
+    ],
+)
+def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_unsound_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(format_plan(gpipe(2, 2)).replace("0B1", ""))
+    assert main(["--plan", str(path)]) == 1
+    assert "0B1 is missing" in capsys.readouterr().err
+
+
+def test_json_without_a_file_is_printed() -> None:
+    assert with_bare_json(["--json"]) == ["--json", "-"]
+    assert with_bare_json(["--json", "--chunks", "2"]) == ["--json", "-", "--chunks", "2"]
+    assert with_bare_json(["--json", "a.json", "--chunks", "2"]) == ["--json", "a.json", "--chunks", "2"]
+
+
+def test_help_names_every_schedule() -> None:
+    assert Settings.__dataclass_fields__["schedule"].default in SCHEDULES
+    code = "from tools.show_schedule import main; main(['--help'])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    words = run.stdout.replace(",", " ").replace(". ", " ").split()
+    assert run.returncode == 0 and set(SCHEDULES) <= set(words)
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; from tools.show_schedule import main; main(['--json']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

@@ -1,0 +1,162 @@
+"""Draw pipeline schedules, and say what each costs in time and memory.
+
+python tools/show_schedule.py --schedule zb_h1 --pipeline-size 4 --microbatches 8
+
+python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 --png schedules.png
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.pipeline_parallel.actions import Plan
+from megatron_core.pipeline_parallel.checks import check
+from megatron_core.pipeline_parallel.draw import chrome_trace, picture
+from megatron_core.pipeline_parallel.plan_file import read_plan
+from megatron_core.pipeline_parallel.rendezvous import receives_ahead
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, make_plan
+from megatron_core.pipeline_parallel.simulate import Costs, Timeline, peak_activations, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Draw pipeline schedules, and say what each costs in time and memory."""
+
+    schedule: str = "1f1b"
+    """Schedule to draw: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v or forward_only."""
+    compare: str | None = None
+    """Several schedules instead, with commas between them."""
+    plan: str | None = None
+    """File with a plan of your own, one line of actions (2F0) for each rank; beside those of --compare, if given."""
+    pipeline_size: int = 4
+    """Pipeline ranks."""
+    microbatches: int = 8
+    """Micro-batches of a step."""
+    chunks: int | None = None
+    """Chunks of layers on each rank; default what the schedule needs, 2 for interleaved."""
+    costs: str = "1,1,1,0"
+    """F,I,W,COMM: times of a micro-batch in all of a rank's layers, and of a message between ranks."""
+    png: str | None = None
+    """Picture to write."""
+    trace: str | None = None
+    """Chrome trace to write (one schedule; a unit of time is a millisecond)."""
+    json: str | None = None
+    """File for the figures; -, or no file, prints them instead of the picture."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A schedule that is drawn."""
+
+    name: str
+    timeline: Timeline
+
+    @property
+    def title(self) -> str:
+        """Name and sizes."""
+        plan = self.timeline.plan
+        chunks = f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
+        return f"{self.name}: {len(plan.ranks)} ranks{chunks}, {plan.num_microbatches} micro-batches"
+
+
+def show_schedule(settings: Settings) -> None:
+    """Simulate, and write all that is asked for."""
+    costs = Costs.parse(settings.costs)
+    shown = [Shown(name, simulate(plan, costs)) for name, plan in plans(settings)]
+    if settings.trace is not None and len(shown) > 1:
+        raise ConfigError(f"trace={settings.trace!r} holds one schedule; leave --compare out")
+    if settings.png is not None:
+        from megatron_core.monitor.plot_pipeline import plot_timelines  # matplotlib takes a while to load
+
+        plot_timelines([(each.title, each.timeline) for each in shown], settings.png)
+    if settings.trace is not None:
+        write(settings.trace, json.dumps(chrome_trace(shown[0].timeline)))
+    if settings.json is not None:
+        found = [figures(each, costs) for each in shown]
+        write(settings.json, json.dumps(found[0] if len(found) == 1 else found, indent=2))
+    if settings.json != "-":
+        colour, width = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), shutil.get_terminal_size((120, 24))
+        print("\n\n".join(picture(s.timeline, s.title, width=width.columns, colour=colour) for s in shown))
+        print("".join(f"wrote {path}\n" for path in (settings.png, settings.trace, settings.json) if path), end="")
+
+
+def plans(settings: Settings) -> list[tuple[str, Plan]]:
+    """Name and plan of everything that is drawn, each one checked."""
+    names = settings.compare.split(",") if settings.compare else [] if settings.plan else [settings.schedule]
+    found = [(name, schedule_plan(name.strip(), settings)) for name in names]
+    if settings.plan is not None:
+        plan = read_plan(settings.plan)
+        whole = any(action.kind != "F" for actions in plan.ranks for action in actions)
+        found.append((Path(settings.plan).name, check(plan, plan.num_microbatches, forward_only=not whole)))
+    return found
+
+
+def schedule_plan(name: str, settings: Settings) -> Plan:
+    """The plan of a schedule, with the chunks that it needs if none are given."""
+    chunks = settings.chunks
+    if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
+        default = 2 if name == "interleaved" else 1
+        chunks = default if name not in SCHEDULES else SCHEDULES[name].chunks or default
+    plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches)
+    return check(plan, settings.microbatches, forward_only=name == "forward_only")
+
+
+def figures(shown: Shown, costs: Costs) -> dict[str, Any]:
+    """What is known about a schedule, in numbers."""
+    timeline, plan = shown.timeline, shown.timeline.plan
+    return {
+        "schedule": shown.name,
+        "pipeline_size": len(plan.ranks),
+        "chunks": plan.num_chunks,
+        "microbatches": plan.num_microbatches,
+        "costs": costs.text,
+        "bubble": timeline.bubble,
+        "idle": timeline.idle,
+        "makespan": timeline.makespan,
+        "longest_span": max(timeline.spans),
+        "peak_activations": peak_activations(plan),
+        "receives_ahead": receives_ahead(plan),
+    }
+
+
+def write(path: str, text: str) -> None:
+    """Write a file, with its folder; - is standard output."""
+    if path == "-":
+        print(text)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def with_bare_json(arguments: Sequence[str]) -> list[str]:
+    """``--json`` without a file is ``--json -``."""
+    found: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        found += [argument, "-"] if argument == "--json" and following.startswith("--") else [argument]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, draw and exit."""
+    given = with_bare_json(sys.argv[1:] if arguments is None else arguments)
+    settings = tyro.cli(Settings, args=given, description=__doc__)
+    try:
+        show_schedule(settings)
+    except (MegatronError, OSError, ValueError) as error:  # matplotlib names the picture formats that it knows
+        print(f"show_schedule.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
