@@ -3,27 +3,23 @@
 One run, one machine, one thread a rank: every contender takes its turn in each round, and the medians over all rounds
 are compared. Prints a table and appends it to benchmarks/results.csv.
 
-    python benchmarks/bench_step.py
+    python -m benchmarks.bench_step
 """
 
 from __future__ import annotations
 
-import csv
-import datetime
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
 
+from benchmarks.results import append
 from megatron_core.config import RunConfig
 from megatron_core.monitor.flops import flops_per_token
 from megatron_core.monitor.memory import peak_memory_bytes
@@ -52,9 +48,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
-COLUMNS = ("date", "benchmark", "contender", "tokens_per_second", "of_peak")
-COLUMNS += ("memory_bytes", "ratio", "machine", "versions")
-RESULTS = Path(__file__).with_name("results.csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,21 +180,8 @@ def main() -> int:
         ratio = f"{rate / rival.tokens_per_second:.2f}" if rival else ""
         print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{ratio:>17}")
         rows.append([name, f"{rate:.1f}", f"{of_peak:.4f}", entry.memory, ratio])
-    append(rows)
+    append("bench_step", rows, rival=f"transformers {transformers.__version__}")
     return 0
-
-
-def append(rows: list[list[object]]) -> None:
-    """Add rows to results.csv with what they were measured with."""
-    machine = f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores, 1 thread a rank"
-    versions = f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(COLUMNS)
-        for row in rows:
-            writer.writerow([datetime.date.today(), "bench_step", *row, machine, versions])
 
 
 if __name__ == "__main__":

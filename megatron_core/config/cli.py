@@ -99,6 +99,8 @@ def _translate(given: list[str]) -> list[str]:
             strong += [f"--no-no-{name.replace('_', '-')}", *values]
         elif name in megatron_flags.SAME_AS:
             strong += [*megatron_flags.SAME_AS[name], *values]
+        elif name in megatron_flags.RENAMED:
+            strong += [f"--{megatron_flags.RENAMED[name].replace('_', '-')}", *values]
         elif name in megatron_flags.SAME_UNLESS_SAID:
             weak += megatron_flags.SAME_UNLESS_SAID[name]
             strong += values

@@ -20,6 +20,11 @@ SAME_AS: dict[str, tuple[str, ...]] = {
 }
 """Switches that say in other words what a flag of this project says."""
 
+RENAMED: dict[str, str] = {
+    "check_weight_hash_across_dp_replicas_interval": "replica_check_interval",
+}
+"""Flags with a value that have another name here."""
+
 SAME_UNLESS_SAID: dict[str, tuple[str, ...]] = {
     # Llama scripts pass it beside rotary positions, where it must change nothing.
     "no_position_embedding": ("--position-embedding-type", "none"),
@@ -118,7 +123,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func_clamp_value
     adlr_autoresume apply_layernorm_1p apply_query_key_layer_scaling
     apply_residual_connection_post_layernorm attention_output_gate chat_template check_for_large_grads
-    check_for_spiky_loss check_weight_hash_across_dp_replicas_interval ckpt_convert_format ckpt_convert_save
+    check_for_spiky_loss ckpt_convert_format ckpt_convert_save
     cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_args_path data_parallel_random_init
     data_parallel_sharding_strategy dataloader_inter_document_masking ddp_average_in_collective
     ddp_num_buckets decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers decoupled_lr

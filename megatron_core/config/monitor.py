@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """Console, metrics files and TensorBoard."""
+    """Console, metrics files, TensorBoard, and checks while training."""
 
     log_interval: int = 10
     """Steps between console lines."""
@@ -17,3 +17,8 @@ class MonitorConfig:
     """Folder for TensorBoard."""
     progress: bool = True
     """Show a progress bar when standard error is a terminal; --no-progress shows none."""
+    replica_check_interval: int | None = 100
+    """Steps between comparisons of all copies of the weights, which must be equal to the bit; also before the first
+    step and after the last. None: never. Megatron-LM: --check-weight-hash-across-dp-replicas-interval."""
+    poison_buffers: bool = False
+    """Fill new and outdated buffers with NaN, so that a read too early shows at once; slow, for debugging."""

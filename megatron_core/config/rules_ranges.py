@@ -39,6 +39,7 @@ _AT_LEAST_ONE = (
     "vocab_size",
     "save_interval",
     "log_interval",
+    "replica_check_interval",
 )
 _AT_LEAST_ZERO = ("eval_iters", "seed", "lr_warmup_iters", "ckpt_step")
 _ABOVE_ZERO = (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_core.parallel.collectives import Done, all_gather_flat_, all_reduce_, reduce_scatter_flat_
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 
 
@@ -102,10 +103,12 @@ class Bucket:
         """Wait until the sums are there."""
         self._reducing.wait()
         self._reducing = Done()
+        poison_outside(self.grads, self.shard)
 
     def start_gather(self) -> None:
         """Begin to collect the other ranks' updated weights."""
         if self.sharded:
+            poison_outside(self.weights, self.shard)
             self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
 
     def finish_gather(self) -> None:

@@ -11,6 +11,7 @@ from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.flops import flops_per_token
 from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.training.evaluate import evaluate
+from megatron_core.training.health import Health
 from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
 from megatron_core.training.step import StepResult, train_step
@@ -20,6 +21,8 @@ from megatron_core.training.stop import StopRequest
 def train(run: Run, sinks: Sequence[Sink]) -> None:
     """Train to the end, or until SIGTERM, Ctrl-C, ``exit_interval`` or ``exit_duration_in_mins``; then save."""
     stop = StopRequest(run.config.training.exit_duration_in_mins)
+    health = Health(run)
+    health.start()
     confirm_layout_change(run, sinks)
     saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
@@ -27,6 +30,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         result = train_step(run, stop=stop.wanted)
         report_step(run, sinks, result, time.perf_counter() - began)
         refuse_nan(run, result)
+        health.after_step(result)
         iteration = run.state.iteration
         if is_due(iteration, run.config.training.eval_interval):
             report_validation(run, sinks, "validation")

@@ -16,7 +16,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
-from megatron_core.parallel import ParallelGroups, World
+from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.pipeline_parallel.actions import Plan
 from megatron_core.pipeline_parallel.checks import check
 from megatron_core.pipeline_parallel.executor import MessageFormat
@@ -120,6 +120,8 @@ def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int)
 
 def set_up(config: RunConfig, world: World) -> Run:
     """Build everything, in the order of DESIGN section 5, and load the checkpoint if one is named."""
+    if config.monitor.poison_buffers:
+        poison.turn_on()
     groups = parallel_state.make_groups(config.parallel, world)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # making an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
 import torch.distributed as dist
 
 from megatron_core import parallel_state

@@ -17,6 +17,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"num_layers": 0}, 1, ("num_layers=0", "1, 2, 3")),
     ({"micro_batch_size": -1}, 1, ("micro_batch_size=-1", "1, 2, 3")),
     ({"eval_interval": 0}, 1, ("eval_interval=0", "1, 2, 3")),
+    ({"replica_check_interval": 0}, 1, ("replica_check_interval=0", "1, 2, 3")),
     ({"eval_iters": -1}, 1, ("eval_iters=-1", "0, 1, 2")),
     ({"lr": 0.0}, 1, ("lr=0.0", "above 0")),
     ({"adam_eps": math.nan}, 1, ("adam_eps=nan", "above 0")),

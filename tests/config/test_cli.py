@@ -106,6 +106,7 @@ def test_no_load_optim_is_a_plain_switch(tmp_path):
 def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     tables = [
         megatron_flags.SAME_AS,
+        megatron_flags.RENAMED,
         megatron_flags.SAME_UNLESS_SAID,
         megatron_flags.SWITCHES_WITHOUT_EFFECT,
         megatron_flags.VALUES_WITHOUT_EFFECT,
@@ -115,6 +116,7 @@ def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     names = [name for table in tables for name in table]
     assert len(names) == len(set(names))
     assert not set(names) & field_types().keys()
+    assert set(megatron_flags.RENAMED.values()) <= field_types().keys()
     assert not [name for name in field_types() if megatron_flags.is_unsupported(name)]
     assert megatron_flags.SAME_VALUE.keys() <= field_types().keys()
 
@@ -129,6 +131,7 @@ def test_aliases_mean_the_same():
     assert parse("--recompute-activations").model.recompute_granularity == "selective"
     assert parse("--attention-backend flash").model.attention_backend == "auto"
     assert parse("--attention-backend=local").model.attention_backend == "unfused"
+    assert parse("--check-weight-hash-across-dp-replicas-interval 7").monitor.replica_check_interval == 7
     pieces = parse("--tokenizer-type GPTSentencePieceTokenizer").data.tokenizer_type
     assert pieces == "SentencePieceTokenizer"
 

@@ -1,0 +1,38 @@
+"""Words between ranks, as plain bytes; and how a list of names is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.parallel.groups import Group
+
+
+def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
+    """Every rank's ``text``, in the order of the group's ranks; all ranks of the group call this together.
+
+    Lengths travel first, then the texts in UTF-8, padded to the longest. No pickle.
+    """
+    if group.size() == 1:
+        return [text]
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    all_gather_flat_(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
+    sizes = lengths.tolist()
+    longest = max(sizes)
+    if longest == 0:
+        return [""] * group.size()
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: data.numel()] = data
+    full = torch.zeros(longest * group.size(), dtype=torch.uint8, device=device)
+    all_gather_flat_(full, mine, group)
+    rows = full.view(-1, longest).tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def listed(names: Sequence[object], most: int = 8) -> str:
+    """The names with commas between them; of a long list the first ``most`` and the number of the others."""
+    shown = ", ".join(map(str, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
