@@ -76,8 +76,11 @@ def initialize_model_parallel(
     _virtual.update(rank=None, size=virtual_pipeline_model_parallel_size)
 
 
-def make_groups(config: ParallelConfig, world: World) -> ParallelGroups:
-    """Build the groups of a configured layout, also for a process that is alone, and make them current."""
+def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] = (0, -1)) -> ParallelGroups:
+    """Build the groups of a configured layout, also for a process that is alone, and make them current.
+
+    ``ends`` are the pipeline ranks of the first and the last stage.
+    """
     grid = Grid.fit(
         world.size,
         tp=config.tensor_model_parallel_size,
@@ -85,7 +88,8 @@ def make_groups(config: ParallelConfig, world: World) -> ParallelGroups:
         pp=config.pipeline_model_parallel_size,
         order=config.rank_order,
     )
-    groups = ParallelGroups(grid, world.rank, timeout=timedelta(minutes=config.distributed_timeout_minutes))
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    groups = ParallelGroups(grid, world.rank, ends=ends, timeout=timeout)
     world.prefix = groups.prefix if world.size > 1 else ""
     set_current(groups)
     return groups

@@ -92,6 +92,8 @@ def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=None,
+        pipeline_schedule=None,
+        pipeline_plan=None,
         sequence_parallel=False,  # one new position cannot be split
     )
     return replace(config, parallel=parallel)

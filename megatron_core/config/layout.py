@@ -1,17 +1,18 @@
-"""Layouts in a few words: ``tp2 pp2 v2 dp2 sp zero1 overlap``."""
+"""Layouts in a few words: ``tp2 pp2 v2 dp2 sp zero1 overlap``, ``pp4 zb_h1``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import get_args
 
-from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.parallel import V_SHAPED, ParallelConfig, PipelineSchedule
 from megatron_core.errors import LayoutError
 
 _SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp"}
 _SWITCHES = {"sp": "sequence_parallel", "zero1": "sharded_optimizer", "overlap": "overlap"}
-_WORDS = "tpN, ppN, vN, dpN, sp, zero1, overlap"
+_WORDS = f"tpN, ppN, vN, dpN, sp, zero1, overlap, {', '.join(get_args(PipelineSchedule))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +24,22 @@ class Layout:
     pp: int = 1
     """Pipeline ranks."""
     chunks: int = 1
-    """Chunks of layers on each pipeline rank."""
+    """Chunks of layers on each pipeline rank; a V-shaped schedule has two in any case."""
     dp: int = 1
     """Copies of the model."""
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
     sharded_optimizer: bool = False
     """The optimizer's state is split over dp (ZeRO stage 1)."""
+    schedule: PipelineSchedule | None = None
+    """The pipeline's schedule, where it is not the usual one."""
     overlap: bool = False
     """Gradients are reduced during backward and, if sharded, weights gathered during forward."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The inverse of ``str``; words in any order, sizes that are left out are 1."""
-        found: dict[str, int | bool] = {}
+        found: dict[str, int | bool | str] = {}
         for word in text.split() if text.strip() != "1 process" else ():
             name, value = _field_of(word, text)
             if name in found:
@@ -50,7 +53,8 @@ class Layout:
         return cls(
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
-            chunks=parallel.num_chunks(num_layers),
+            chunks=1 if parallel.pipeline_schedule in V_SHAPED else parallel.num_chunks(num_layers),
+            schedule=parallel.pipeline_schedule,
             dp=parallel.data_parallel_size(world_size),
             sequence_parallel=parallel.sequence_parallel,
             sharded_optimizer=parallel.use_distributed_optimizer,
@@ -59,8 +63,14 @@ class Layout:
 
     def __str__(self) -> str:
         words = [f"{word}{getattr(self, name)}" for word, name in _SIZES.items() if getattr(self, name) > 1]
+        words += [self.schedule] if self.schedule else []
         words += [word for word, name in _SWITCHES.items() if getattr(self, name)]
         return " ".join(words) or "1 process"
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.pp * (2 if self.schedule in V_SHAPED else self.chunks)
 
     @property
     def world_size(self) -> int:
@@ -74,6 +84,8 @@ class Layout:
             "pipeline_model_parallel_size": self.pp,
             "num_layers_per_virtual_pipeline_stage": None,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
+            "pipeline_schedule": self.schedule,
+            "pipeline_plan": None,
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.sharded_optimizer,
             "overlap_grad_reduce": self.overlap,
@@ -81,9 +93,11 @@ class Layout:
         }
 
 
-def _field_of(word: str, text: str) -> tuple[str, int | bool]:
+def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     if word in _SWITCHES:
         return _SWITCHES[word], True
+    if word in get_args(PipelineSchedule):
+        return "schedule", word
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
     if match is None or match[1] not in _SIZES:
         raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (as in 'tp2 pp2 v2 sp')")

@@ -68,7 +68,6 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "no_load_rng": "no generator states are kept",
     "no_masked_softmax_fusion": "kernels are chosen by the back end",
     "no_mmap_bin_files": "not used",
-    "no_overlap_p2p_communication": "messages follow the schedule",
     "no_persist_layer_norm": "kernels are chosen by the back end",
     "no_query_key_layer_scaling": "scores are never scaled by the layer number",
     "no_rope_fusion": "kernels are chosen by the back end",

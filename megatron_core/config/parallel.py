@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
+V_SHAPED = ("zb_v", "dualpipe_v")
+"""Schedules of two chunks a rank: rank r of p holds stages r and 2p - 1 - r."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -23,6 +27,15 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
     section 2.2)."""
+    pipeline_schedule: PipelineSchedule | None = None
+    """Order of forwards and backwards on the pipeline's ranks; default 1f1b, with chunks interleaved. zb_v and
+    dualpipe_v hold two chunks on each rank, the second in reverse order. tools/show_schedule.py draws them."""
+    pipeline_plan: str | None = None
+    """Text file with a plan of one's own instead of --pipeline-schedule: a line of actions for each rank, as 0F0 0F1
+    0B0 0B1 (docs/pipeline.md)."""
+    overlap_p2p_communication: bool = True
+    """Post receives before they are needed and wait for sends late; --no-overlap-p2p-communication waits for each
+    send at once."""
     sequence_parallel: bool = False
     """Split the sequence over the TP ranks outside the matrix products (Korthikanti et al. 2022,
     section 4.2.2)."""
@@ -58,4 +71,9 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is not None:
             per_rank = num_layers // self.pipeline_model_parallel_size
             return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
-        return self.num_virtual_stages_per_pipeline_rank or 1
+        implied = 2 if self.pipeline_schedule in V_SHAPED else 1
+        return self.num_virtual_stages_per_pipeline_rank or implied
+
+    def schedule(self, num_layers: int) -> PipelineSchedule:
+        """Name of the pipeline schedule after defaults."""
+        return self.pipeline_schedule or ("interleaved" if self.num_chunks(num_layers) > 1 else "1f1b")

@@ -62,6 +62,14 @@ class DataParallel:
         if self.overlap_grad_reduce:
             self._waiting.update({b: len(b.parameters) for b in self._early(stage)})
 
+    def reduce_early(self, stage: int) -> None:
+        """Say that the gradients of ``stage`` are all there: for a last backward that is split, whose parameters finish
+        in no order that could be followed."""
+        if self.overlap_grad_reduce:
+            for bucket in self._early(stage):
+                if not bucket.reduced:
+                    bucket.start_reduce()
+
     def finish(self) -> None:
         """Complete and sum all gradients; afterwards each bucket's ``grad_shard`` is final."""
         self._waiting.clear()

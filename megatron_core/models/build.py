@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
+from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.models.gpt import GPTModel
@@ -18,13 +21,15 @@ def build_stages(
     vocab_size: int,
     device: torch.device,
     *,
+    place: Sequence[int] | None = None,
     initialise: bool = True,
 ) -> tuple[list[range], dict[int, GPTModel]]:
     """The layers of every stage of the whole model, and this rank's stages by number.
 
-    Without ``initialise`` the weights are left as they come, for a checkpoint to fill.
+    ``place[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the weights are
+    left as they come, for a checkpoint to fill.
     """
-    place = placed_round_robin(groups.size("pp"), config.parallel.num_chunks(config.model.num_layers))
+    place = place or placed_round_robin(groups.size("pp"), config.parallel.num_chunks(config.model.num_layers))
     layers = partition(config.model.num_layers, len(place))
     parallel = ModelParallelConfig(
         sequence_parallel=config.parallel.sequence_parallel,
@@ -33,19 +38,28 @@ def build_stages(
         perform_initialization=initialise,
         device=device,
     )
-    stages = {
-        stage: GPTModel(
+    stages: dict[int, GPTModel] = {}
+    for stage, rank in enumerate(place):
+        if rank != groups.index("pp"):
+            continue
+        last = stage == len(place) - 1
+        stages[stage] = GPTModel(
             config.model,
             vocab_size,
             config.max_positions,
             parallel=parallel,
             layers=layers[stage],
             pre_process=stage == 0,
-            post_process=stage == len(place) - 1,
+            post_process=last,
             tp_group=groups.group("tp"),
             seed=config.training.seed,
+            tied_weight=_tied_weight(config, stages) if last and stage else None,
         )
-        for stage in range(len(place))
-        if place[stage] == groups.index("pp")
-    }
     return layers, stages
+
+
+def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:
+    """The weight of the word embedding that the last stage scores with, if the first stage lies on this rank."""
+    if not config.model.share_embeddings_and_output_weights or 0 not in stages:
+        return None
+    return stages[0].embedding.word_embeddings.weight

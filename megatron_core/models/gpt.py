@@ -93,7 +93,8 @@ class GPTModel(nn.Module):
     """A decoder-only language model, or the part of it with the given ``layers``.
 
     ``pre_process`` adds the embedding before them, ``post_process`` the final norm and the output layer behind them.
-    Initial weights depend on ``seed`` and the parameters' global names alone.
+    Initial weights depend on ``seed`` and the parameters' global names alone. ``tied_weight`` is the word embedding's,
+    for a last stage on the rank that holds the first one, too.
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -109,6 +110,7 @@ class GPTModel(nn.Module):
         post_process: bool = True,
         tp_group: Group | None = None,
         seed: int = 1234,
+        tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -118,18 +120,22 @@ class GPTModel(nn.Module):
         self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
         blueprint = Blueprint(config, self.parallel, self.tp_group, seed)
         self.embedding = LanguageModelEmbedding(blueprint, vocab_size, max_sequence_length) if pre_process else None
+        # In a tuple, because a module makes every parameter that it is given its own.
+        self._weights_of_others = () if tied_weight is None else (tied_weight,)
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(blueprint, layers, final_norm=post_process)
         self.output_layer = self._make_output_layer(blueprint) if post_process else None
         self._input_tensor: Tensor | None = None
-        if config.share_embeddings_and_output_weights and pre_process != post_process:
+        if config.share_embeddings_and_output_weights and pre_process != post_process and tied_weight is None:
             amend_spec(self._shared_weight(), tied=True, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
 
     def _make_output_layer(self, blueprint: Blueprint) -> ColumnParallelLinear:
-        """The output layer; on the stage of the embedding a tied one has no weight of its own."""
-        tied_here = self.config.share_embeddings_and_output_weights and self.embedding is not None
+        """The output layer; a tied one has no weight of its own on the stage, or on the rank, of the embedding."""
+        tied_here = self.config.share_embeddings_and_output_weights and (
+            self.embedding is not None or self._weights_of_others != ()
+        )
         size, index = self.tp_group.size(), self.tp_group.rank()
         per_rank = vocabulary_per_rank(self.vocab_size, self.config.make_vocab_size_divisible_by, size)
         return ColumnParallelLinear(
@@ -147,6 +153,8 @@ class GPTModel(nn.Module):
         """The weight that embeds tokens and, when tied, scores them."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
+        if self._weights_of_others:
+            return self._weights_of_others[0]
         return self.output_layer.weight if self.output_layer is not None else None
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -44,11 +44,19 @@ class ParallelGroups:
     """The process groups that one rank belongs to.
 
     ``group(axes)`` is the group of the ranks that differ from this one only on ``axes``. Two more: ``embedding``, the
-    first and the last pipeline rank, which both hold a tied embedding; and ``reverse_pp``, a second group over the
-    pipeline ranks: messages up and down the pipeline never share a communicator, so they cannot block each other.
+    pipeline ranks ``ends`` of the first and the last stage, which both hold a tied embedding; and ``reverse_pp``, a
+    second group over the pipeline ranks: messages up and down the pipeline never share a communicator, so they cannot
+    block each other.
     """
 
-    def __init__(self, grid: Grid, rank: int, *, timeout: timedelta = timedelta(minutes=10)) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        *,
+        ends: tuple[int, int] = (0, -1),
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
         self.grid = grid
         self.rank = rank
         self.place = grid.coordinates(rank)
@@ -56,9 +64,9 @@ class ParallelGroups:
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {axes: self._own_group(grid.groups(axes)) for axes in COMBINATIONS}
         pipelines = grid.groups("pp")
-        ends = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in pipelines]
-        self.embedding_ranks = next((ranks for ranks in ends if rank in ranks), [])
-        self.embedding = self._own_group(ends)
+        tied = [sorted({ranks[end] for end in ends}) for ranks in pipelines]
+        self.embedding_ranks = next((ranks for ranks in tied if rank in ranks), [])
+        self.embedding = self._own_group(tied)
         self._made.clear()
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_core.errors import LayoutError
 from megatron_core.pipeline_parallel.actions import Action, Plan
 from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 
 ForwardStep = Callable[[int, int, "Tensor | None"], Tensor]
 
@@ -23,14 +26,47 @@ class MessageFormat:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """First dimension of the micro-batches in which it is another than that of ``shape``."""
+
+    def shape_of(self, micro: int) -> tuple[int, ...]:
+        """Shape of a micro-batch's messages."""
+        return (self.lengths.get(micro, self.shape[0]), *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True)
+class Posting:
+    """When receives are posted and sends waited for."""
+
+    overlap: bool = True
+    """Sends are waited for at the end of the step; without it each one before the next action."""
+    ahead: int = 1
+    """How many actions before it is needed a receive is posted; without overlap ``rendezvous.receives_ahead(plan)``, or
+    sends that wait for their receives may lock the ranks."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Whom an executor tells what it does."""
+
+    on_last_backward: Callable[[int], None] = lambda stage: None
+    """Called with a stage before its last backward, if that is a whole one."""
+    on_last_weights: Callable[[int], None] = lambda stage: None
+    """Called with a stage behind its last weight gradients, if its last backward is a split one."""
+    on_begin: Callable[[Action], None] = lambda action: None
+    """Called before each action, once its input is there."""
+    on_end: Callable[[Action], None] = lambda action: None
+    """Called behind each action, before its output is sent."""
 
 
 class Executor:
-    """Runs one step of a plan on one pipeline rank.
+    """Runs one step of a plan on one pipeline rank; make one for each step.
 
     ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first one, and the last one returns a
-    scalar whose gradient is wanted. Receives are posted in the order in which the sender's plan sends, one action
-    ahead of need; sends are waited for at the end. Make one executor for each step.
+    scalar whose gradient is wanted. Receives from a rank are posted in the order in which its plan sends, whatever
+    order they are needed in, so that messages cannot be taken for one another. A stage's output is let go as soon as
+    it is sent; backward starts from its place in autograd's graph. ``parameters`` are those of this rank's stages: the
+    gradients of those in parallel linear layers are what a split backward puts off from I to W.
     """
 
     def __init__(
@@ -40,59 +76,88 @@ class Executor:
         message: MessageFormat,
         forward: ForwardStep,
         *,
-        on_last_backward: Callable[[int], None] = lambda stage: None,
+        parameters: Iterable[nn.Parameter] = (),
+        posting: Posting = Posting(),
+        listener: Listener = Listener(),
     ) -> None:
         self.plan, self.links, self.message, self.forward = plan, links, message, forward
-        self.on_last_backward = on_last_backward
+        self.posting, self.listener = posting, listener
         self.actions = plan.ranks[links.index]
-        self._last_backward = {a.stage: a for a in self.actions if a.kind == "B"}
-        self._keep_graph = bool(self._last_backward)
+        self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
+        self._keep_graph = bool(self._last_gradients)
+        self._parameters = list(parameters) if any(a.kind == "W" for a in self.actions) else []
+        self._queue = WeightGradQueue()
         senders = set(plan.place) - {links.index}
         self._unposted = {sender: deque(plan.messages(sender, links.index)) for sender in senders}
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Action, Tensor] = {}
         self._inputs: dict[Action, Tensor | None] = {}
-        self._outputs: dict[Action, Tensor] = {}
+        self._outputs: dict[Action, GradientEdge | None] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self) -> dict[int, Tensor]:
         """Run all actions; the last stage's outputs by micro-batch (empty on ranks without it)."""
         results: dict[int, Tensor] = {}
-        for action, following in zip(self.actions, (*self.actions[1:], None), strict=True):
-            self._post_receive(action)
-            if following is not None:
-                self._post_receive(following)
-            if action.kind == "F":
-                output = self._run_forward(action)
-                if action.stage == self.plan.num_stages - 1:
-                    results[action.micro] = output.detach()
-            else:
-                self._run_backward(action)
-        for _, handle in self._sent:
-            handle.wait()
+        with self._queue.attached(self._parameters):
+            for at, action in enumerate(self.actions):
+                for coming in self.actions[at : at + 1 + self.posting.ahead]:
+                    self._post_receive(coming)
+                output = self._run_action(action)
+                if action.kind == "F" and action.stage == self.plan.num_stages - 1:
+                    results[action.micro] = output
+                elif output is not None:
+                    self._hand_on(action, output)
+                self._let_go(wait=not self.posting.overlap)
+        self._let_go(wait=True)
         return results
 
-    def _run_forward(self, action: Action) -> Tensor:
-        received = self._take(self.plan.source(action)) if action.stage else None
+    def _run_action(self, action: Action) -> Tensor | None:
+        """Do what ``action`` says; what the next stage needs of it, or on the last stage the loss."""
+        source = self.plan.source(action) if action.kind != "W" else None
+        from_other_stage = source is not None and source.stage != action.stage
+        received = self._take(source) if from_other_stage else None
+        self.listener.on_begin(action)
+        if action.kind == "F":
+            output = self._run_forward(action, received)
+        elif action.kind == "W":
+            output = self._run_weights(action)
+        else:
+            output = self._run_backward(action, received)
+        self.listener.on_end(action)
+        return output
+
+    def _run_forward(self, action: Action, received: Tensor | None) -> Tensor:
         if received is not None and self._keep_graph:
             received.requires_grad_()
         with torch.set_grad_enabled(self._keep_graph):
             output = self.forward(action.stage, action.micro, received)
         if self._keep_graph:
-            self._inputs[action], self._outputs[action] = received, output
-        self._hand_on(action, output.detach())
-        return output
+            self._inputs[action] = received
+            self._outputs[action] = get_gradient_edge(output) if output.requires_grad else None
+        return output.detach()
 
-    def _run_backward(self, action: Action) -> None:
+    def _run_backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """A whole backward, or for an I only as much as the stage before waits for."""
+        if action.kind == "I":
+            with self._queue.collecting(action.stage, action.micro):
+                return self._backward(action, gradient)
+        if self._last_gradients[action.stage] == action:
+            self.listener.on_last_backward(action.stage)
+        return self._backward(action, gradient)
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         forward = Action(action.stage, "F", action.micro)
-        last_stage = action.stage == self.plan.num_stages - 1
-        gradient = None if last_stage else self._take(self.plan.source(action))
-        if self._last_backward[action.stage] == action:
-            self.on_last_backward(action.stage)
-        torch.autograd.backward(self._outputs.pop(forward), gradient)
-        received = self._inputs.pop(forward)
-        if received is not None:
-            self._hand_on(action, received.grad)
+        edge, received = self._outputs.pop(forward), self._inputs.pop(forward)
+        if edge is not None:  # None: nothing that leads to this output is trained
+            torch.autograd.backward(edge, gradient)  # the last stage's loss needs no gradient: it is a scalar
+        if received is None:
+            return None
+        return received.grad if received.grad is not None else torch.zeros_like(received)
+
+    def _run_weights(self, action: Action) -> None:
+        self._queue.run(action.stage, action.micro)
+        if self._last_gradients[action.stage] == action:
+            self.listener.on_last_weights(action.stage)
 
     def _post_receive(self, action: Action) -> None:
         """Post receives up to the message that ``action`` needs, in the order in which its sender sends."""
@@ -101,9 +166,9 @@ class Executor:
             return
         sender = self.plan.place[source.stage]
         while source not in self._arriving and self._unposted[sender]:
-            message = self.message
-            posted = self.links.receive(message.shape, message.dtype, message.device, sender)
-            self._arriving[self._unposted[sender].popleft()] = posted
+            coming = self._unposted[sender].popleft()
+            shape = self.message.shape_of(coming.micro)
+            self._arriving[coming] = self.links.receive(shape, self.message.dtype, self.message.device, sender)
 
     def _take(self, source: Action) -> Tensor:
         """What ``source`` produced, from this rank or from another."""
@@ -115,13 +180,28 @@ class Executor:
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """Give the output of ``action`` to the stage that consumes it."""
-        consumer = self.plan.consumer(action)
-        if consumer is None:
+        if self.plan.consumer(action) is None:
             return
-        receiver = self.plan.place[consumer.stage]
-        if receiver == self.links.index:
+        receiver = self.plan.receiver(action)
+        if receiver is None:
             self._here[action] = tensor
             return
+        self._check_format(action, tensor)
         tensor = tensor.contiguous()
-        self._sent = [(kept, handle) for kept, handle in self._sent if not handle.is_completed()]
         self._sent.append((tensor, self.links.send(tensor, receiver)))
+
+    def _let_go(self, *, wait: bool) -> None:
+        """Forget messages that have been sent; with ``wait`` all of them."""
+        for _, handle in self._sent if wait else ():
+            handle.wait()
+        self._sent = [] if wait else [(kept, handle) for kept, handle in self._sent if not handle.is_completed()]
+
+    def _check_format(self, action: Action, tensor: Tensor) -> None:
+        """The receiver's buffer is made before the message comes; a shorter one would fill a part of it, silently."""
+        shape = self.message.shape_of(action.micro)
+        if tuple(tensor.shape) != shape or tensor.dtype != self.message.dtype:
+            raise LayoutError(
+                f"{action} gives {list(tensor.shape)} in {tensor.dtype}, but its message to the next pipeline stage is "
+                f"{list(shape)} in {self.message.dtype}; give every micro-batch the same seq_length and "
+                "micro_batch_size, or say the lengths of those that differ"
+            )

@@ -13,7 +13,7 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.pipeline_parallel.actions import placed_round_robin
 from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Executor, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.schedules import forward_only as forward_only_plan
 from megatron_core.pipeline_parallel.schedules import interleaved
@@ -99,7 +99,7 @@ class _Step:
         message = self._message(seq_length, micro_batch_size)
         links = Links(self.groups)
         links.connect(self.device)
-        Executor(plan, links, message, self.forward, on_last_backward=self._resume_sync).run()
+        Executor(plan, links, message, self.forward, listener=Listener(on_last_backward=self._resume_sync)).run()
         finalize = self._setting("finalize_model_grads_func")
         if finalize is not None and not self.forward_only:
             finalize(self.chunks, self.tokens if self._setting("calculate_per_token_loss") else None)

@@ -39,7 +39,8 @@ NO_COMM = LinearComm(LocalGroup())
 def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
-    If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none.
+    If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none. If it has a ``grad_queue``
+    that collects (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs.
     """
     return _ParallelLinear.apply(x, weight, bias, comm)
 
@@ -56,18 +57,43 @@ class _ParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         comm: LinearComm = ctx.comm
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        gathering: Done = Done()
-        if comm.gather_sequence and needs_weight:
-            x, gathering = start_gather_sequence(x, comm.group)
-        grad_x, reducing = _start_input_grad(grad_y, weight, comm) if needs_x else (None, Done())
-        gathering.wait()
-        if not comm.overlap:
-            reducing.wait()
-        grad_weight = weight_grad(weight, x, grad_y) if needs_weight else None
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        if comm.overlap:
-            reducing.wait()
+        if needs_weight and _is_put_off(weight, x, grad_y, comm):
+            needs_weight = False
+        grad_x, grad_weight = _input_and_weight_grads(grad_y, x, weight, comm, needs_x, needs_weight)
         return grad_x, grad_weight, grad_bias, None
+
+
+def _input_and_weight_grads(
+    grad_y: Tensor, x: Tensor, weight: nn.Parameter, comm: LinearComm, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients, what one communicates overlapping with what the other computes."""
+    gathering: Done = Done()
+    if comm.gather_sequence and needs_weight:
+        x, gathering = start_gather_sequence(x, comm.group)
+    grad_x, reducing = _start_input_grad(grad_y, weight, comm) if needs_x else (None, Done())
+    gathering.wait()
+    if not comm.overlap:
+        reducing.wait()
+    grad_weight = weight_grad(weight, x, grad_y) if needs_weight else None
+    if comm.overlap:
+        reducing.wait()
+    return grad_x, grad_weight
+
+
+def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm) -> bool:
+    """Leave the weight gradient to the queue that a split backward has attached to ``weight``, if there is one."""
+    queue = getattr(weight, "grad_queue", None)
+    if queue is None or not queue.is_collecting:
+        return False
+
+    def job() -> None:
+        grad = weight_grad(weight, _gathered(x, comm), grad_y)
+        if grad is not None:  # no main_grad: it goes where autograd would have put it
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+
+    queue.put(job)
+    return True
 
 
 def _gathered(x: Tensor, comm: LinearComm) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from megatron_core.datasets import Dataset
 from megatron_core.pipeline_parallel.executor import Executor
 from megatron_core.training.setup import Run
-from megatron_core.training.step import forward_step, sum_of, sum_over_ranks, to_device
+from megatron_core.training.step import forward_step, message_of, sum_of, sum_over_ranks, to_device
 
 
 @torch.no_grad()
@@ -22,7 +22,8 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
     loss = tokens = 0.0
     for iteration in range(iterations):
         batches = to_device(loader.step(iteration * run.global_batch_size, run.num_microbatches), run.world.device)
-        executor = Executor(run.eval_plan, run.links, run.message, forward_step(run, batches, 1.0))
+        forward = forward_step(run, batches, 1.0)
+        executor = Executor(run.eval_plan, run.links, message_of(run, batches), forward, posting=run.eval_posting)
         losses = executor.run()
         loss += sum_of(losses)
         tokens += sum(batches[micro]["loss_mask"].sum().item() for micro in losses)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_core import parallel_state
 from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
 from megatron_core.datasets import Dataset, MockDataset, Splits, build_datasets
 from megatron_core.datasets.loader import BatchLoader
@@ -19,9 +20,11 @@ from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.pipeline_parallel.actions import Plan
 from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import MessageFormat
+from megatron_core.pipeline_parallel.executor import MessageFormat, Posting
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.schedules import forward_only, interleaved
+from megatron_core.pipeline_parallel.rendezvous import receives_ahead
+from megatron_core.pipeline_parallel.run_plan import plan_of
+from megatron_core.pipeline_parallel.schedules import forward_only
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.state import TrainState, load_state
 
@@ -41,6 +44,8 @@ class Run:
     """This rank's stages by number."""
     plan: Plan
     eval_plan: Plan
+    posting: Posting
+    eval_posting: Posting
     links: Links
     message: MessageFormat
     data_parallel: DataParallel
@@ -69,12 +74,8 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """The layout in a few words, as ``tp2 pp2x2 dp1``."""
-        parallel, grid = self.config.parallel, self.groups.grid
-        chunks = len(self.stages)
-        words = [f"tp{grid.tp}", f"pp{grid.pp}" + (f"x{chunks}" if chunks > 1 else ""), f"dp{grid.dp}"]
-        words += ["sp"] * parallel.sequence_parallel + ["zero1"] * parallel.use_distributed_optimizer
-        return " ".join(words)
+        """The layout in a few words, as ``tp2 pp2 v2 sp``."""
+        return str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
 
     def loader(self, dataset: Dataset) -> BatchLoader:
         """This data-parallel rank's batches of ``dataset``."""
@@ -97,6 +98,11 @@ def message_format(config: RunConfig, groups: ParallelGroups, device: torch.devi
         length //= groups.size("tp")
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
+
+
+def posting(plan: Plan, *, overlap: bool) -> Posting:
+    """When to post receives: early enough that sends which wait for them cannot lock the ranks."""
+    return Posting() if overlap else Posting(overlap=False, ahead=receives_ahead(plan))
 
 
 def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Splits:
@@ -122,14 +128,17 @@ def set_up(config: RunConfig, world: World) -> Run:
     """Build everything, in the order of DESIGN section 5, and load the checkpoint if one is named."""
     if config.monitor.poison_buffers:
         poison.turn_on()
-    groups = parallel_state.make_groups(config.parallel, world)
+    parallel = config.parallel
+    micro = config.training.num_microbatches(parallel.data_parallel_size(world.size))
+    plan = plan_of(config, micro)
+    eval_plan = forward_only(len(plan.ranks), plan.num_chunks, micro, place=plan.place)
+    groups = parallel_state.make_groups(parallel, world, ends=(plan.place[0], plan.place[-1]))
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
     splits = make_splits(config, tokenizer, vocab_size)
     if splits.train is None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
-    layers, stages = build_stages(config, groups, vocab_size, world.device)
-    parallel = config.parallel
+    layers, stages = build_stages(config, groups, vocab_size, world.device, place=plan.place)
     data_parallel = DataParallel(
         stages,
         groups,
@@ -145,8 +154,6 @@ def set_up(config: RunConfig, world: World) -> Run:
     total = state.iteration + left
     links = Links(groups)
     links.connect(world.device)
-    micro = config.training.num_microbatches(groups.size("dp"))
-    pipeline = (groups.size("pp"), len(stages), micro)
     return Run(
         config=config,
         world=world,
@@ -155,8 +162,10 @@ def set_up(config: RunConfig, world: World) -> Run:
         tokenizer=tokenizer,
         layers=layers,
         stages=stages,
-        plan=check(interleaved(*pipeline), micro),
-        eval_plan=check(forward_only(*pipeline), micro, forward_only=True),
+        plan=plan,
+        eval_plan=check(eval_plan, micro, forward_only=True),
+        posting=posting(plan, overlap=parallel.overlap_p2p_communication),
+        eval_posting=posting(eval_plan, overlap=parallel.overlap_p2p_communication),
         links=links,
         message=message_format(config, groups, world.device),
         data_parallel=data_parallel,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_core.datasets.loader import Batch
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.pipeline_parallel.executor import Executor
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.training.setup import Run
 
 
@@ -74,8 +74,24 @@ def count_tokens(run: Run, batches: list[Batch]) -> float:
 def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dict[int, Tensor]:
     """Forward and backward of all micro-batches; the last stage's losses times ``loss_factor``, by micro-batch."""
     forward = forward_step(run, batches, loss_factor)
-    executor = Executor(run.plan, run.links, run.message, forward, on_last_backward=run.data_parallel.arm)
+    listener = Listener(on_last_backward=run.data_parallel.arm, on_last_weights=run.data_parallel.reduce_early)
+    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    executor = Executor(
+        run.plan,
+        run.links,
+        message_of(run, batches),
+        forward,
+        parameters=parameters,
+        posting=run.posting,
+        listener=listener,
+    )
     return executor.run()
+
+
+def message_of(run: Run, batches: list[Batch]) -> MessageFormat:
+    """What travels between stages in this step, whose sequences may be of any length."""
+    parts = run.groups.size("tp") if run.config.parallel.sequence_parallel else 1
+    return replace(run.message, lengths={m: batch["tokens"].shape[1] // parts for m, batch in enumerate(batches)})
 
 
 def forward_step(run: Run, batches: list[Batch], loss_factor: float) -> Callable[[int, int, Tensor | None], Tensor]:

@@ -18,11 +18,11 @@ from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.pipeline_parallel.actions import placed_round_robin
+from megatron_core.pipeline_parallel.actions import Plan
 from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Executor, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.schedules import interleaved
+from megatron_core.pipeline_parallel.schedules import make_plan
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.verify.ranks import this_world
 from megatron_core.verify.record import Record
@@ -85,9 +85,11 @@ class _Training:
         world = this_world()
         config = RunConfig.from_flat(layout.settings()).parallel
         self.device, self.dtype = world.device, getattr(torch, dtype)
-        self.groups = parallel_state.make_groups(config, world)
+        self.num_microbatches = self._num_microbatches(layout)
+        self.plan = _plan(layout, self.num_microbatches)
+        self.place = self.plan.place
+        self.groups = parallel_state.make_groups(config, world, ends=(self.place[0], self.place[-1]))
         self.sequence_parallel = layout.sequence_parallel
-        self.place = placed_round_robin(layout.pp, layout.chunks)
         options = ModelParallelConfig(
             sequence_parallel=layout.sequence_parallel, params_dtype=self.dtype, device=self.device
         )
@@ -105,8 +107,6 @@ class _Training:
             bucket_size=3000,
         )
         self.optimizer = Optimizer(self.data_parallel.buckets, OPTIMIZER, self.groups, ConstantLossScale(1.0))
-        self.num_microbatches = self._num_microbatches(layout)
-        self.plan = check(interleaved(layout.pp, layout.chunks, self.num_microbatches), self.num_microbatches)
         self.links = Links(self.groups)
         self.links.connect(self.device)
 
@@ -151,7 +151,15 @@ class _Training:
             return output * factor if stage == last else output
 
         message = MessageFormat(self._message_shape(batches[0]), self.dtype, self.device)
-        executor = Executor(self.plan, self.links, message, forward, on_last_backward=self.data_parallel.arm)
+        data = self.data_parallel
+        executor = Executor(
+            self.plan,
+            self.links,
+            message,
+            forward,
+            parameters=[parameter for bucket in data.buckets for parameter in bucket.parameters],
+            listener=Listener(on_last_backward=data.arm, on_last_weights=data.reduce_early),
+        )
         return {micro: loss.item() for micro, loss in executor.run().items()}
 
     def _message_shape(self, batch: Batch) -> tuple[int, ...]:
@@ -164,3 +172,8 @@ class _Training:
         total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
         all_reduce_(total, self.groups.group(axes))
         return total.item()
+
+
+def _plan(layout: Layout, num_microbatches: int) -> Plan:
+    schedule = layout.schedule or ("interleaved" if layout.chunks > 1 else "1f1b")
+    return check(make_plan(schedule, layout.pp, layout.num_stages // layout.pp, num_microbatches), num_microbatches)

@@ -24,7 +24,7 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
     recomputation, optimizer. Data and checkpoints are left out.
     """
     tp = lcm(*(layout.tp for layout in layouts))
-    stages = max(layout.pp * layout.chunks for layout in layouts)
+    stages = max(layout.num_stages for layout in layouts)
     return RunConfig.from_flat(config.flat() | small_run() | _training(layouts) | _model(config, tp, stages))
 
 
