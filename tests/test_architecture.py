@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,19 +278,6 @@ def undocumented(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str
                 yield prefix + node.name
             if isinstance(node, ast.ClassDef):
                 yield from undocumented(node, f"{prefix}{node.name}.")
-
-
-def test_references_to_bug_classes_exist() -> None:
-    """``# C17`` in a test means that it covers class 17 of the list of 65."""
-    reference = re.compile(r"#.*?\bC\d+\b.*")
-    numbers = [
-        (relative(path), int(number))
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for comment in reference.findall(path.read_text())
-        for number in re.findall(r"\bC(\d+)\b", comment)
-    ]
-    assert numbers, "no test says what it covers"
-    assert [(path, number) for path, number in numbers if not 1 <= number <= 65] == []
 
 
 def packages_loaded_by(statements: str) -> set[str]:

@@ -48,14 +48,15 @@ def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, comm):
-        ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.has_bias = comm, bias is not None
+        ctx.save_for_backward(x, weight)  # the weight too, so that autograd notices if it has changed by then
+        # A recomputed forward hands backward another tensor for the weight, without its main_grad and grad_queue.
+        ctx.weight, ctx.comm, ctx.has_bias = weight, comm, bias is not None
         return nn.functional.linear(_gathered(x, comm), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
-        x, weight = ctx.saved_tensors
-        comm: LinearComm = ctx.comm
+        x, _ = ctx.saved_tensors
+        weight, comm = ctx.weight, ctx.comm
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
         if needs_weight and _is_put_off(weight, x, grad_y, comm):

@@ -100,7 +100,7 @@ def _lose_a_box(folder: Path) -> None:
         (_lose_a_box, "0 of 16 elements of model.decoder.final_layernorm.weight are stored"),
     ],
 )
-def test_damaged_checkpoint(damage: Callable[[Path], None], told: str, saved: Path) -> None:
+def test_damaged_checkpoint(damage: Callable[[Path], None], told: str, saved: Path) -> None:  # C58
     damage(saved)
     with pytest.raises(CheckpointError, match=told):
         start(ONE_LAYER | {"load": str(saved.parent)})

@@ -76,7 +76,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
             "legal: 1, 2, 4, 5, 8, 10, 20, 40",
         ),
     ),
-    (  # C19
+    (
         {"group_query_attention": True, "num_query_groups": 6, "tensor_model_parallel_size": 4},
         4,
         ("num_query_groups=6", "tensor_model_parallel_size=4", "legal: 1, 2, 3, 6 or a multiple of 6"),
@@ -91,7 +91,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         4,
         ("seq_length=62", "tensor_model_parallel_size=4", "--sequence-parallel"),
     ),
-    ({"pipeline_model_parallel_size": 4}, 4, ("num_layers=2", "4 stages", "legal: 4 or more")),  # C34
+    ({"pipeline_model_parallel_size": 4}, 4, ("num_layers=2", "4 stages", "legal: 4 or more")),
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
         2,

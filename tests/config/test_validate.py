@@ -81,7 +81,7 @@ def test_sound_configurations_have_no_problems(name):
 
 
 @pytest.mark.parametrize(("changes", "world_size", "words"), FAULTS, ids=lambda x: str(x)[:60])
-def test_each_fault_has_one_sentence_with_the_way_out(changes, world_size, words):
+def test_each_fault_has_one_sentence_with_the_way_out(changes, world_size, words):  # C19 C34 C56
     found = list(problems(run_config(**changes), world_size))
     matching = [sentence for sentence in found if all(word in sentence for word in words)]
     assert len(matching) == 1, found

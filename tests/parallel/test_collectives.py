@@ -17,6 +17,7 @@ from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.verify.ranks import run_ranks
 
 SHAPE = (8, 3, 4)
+SHAPES = ((8, 4), SHAPE, (4, 2, 3, 8))
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ PAIRS = {
 def _random(shape: tuple[int, ...], seed: int, *, strided: bool) -> Tensor:
     """The same numbers whether or not they lie in order in memory."""
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return x.transpose(0, 2).contiguous().transpose(0, 2) if strided else x
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
 
 
 def _product(a: Tensor, b: Tensor, group: Group, *, whole: bool) -> float:
@@ -79,9 +80,9 @@ def _product(a: Tensor, b: Tensor, group: Group, *, whole: bool) -> float:
     return float(value)
 
 
-def _check_pair(name: str, group: Group, *, strided: bool) -> None:
+def _check_pair(name: str, group: Group, shape: tuple[int, ...] = SHAPE, *, strided: bool) -> None:
     pair, size, me = PAIRS[name], group.size(), group.rank()
-    inputs = [_random(SHAPE, 0 if pair.whole_in else i, strided=strided) for i in range(size)]
+    inputs = [_random(shape, 0 if pair.whole_in else i, strided=strided) for i in range(size)]
     x = inputs[me].detach().requires_grad_()
     before = x.detach().clone()
     y = pair.op(x, group)
@@ -101,7 +102,8 @@ def _check_pairs() -> None:
     for group in (dist.group.WORLD, pairs[rank % 2], alone[rank], LocalGroup()):
         for name in PAIRS:
             for strided in (False, True, group.rank() % 2 == 1):  # C22: on no, all or some ranks
-                _check_pair(name, group, strided=strided)
+                for shape in SHAPES:  # C55
+                    _check_pair(name, group, shape, strided=strided)
     _check_plain(pairs[rank % 2], [rank % 2, rank % 2 + 2])
     _check_uneven(pairs[rank % 2])
 

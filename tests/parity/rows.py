@@ -58,6 +58,8 @@ FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "rec
 
 # name: (world size, model and batch of both sides, layout of the row alone)
 ROWS: dict[str, tuple[int, dict, dict]] = {
+    "micro-batches of 2": (1, {}, {"micro_batch_size": 2}),  # C2
+    "one micro-batch": (1, {}, {"micro_batch_size": 8}),  # C2
     "tp2": (2, {}, TP2),
     "tp4": (4, {}, TP4),
     "tp2 sp": (2, {}, TP2 | SP),
@@ -70,17 +72,21 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "pp4, 1 micro-batch": (4, {"global_batch_size": 1}, PP4),  # C32
     "pp4, 3 micro-batches": (4, {"global_batch_size": 3}, PP4),  # C32
     "pp4, 8 micro-batches": (4, {}, PP4),
+    "pp2, micro-batches of 4": (2, {}, PP2 | {"micro_batch_size": 4}),  # C2
     "dp2": (2, {}, {}),
-    "dp2, overlap": (2, {}, {"overlap_grad_reduce": True} | SMALL_BUCKETS),
+    "dp2, overlap": (2, {}, {"overlap_grad_reduce": True} | SMALL_BUCKETS),  # C12
     "dp4": (4, {}, {}),
+    "dp4, a rank without a token": (4, {"global_batch_size": 4}, {}),  # C3
+    "dp1 zero1": (1, {}, ZERO | {"micro_batch_size": 2}),  # C35
     "dp2 zero1": (2, {}, ZERO),
     "dp2 zero1, overlap": (2, {}, ZERO | OVERLAP | SMALL_BUCKETS),  # C59, C60
     "tp2 pp2": (4, {}, TP2 | PP2),
     "tp2 pp2 sp x 2 chunks": (4, {}, TP2 | PP2 | SP | V2),
-    "dp2 pp2 zero1, tied": (4, {}, PP2 | ZERO),  # C10
+    "dp2 tp2 sp, overlap": (4, {}, TP2 | SP | {"overlap_grad_reduce": True} | SMALL_BUCKETS),  # C56
+    "dp2 pp2 zero1, tied": (4, {}, PP2 | ZERO),  # C10, C39
     "dp2 tp2 pp2": (8, {}, TP2 | PP2),
-    "dp2 tp2 pp2 sp zero1 x 2 chunks": (8, {}, TP2 | PP2 | SP | ZERO | V2 | OVERLAP),
-    "rank order pp-dp-tp": (8, {}, TP2 | PP2 | {"rank_order": "pp-dp-tp-cp-ep"}),
+    "dp2 tp2 pp2 sp zero1 x 2 chunks": (8, {}, TP2 | PP2 | SP | ZERO | V2 | OVERLAP),  # C39, C56
+    "rank order pp-dp-tp": (8, {}, TP2 | PP2 | {"rank_order": "pp-dp-tp-cp-ep"}),  # C50
     "1 group, tp4": (4, GQA1, TP4),  # C19, C18
     "2 groups, tp4": (4, GQA2, TP4),  # C19
     "2 groups, tp4 sp": (4, GQA2, TP4 | SP),
@@ -96,7 +102,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "modern, 2 groups, tp4 sp": (4, MODERN | GQA2, TP4 | SP),
     "geglu, tp2": (2, {"geglu": True, "ffn_hidden_size": 64}, TP2),
     "squared relu, tp2": (2, {"squared_relu": True}, TP2),
-    "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),
+    "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),  # C27
     "full recompute, block, pp2": (2, {}, PP2 | FULL_BLOCK),
     "selective recompute, tp2": (2, {}, TP2 | {"recompute_granularity": "selective"}),
 }

@@ -1,104 +1,90 @@
-"""A chain of small stages in float64: the executor computes what one process computes, whatever the plan."""
+"""The executor computes what one process computes, whatever the plan, the timing and the lengths of micro-batches."""
 
 from __future__ import annotations
 
 import random
-import time
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.actions import Action, Plan, placed_round_robin
 from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Executor, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, Listener, Posting
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.schedules import forward_only, interleaved
+from megatron_core.pipeline_parallel.rendezvous import receives_ahead
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, forward_only, interleaved, make_plan
 from megatron_core.verify.ranks import run_ranks
+from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 
-ROWS, WIDTH = 3, 4
-MESSAGE = MessageFormat((ROWS, WIDTH), torch.float64, torch.device("cpu"))
-
-
-def _random(name: int, number: int) -> Tensor:
-    shape = (WIDTH, WIDTH) if name == 0 else (ROWS, WIDTH)
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * name + number))
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
-@dataclass
-class Chain:
-    """y = tanh(x W_s) on each stage s, from a micro-batch's own data; the last one's loss is <y, target>."""
+class Announcements(Listener):
+    """What the executor says of last gradients."""
 
-    num_stages: int
-    weights: dict[int, Tensor] = field(default_factory=dict)
-    shake: random.Random | None = None
-
-    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
-        if self.shake is not None:  # ranks that are not in step with one another
-            time.sleep(self.shake.random() * 1e-3)
-        weight = self.weights.setdefault(stage, _random(0, stage).requires_grad_())
-        y = torch.tanh((_random(1, micro) if x is None else x) @ weight)
-        return (y * _random(2, micro)).sum() if stage == self.num_stages - 1 else y
-
-    def reference(self, num_microbatches: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Losses by micro-batch and weight gradients by stage, in one process."""
-        losses = {}
-        for micro in range(num_microbatches):
-            x = None
-            for stage in range(self.num_stages):
-                x = self.forward(stage, micro, x)
-            x.backward()
-            losses[micro] = x.detach()
-        return losses, {stage: weight.grad for stage, weight in self.weights.items()}
+    def __init__(self) -> None:
+        super().__init__(on_last_backward=lambda s: self.said.append(s), on_last_weights=lambda s: self.said.append(s))
+        object.__setattr__(self, "said", [])
 
 
-def _run(plan: Plan, num_microbatches: int, links: Links, seed: int) -> None:
-    """Run a plan on this rank and compare with one process."""
-    losses, grads = Chain(plan.num_stages).reference(num_microbatches)
-    chain = Chain(plan.num_stages, shake=random.Random(1000 * seed + links.index))
-    finished: list[int] = []
-
-    def on_last_backward(stage: int) -> None:
-        finished.append(stage)
-        executor_saw[stage] = None if chain.weights[stage].grad is None else chain.weights[stage].grad.clone()
-
-    executor_saw: dict[int, Tensor | None] = {}
-    found = Executor(plan, links, MESSAGE, chain.forward, on_last_backward=on_last_backward).run()
+def _run(plan: Plan, links: Links, seed: int) -> None:
+    """Run a plan on this rank, with and without overlap, and compare with one process."""
+    whole = Chain(plan)
+    losses = whole.reference()
     mine = [stage for stage, rank in enumerate(plan.place) if rank == links.index]
-    assert found.keys() == (losses.keys() if plan.num_stages - 1 in mine else set())
-    for micro, loss in found.items():
-        torch.testing.assert_close(loss, losses[micro], rtol=1e-12, atol=1e-12)
-    assert sorted(chain.weights) == mine
-    for stage in mine:
-        torch.testing.assert_close(chain.weights[stage].grad, grads[stage], rtol=1e-12, atol=1e-12)
-    assert sorted(finished) == mine, "the last backward of a stage is announced once"
-    if num_microbatches > 1:  # and before it has run
-        assert not any(torch.equal(executor_saw[stage], chain.weights[stage].grad) for stage in mine)
-    else:
-        assert set(executor_saw.values()) == {None}
+    grads = []
+    for posting in (Posting(), Posting(overlap=False, ahead=receives_ahead(plan))):
+        told = Announcements()
+        found, chain = run_chain(plan, links, posting=posting, listener=told, seed=seed)
+        assert found.keys() == (losses.keys() if plan.num_stages - 1 in mine else set())
+        for micro, loss in found.items():
+            torch.testing.assert_close(loss, losses[micro], **CLOSE)
+        for stage in mine:
+            torch.testing.assert_close(chain.weights[stage].grad, whole.weights[stage].grad, **CLOSE)
+            torch.testing.assert_close(chain.biases[stage].grad, whole.biases[stage].grad, **CLOSE)
+        assert sorted(told.said) == mine, "the end of a stage's gradients is announced once"
+        grads.append([parameter.grad for parameter in chain.parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), "overlap changes a bit"
 
 
-def _check_schedules(num_ranks: int) -> None:
+def _plans(num_ranks: int) -> Iterator[Plan]:
+    """Every schedule with 1 to 5 and more micro-batches, and plans in any sound order."""
+    for name, schedule in SCHEDULES.items():
+        if name == "forward_only":
+            continue
+        for chunks in (2, 3, 4) if schedule.chunks is None else (schedule.chunks,):
+            yield from (make_plan(name, num_ranks, chunks, micros) for micros in (1, 2, 3, 5, 2 * num_ranks + 1))
+    yield from (check(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
+
+
+def _check_plans(num_ranks: int) -> None:
     links = Links(ParallelGroups(Grid(pp=num_ranks), dist.get_rank()))
-    for chunks in (1, 2, 3):
-        for micros in (1, 2, 3, 4, 5):
-            _run(interleaved(num_ranks, chunks, micros), micros, links, seed=10 * chunks + micros)
-    for seed in range(6):
-        plan = random_plan(num_ranks, 2, 4, seed)
-        _run(check(plan, 4), 4, links, seed)
+    for seed, plan in enumerate(_plans(num_ranks)):
+        _run(plan, links, seed)
     _check_evaluation(links, num_ranks)
 
 
 def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: int) -> Plan:
-    """Any order that respects the dependencies, and keeps the micro-batches of a stage in its neighbour's order."""
+    """Any order that respects the dependencies, and keeps the micro-batches of a stage in its neighbour's order.
+
+    Backwards are whole on the even stages and split on the odd ones.
+    """
     choice = random.Random(seed)
     place = placed_round_robin(num_ranks, num_chunks)
-    plan = Plan(((),) * num_ranks, place)
-    left = {Action(s, k, m) for s in range(len(place)) for k in "FB" for m in range(num_microbatches)}
+    left = {
+        Action(stage, kind, micro)
+        for stage in range(len(place))
+        for kind in ("FIW" if stage % 2 else "FB")
+        for micro in range(num_microbatches)
+    }
+    plan = Plan((tuple(sorted(left)),), place)  # knows what is split
     done: set[Action] = set()
     ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
     while left:
@@ -125,23 +111,108 @@ def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
 def _check_evaluation(links: Links, num_ranks: int) -> None:
     """Forwards alone keep no graph and touch no gradient."""
     plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
-    chain = Chain(plan.num_stages)
-    expected, _ = Chain(plan.num_stages).reference(3)
-    found = Executor(plan, links, MESSAGE, chain.forward).run()
+    expected = Chain(plan).reference()
+    found, chain = run_chain(plan, links, posting=Posting(), listener=Listener())
     assert all(not loss.requires_grad for loss in found.values())
-    assert all(weight.grad is None for weight in chain.weights.values())
+    assert all(parameter.grad is None for parameter in chain.parameters)
     for micro, loss in found.items():
-        torch.testing.assert_close(loss, expected[micro], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(loss, expected[micro], **CLOSE)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  # C1 C2 C32 C65
-    """1F1B and interleaved plans with 1 to 3 chunks and 1 to 5 micro-batches, and plans in any sound order."""
-    run_ranks(num_ranks, _check_schedules, num_ranks)
+def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  # C1 C2 C32 C33 C40 C65
+    """All schedules; weights that are used twice; micro-batches of different lengths; overlap on and off."""
+    run_ranks(num_ranks, _check_plans, num_ranks)
 
 
-def test_one_rank_with_several_chunks() -> None:
+@pytest.mark.parametrize("plan", [interleaved(1, 3, 3), make_plan("zb_v", 1, 2, 3), make_plan("zb_h1", 1, 1, 2)])
+def test_one_rank_with_several_chunks(plan: Plan) -> None:
     """Outputs go from stage to stage without a message."""
-    links = Links(ParallelGroups.single())
-    for chunks in (1, 2, 3):
-        _run(interleaved(1, chunks, 3), 3, links, seed=chunks)
+    _run(plan, Links(ParallelGroups.single()), seed=1)
+
+
+class Sent:
+    """The handle of a message that is taken at once."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+class FirstRank:
+    """The links of the first of two pipeline ranks, whose partner takes everything and says nothing."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ...]] = []
+
+    def send(self, tensor: Tensor, receiver: int) -> Sent:
+        """Note the shape."""
+        self.sent.append(tuple(tensor.shape))
+        return Sent()
+
+    def receive(self, shape: tuple[int, ...], *rest: object) -> tuple[Tensor, Sent]:
+        """Zeros."""
+        return torch.zeros(shape, dtype=MESSAGE.dtype), Sent()
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "told"),
+    [
+        (2, torch.float64, r"0F1 gives \[2, 4\] .* message .* is \[3, 4\] .* the same seq_length"),
+        (4, torch.float64, r"0F1 gives \[4, 4\]"),
+        (3, torch.float32, "0F1 gives .* in torch.float32"),
+    ],
+)
+def test_a_message_of_another_shape_is_refused(length: int, dtype: torch.dtype, told: str) -> None:  # C40
+    """A shorter message would arrive without an error, with what lay in the receiver's memory behind it."""
+
+    def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+        shape, made = (MESSAGE.shape, MESSAGE.dtype) if micro == 0 else ((length, WIDTH), dtype)
+        return torch.zeros(shape, dtype=made, requires_grad=True)
+
+    links = FirstRank()
+    with pytest.raises(LayoutError, match=told):
+        Executor(interleaved(2, 1, 2), links, MESSAGE, forward).run()
+    assert links.sent == [MESSAGE.shape]
+
+
+def test_an_output_is_let_go_when_it_is_sent() -> None:
+    """The graph stays, the activations that nothing in it needs do not."""
+    plan = interleaved(2, 1, 3)
+    outputs: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+        output = torch.zeros((3, WIDTH), dtype=torch.float64, requires_grad=True) + 1.0
+        outputs.append(weakref.ref(output))
+        return output
+
+    def count(action: Action) -> None:
+        alive.append(sum(output() is not None for output in outputs))
+
+    Executor(plan, FirstRank(), MESSAGE, forward, listener=Listener(on_begin=count)).run()
+    assert len(outputs) == 3
+    assert set(alive) == {0}
+
+
+def test_a_stage_without_anything_to_train_sends_no_gradient_back() -> None:
+    """Frozen layers at the beginning of a model."""
+    plan = interleaved(1, 2, 2)
+    weight = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+        return torch.ones((3, WIDTH), dtype=torch.float64) if x is None else (x * weight).sum()
+
+    Executor(plan, Links(ParallelGroups.single()), MESSAGE, forward).run()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 6.0))
+
+
+def test_lengths_are_those_that_were_said() -> None:
+    assert ragged(3).shape_of(1) == (3, WIDTH)
+    assert ragged(3).shape_of(2) == (4, WIDTH)
+    assert MESSAGE.shape_of(7) == MESSAGE.shape

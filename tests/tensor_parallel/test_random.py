@@ -1,4 +1,4 @@
-"""Dropout masks are functions of what they fall on. # C26 C27 C28"""
+"""Dropout masks are functions of what they fall on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rate_and_scale(p: float) -> None:
     torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / (1 - p)))
 
 
-def test_every_shard_has_its_part_of_the_same_mask() -> None:
+def test_every_shard_has_its_part_of_the_same_mask() -> None:  # C26 C27
     whole = _keep()
     halves = [range(0, LENGTH // 2), range(LENGTH // 2, LENGTH)]
     by_position = [_keep(coordinates=_coordinates(range(SAMPLES), half, range(CHANNELS))) for half in halves]
@@ -64,7 +64,7 @@ def test_masks_of_different_things_are_unrelated() -> None:
         assert (shares - 0.5).abs().max() < 6 * 0.5 / (base.numel() / len(shares)) ** 0.5
 
 
-def test_no_generator_is_read() -> None:
+def test_no_generator_is_read() -> None:  # C28
     before = torch.get_rng_state()
     dropout = KeyedDropout(0.5, 1, "x")
     first = dropout(torch.ones(LENGTH, SAMPLES, CHANNELS), WHOLE)

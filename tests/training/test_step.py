@@ -61,27 +61,6 @@ def test_sharded_optimizer_in_bf16_equals_the_whole_one() -> None:
     assert whole == sharded
 
 
-def _overflow_on(rank: int) -> tuple[bool, float, float, bool]:
-    run = tiny_run(fp16=True, initial_loss_scale=2.0**10, hysteresis=1, pipeline_model_parallel_size=2)
-    train_step(run)
-    before = _weights(run)
-    if torch.distributed.get_rank() == rank:
-        bucket = run.data_parallel.buckets[0]
-        finish = run.data_parallel.finish
-        run.data_parallel.finish = lambda: (bucket.grads[:1].fill_(torch.inf), finish())
-    result = train_step(run)
-    unchanged = all(torch.equal(weight, before[name]) for name, weight in _weights(run).items())
-    return result.skipped, result.loss_scale, run.optimizer.loss_scale.scale, unchanged
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_overflow_on_one_pipeline_rank_skips_the_step_on_all(rank: int) -> None:  # C47 C64
-    for skipped, scale_before, scale_after, unchanged in run_ranks(2, _overflow_on, rank):
-        assert skipped
-        assert unchanged
-        assert scale_after == scale_before / 2
-
-
 def test_loss_scale_does_not_change_gradients() -> None:  # C37
     """float32 arithmetic with a power of two as factor is exact: the norm must not move at all."""
     run, scaled = tiny_run(), tiny_run()

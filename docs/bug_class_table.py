@@ -1,0 +1,140 @@
+"""The table of known defect classes and the tests that would catch them: ``python docs/bug_class_table.py``.
+
+Titles come from ``docs/bug_classes.csv``; tests name the classes that they cover in comments such as ``C17`` after a
+``#``. A comment belongs to the test function around it, or else to the next one below it; at a row of a table of cases,
+such as ``ROWS`` of the parity matrix, to that row. Run as a program, this writes the table into
+``docs/verification.md``, between its markers.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "verification.md"
+BEGIN, END = "<!-- bug classes: begin -->", "<!-- bug classes: end -->"
+IN_PART = "in part: "
+
+COMMENT = re.compile(r"#.*?\bC\d+\b.*")
+CLASS = re.compile(r"\bC\d+\b")
+
+
+@dataclass(frozen=True)
+class BugClass:
+    """A line of the csv: what goes wrong, and the feature that has to come first, if there is one."""
+
+    name: str
+    title: str
+    waits_for: str
+
+    @property
+    def owes_a_test(self) -> bool:
+        """Whether its feature exists, at least in part."""
+        return not self.waits_for or self.waits_for.startswith(IN_PART)
+
+
+def bug_classes() -> list[BugClass]:
+    """All classes, in their order."""
+    with (ROOT / "docs" / "bug_classes.csv").open(newline="") as file:
+        return [BugClass(row["class"], row["title"], row["waits_for"]) for row in csv.DictReader(file)]
+
+
+def references(source: str) -> Iterator[tuple[str, str | None]]:
+    """Pairs (class, test that its comment belongs to) of a test file; None where no test is found."""
+    tree = ast.parse(source)
+    for number, line in enumerate(source.splitlines(), 1):
+        for comment in COMMENT.findall(line):
+            for name in CLASS.findall(comment):
+                yield name, owner(tree, number)
+
+
+def owner(tree: ast.Module, line: int) -> str | None:
+    """The test that a comment on ``line`` belongs to."""
+    row = table_row(tree, line)
+    if row is not None:
+        return row
+    below = [test for test in tests_of(tree) if test.end_lineno >= line]
+    return below[0].name if below else None
+
+
+def table_row(tree: ast.Module, line: int) -> str | None:
+    """``test[row]`` if the line is in a table at module level from whose name a test draws its cases; ``[row]`` in a
+    file of tables alone."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not node.lineno <= line <= node.end_lineno:
+            continue
+        table = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+        begun = [name for name, start in rows_of(node.value) if start <= line]
+        users = [test.name for test in tests_of(tree) if any(uses(d, table) for d in test.decorator_list)]
+        if begun and (users or not tests_of(tree)):
+            return f"{users[0] if users else ''}[{begun[-1]}]"
+    return None
+
+
+def rows_of(table: ast.expr | None) -> Iterator[tuple[str, int]]:
+    """Name and first line of each row: the keys of a dict, or what the calls in a tuple or list have as their first
+    argument."""
+    if isinstance(table, ast.Dict):
+        yield from ((key.value, key.lineno) for key in table.keys if isinstance(key, ast.Constant))
+    elif isinstance(table, ast.Tuple | ast.List):
+        for row in table.elts:
+            if isinstance(row, ast.Call) and row.args and isinstance(row.args[0], ast.Constant):
+                yield str(row.args[0].value), row.lineno
+
+
+def tests_of(tree: ast.Module) -> list[ast.FunctionDef]:
+    """The test functions of a file, from top to bottom."""
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def uses(node: ast.AST, name: str) -> bool:
+    """Whether an expression reads the variable ``name``."""
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
+
+
+def covered_by() -> dict[str, list[str]]:
+    """Tests by class, as ``tests/path.py::test``."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for name, test in references(path.read_text()):
+            where = path.relative_to(ROOT).as_posix()
+            label = f"{where}{test}" if test and test.startswith("[") else f"{where}::{test}"
+            if label not in found[name]:
+                found[name].append(label)
+    return dict(found)
+
+
+def table() -> str:
+    """The table in Markdown."""
+    tests = covered_by()
+    lines = ["| class | what goes wrong | covered by |", "|---|---|---|"]
+    for bug in bug_classes():
+        cell = "<br>".join(f"`{test}`" for test in tests.get(bug.name, []))
+        if bug.waits_for:
+            cell += ("<br>" if cell else "") + waiting(bug.waits_for)
+        lines.append(f"| {bug.name} | {bug.title} | {cell} |")
+    return "\n".join(lines)
+
+
+def waiting(feature: str) -> str:
+    """What a class waits for, as words of the table."""
+    if feature.startswith(IN_PART):
+        return f"in part waits for {feature.removeprefix(IN_PART)}"
+    return f"waits for {feature}"
+
+
+def with_table(page: str) -> str:
+    """``page`` with the table of today between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

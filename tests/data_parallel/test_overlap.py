@@ -1,0 +1,106 @@
+"""Overlap on and off are equal to the bit, whatever lies in the buffers between the steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+SMALL = {"hidden_size": 16, "seq_length": 8, "micro_batch_size": 1, "global_batch_size": 4, "ddp_bucket_size": 500}
+OVERLAP = {"overlap_grad_reduce": True}
+SHARDED = {"use_distributed_optimizer": True}
+GATHER = SHARDED | OVERLAP | {"overlap_param_gather": True}
+
+
+def _poison(bucket: Bucket) -> None:
+    """What nobody may read again: all gradients, and the weights that other ranks have updated."""
+    bucket.grads.fill_(torch.nan)
+    foreign = torch.ones_like(bucket.weights, dtype=torch.bool)
+    foreign[bucket.shard] = False
+    bucket.weights[foreign] = torch.nan
+
+
+def _train(settings: dict, poisoned: bool) -> tuple[list[tuple[float, float]], list[np.ndarray]]:
+    run = tiny_run(**SMALL | settings)
+    gather = run.data_parallel.gather_weights
+
+    def poison_and_gather() -> None:
+        for bucket in run.data_parallel.buckets:
+            _poison(bucket)
+        gather()
+
+    if poisoned:
+        run.data_parallel.gather_weights = poison_and_gather
+    results = [train_step(run) for _ in range(3)]
+    run.data_parallel.finish_gather()
+    return [(r.loss, r.grad_norm) for r in results], _weights(run)
+
+
+def _weights(run: Run) -> list[np.ndarray]:
+    return [p.detach().numpy().copy() for stage in run.stages.values() for p in stage.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"), [({}, [{}, OVERLAP]), (SHARDED, [SHARDED, GATHER])], ids=["whole", "sharded"]
+)
+def test_overlap_changes_no_bit(settings: dict, others: list[dict]) -> None:  # C12 C36 C37 C59 C60
+    """The embedding is tied: the output layer and the lookup both add to its gradient."""
+    plain = run_ranks(2, _train, settings, False)
+    for other in others:
+        for (numbers, weights), (expected, whole) in zip(run_ranks(2, _train, other, True), plain, strict=True):
+            assert numbers == expected, other
+            for found, truth in zip(weights, whole, strict=True):
+                np.testing.assert_array_equal(found, truth, err_msg=str(other))
+
+
+class Backwards(nn.Module):
+    """Runs its layers in the opposite order of their registration, the first one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        for number, parameter in enumerate(self.parameters()):
+            draw = torch.Generator().manual_seed(number)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (2, 1, 0, 0):
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def _descend(overlap: bool) -> list[np.ndarray]:
+    """Three steps of gradient descent, each rank updating its shard."""
+    model = Backwards()
+    groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
+    settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    data = DataParallel({0: model}, groups, sharded=True, bucket_size=1, **settings)
+    for step in range(3):
+        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + groups.rank))
+        data.zero_grad()
+        data.arm(0)
+        model(x).square().sum().backward()
+        data.finish()
+        for bucket in data.buckets:
+            bucket.weight_shard.sub_(0.1 * bucket.grad_shard)
+        data.gather_weights()
+    data.finish_gather()
+    return [p.detach().numpy().copy() for p in model.parameters()]
+
+
+def test_order_of_execution_is_not_that_of_registration() -> None:  # C59
+    plain, overlapped = run_ranks(2, _descend, False), run_ranks(2, _descend, True)
+    start = [p.detach().numpy() for p in Backwards().parameters()]
+    for ranks in zip(*plain, *overlapped, strict=True):
+        for weights in ranks[1:]:
+            np.testing.assert_array_equal(weights, ranks[0])
+    assert all(not np.array_equal(a, b) for a, b in zip(plain[0], start, strict=True))

@@ -1,0 +1,60 @@
+"""Losses and gradient norms of a tiny run as numbers, so that no release moves them without saying so.
+
+Made by this file's own ``_train`` on one process, in float64. Nothing in them comes from a random generator of torch
+or numpy, whose streams may change: weights are a formula, tokens and dropout masks are integer hashes. Only sums in
+another order can move them, by about 1e-15. If a change of the arithmetic is meant, print ``_train({})`` and replace
+them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+SETTINGS = {
+    "fp64": True,
+    "hidden_size": 16,
+    "vocab_size": 29,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "micro_batch_size": 1,
+    "clip_grad": 0.5,
+    "lr_warmup_iters": 2,
+}
+LOSSES = [3.710363193486872, 3.816076805365838, 3.5747102284040393, 3.5122226864643444]
+NORMS = [1.0417771215840017, 1.0423056403394495, 0.8588294677670091, 0.6488062436376549]
+
+
+def _fill(run: Run) -> None:
+    """Each weight is 0.3 sin(i^2 + n) for its place i in the whole tensor n; those of norms around 1."""
+    for stage in run.stages.values():
+        for number, (name, parameter) in enumerate(sorted(stage.named_global_parameters())):
+            shape = spec_of(parameter).global_shape
+            values = 0.3 * np.sin(np.arange(np.prod(shape), dtype=np.float64) ** 2 + number).reshape(shape)
+            whole = torch.from_numpy(values + ("norm.weight" in name))
+            spec_of(parameter).localise(whole, parameter.data)
+
+
+def _train(settings: dict) -> tuple[list[float], list[float]]:
+    run = tiny_run(**SETTINGS | settings)
+    _fill(run)
+    results = [train_step(run) for _ in range(4)]
+    return [result.loss for result in results], [result.grad_norm for result in results]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(1, {}), (2, {}), (2, {"use_distributed_optimizer": True})],
+    ids=["one process", "dp2", "dp2 zero1"],
+)
+def test_golden_losses_and_norms(ranks: int, settings: dict) -> None:  # C38
+    for losses, norms in run_ranks(ranks, _train, settings):
+        assert losses == pytest.approx(LOSSES, rel=1e-10)
+        assert norms == pytest.approx(NORMS, rel=1e-10)

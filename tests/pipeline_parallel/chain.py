@@ -1,0 +1,89 @@
+"""A chain of small stages in float64, which any plan must run to the result of one process."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.pipeline_parallel.actions import Plan
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat, Posting
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.tensor_parallel.linear import parallel_linear
+
+WIDTH = 4
+MESSAGE = MessageFormat((3, WIDTH), torch.float64, torch.device("cpu"))
+
+
+def rows(micro: int) -> int:
+    """Micro-batches have different lengths."""
+    return 2 + micro % 3
+
+
+def ragged(num_microbatches: int) -> MessageFormat:
+    """The messages of micro-batches of different lengths."""
+    lengths = {micro: rows(micro) for micro in range(num_microbatches)}
+    return MessageFormat(MESSAGE.shape, MESSAGE.dtype, MESSAGE.device, lengths)
+
+
+def _random(name: int, number: int, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * name + number))
+
+
+class Chain:
+    """y = tanh((x W_s) W_s + b_s) on each stage s; the first x and the last target are a micro-batch's own.
+
+    The weight is used twice, and the bias is no part of a parallel layer, so that a split backward must add up the
+    one's two gradients and must not lose the other's.
+    """
+
+    def __init__(self, plan: Plan, rank: int | None = None, shake: random.Random | None = None) -> None:
+        self.plan, self.shake = plan, shake
+        mine = [stage for stage, place in enumerate(plan.place) if rank in (None, place)]
+        self.weights = {stage: nn.Parameter(_random(0, stage, WIDTH, WIDTH)) for stage in mine}
+        self.biases = {stage: nn.Parameter(_random(3, stage, WIDTH)) for stage in mine}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages here."""
+        return [*self.weights.values(), *self.biases.values()]
+
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        """A stage; a scalar on the last one."""
+        if self.shake is not None:  # ranks that are not in step with one another
+            time.sleep(self.shake.random() * 1e-3)
+        x = _random(1, micro, rows(micro), WIDTH) if x is None else x
+        once = parallel_linear(x, self.weights[stage], None)
+        y = torch.tanh(parallel_linear(once, self.weights[stage], None) + self.biases[stage])
+        last = stage == self.plan.num_stages - 1
+        return (y * _random(2, micro, rows(micro), WIDTH)).sum() if last else y
+
+    def reference(self) -> dict[int, Tensor]:
+        """Losses by micro-batch, in one process; gradients are then in the parameters."""
+        losses = {}
+        for micro in range(self.plan.num_microbatches):
+            x = None
+            for stage in range(self.plan.num_stages):
+                x = self.forward(stage, micro, x)
+            x.backward()
+            losses[micro] = x.detach()
+        return losses
+
+
+def run_chain(
+    plan: Plan, links: Links, *, posting: Posting, listener: Listener, seed: int = 0
+) -> tuple[dict[int, Tensor], Chain]:
+    """Run a plan on this rank; the losses that it found, and its part of the chain with its gradients."""
+    chain = Chain(plan, links.index, shake=random.Random(1000 * seed + links.index))
+    executor = Executor(
+        plan,
+        links,
+        ragged(plan.num_microbatches),
+        chain.forward,
+        parameters=chain.parameters,
+        posting=posting,
+        listener=listener,
+    )
+    return executor.run(), chain

@@ -1,0 +1,78 @@
+"""A gradient that is not finite on one rank: all ranks skip the step together, count it, and go on."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, dict] = {
+    "tp2": TP2,
+    "tp2 sp": TP2 | {"sequence_parallel": True},
+    "pp2": PP2,
+    "dp2": {},
+    "dp2 zero1": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+}
+PRECISIONS = {
+    "fp16": {"fp16": True, "initial_loss_scale": 2.0**10, "hysteresis": 1},
+    "fp32": {"check_for_nan_in_loss_and_grad": False},
+}
+
+
+def _digest(run: Run) -> str:
+    run.data_parallel.finish_gather()
+    content = [p.detach().to(torch.float64).numpy().tobytes() for s in run.stages.values() for p in s.parameters()]
+    return hashlib.sha256(b"".join(content)).hexdigest()
+
+
+def _spoil(run: Run, value: float) -> None:
+    """Let the next backward leave ``value`` in one element of a matrix that each tensor-parallel rank has a part of."""
+    matrices = [p for stage in run.stages.values() for p in stage.parameters() if spec_of(p).dim is not None]
+    finish = run.data_parallel.finish
+
+    def spoiled() -> None:
+        matrices[-1].main_grad.view(-1)[0] = value
+        run.data_parallel.finish = finish
+        finish()
+
+    run.data_parallel.finish = spoiled
+
+
+def _skip_one(settings: dict, rank: int, value: float) -> tuple:
+    run = tiny_run(**settings)
+    scale = run.optimizer.loss_scale.scale
+    train_step(run)
+    before = _digest(run)
+    if dist.get_rank() == rank:
+        _spoil(run, value)
+    skipped = train_step(run)
+    unchanged = _digest(run) == before
+    following = train_step(run)
+    return (
+        (skipped.skipped, unchanged, run.state.skipped_iterations, run.optimizer.steps_taken),
+        run.optimizer.loss_scale.scale / scale,
+        (following.skipped, _digest(run) != before),
+        (skipped.loss, skipped.learning_rate, following.loss, following.grad_norm, following.learning_rate),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("precision", "rank", "value"), [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
+)
+def test_one_rank_overflows_and_all_skip(layout: str, precision: str, rank: int, value: float) -> None:  # C47 C64
+    results = run_ranks(2, _skip_one, LAYOUTS[layout] | PRECISIONS[precision], rank, value)
+    for counts, scaled, after, numbers in results:
+        assert counts == (True, True, 1, 2), "skipped, nothing moved, one skip counted, two steps taken"
+        assert scaled == (0.5 if precision == "fp16" else 1.0)
+        assert after == (False, True), "the next step is taken again"
+        assert numbers == results[0][3], "ranks agree on what they report"
