@@ -28,6 +28,8 @@ class MessageFormat:
     device: torch.device
     lengths: Mapping[int, int] = field(default_factory=dict)
     """First dimension of the micro-batches in which it is another than that of ``shape``."""
+    variable: bool = False
+    """Nobody knows the shapes beforehand: each message brings its own, and its receive is posted when it is needed."""
 
     def shape_of(self, micro: int) -> tuple[int, ...]:
         """Shape of a micro-batch's messages."""
@@ -82,6 +84,11 @@ class Executor:
     ) -> None:
         self.plan, self.links, self.message, self.forward = plan, links, message, forward
         self.posting, self.listener = posting, listener
+        if message.variable and not posting.overlap:
+            raise LayoutError(
+                "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
+                "only when they are needed: the ranks could lock. Turn it on, or say the lengths of all micro-batches"
+            )
         self.actions = plan.ranks[links.index]
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
@@ -162,18 +169,26 @@ class Executor:
     def _post_receive(self, action: Action) -> None:
         """Post receives up to the message that ``action`` needs, in the order in which its sender sends."""
         source = self.plan.source(action)
-        if source is None or self.plan.place[source.stage] == self.links.index:
-            return
+        if source is not None and self.plan.place[source.stage] != self.links.index and not self.message.variable:
+            self._receive_up_to(source)
+
+    def _receive_up_to(self, source: Action) -> None:
         sender = self.plan.place[source.stage]
         while source not in self._arriving and self._unposted[sender]:
             coming = self._unposted[sender].popleft()
-            shape = self.message.shape_of(coming.micro)
-            self._arriving[coming] = self.links.receive(shape, self.message.dtype, self.message.device, sender)
+            self._arriving[coming] = self._receive(coming, sender)
+
+    def _receive(self, coming: Action, sender: int) -> tuple[Tensor, dist.Work]:
+        message = self.message
+        if message.variable:
+            return self.links.receive_with_shape(len(message.shape), message.dtype, message.device, sender)
+        return self.links.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
 
     def _take(self, source: Action) -> Tensor:
         """What ``source`` produced, from this rank or from another."""
         if source in self._here:
             return self._here.pop(source)
+        self._receive_up_to(source)  # variable messages have not been posted yet
         tensor, handle = self._arriving.pop(source)
         handle.wait()
         return tensor
@@ -188,7 +203,11 @@ class Executor:
             return
         self._check_format(action, tensor)
         tensor = tensor.contiguous()
-        self._sent.append((tensor, self.links.send(tensor, receiver)))
+        send = self.links.send_with_shape if self.message.variable else self._send
+        self._sent += [(tensor, handle) for handle in send(tensor, receiver)]
+
+    def _send(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
+        return [self.links.send(tensor, receiver)]
 
     def _let_go(self, *, wait: bool) -> None:
         """Forget messages that have been sent; with ``wait`` all of them."""
@@ -198,7 +217,7 @@ class Executor:
 
     def _check_format(self, action: Action, tensor: Tensor) -> None:
         """The receiver's buffer is made before the message comes; a shorter one would fill a part of it, silently."""
-        shape = self.message.shape_of(action.micro)
+        shape = tuple(tensor.shape) if self.message.variable else self.message.shape_of(action.micro)
         if tuple(tensor.shape) != shape or tensor.dtype != self.message.dtype:
             raise LayoutError(
                 f"{action} gives {list(tensor.shape)} in {tensor.dtype}, but its message to the next pipeline stage is "

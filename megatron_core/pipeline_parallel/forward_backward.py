@@ -50,7 +50,8 @@ def forward_backward(
     itself, and ``config.finalize_model_grads_func(model, num_tokens)`` is told the sum of tokens to divide by (0 on
     ranks without the last stage, as Megatron's).
     With interleaving ``model`` and ``data_iterator`` are lists, an entry a chunk. Models have ``set_input_tensor``.
-    Other hooks of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``. The list is empty on ranks
+    Other fields of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``, ``variable_seq_lengths`` (each
+    message brings its own shape). The list is empty on ranks
     without the last stage.
     """
     if decoder_seq_length not in (None, seq_length):
@@ -134,7 +135,8 @@ class _Step:
         parameter = next(self.chunks[0].parameters())
         dtype = self._setting("pipeline_dtype") or parameter.dtype
         length = seq_length // (self.groups.size("tp") if self._setting("sequence_parallel") else 1)
-        return MessageFormat((length, micro_batch_size, self._setting("hidden_size")), dtype, parameter.device)
+        shape = (length, micro_batch_size, self._setting("hidden_size"))
+        return MessageFormat(shape, dtype, parameter.device, variable=bool(self._setting("variable_seq_lengths")))
 
     def _suspend_sync(self) -> None:
         """Enter the data-parallel wrapper's no-sync context for each chunk, until its last backward."""

@@ -36,6 +36,19 @@ class Links:
         group = self._up if sender < self.index else self._down
         return buffer, dist.irecv(buffer, src=self._ranks[sender], group=group)
 
+    def send_with_shape(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
+        """As ``send``, the shape before the values; both handles."""
+        shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
+        return [self.send(shape, receiver), self.send(tensor, receiver)]
+
+    def receive_with_shape(
+        self, dims: int, dtype: torch.dtype, device: torch.device, sender: int
+    ) -> tuple[Tensor, dist.Work]:
+        """As ``receive`` for a message of ``send_with_shape`` with ``dims`` dimensions; waits for its shape."""
+        shape, handle = self.receive((dims,), torch.int64, device, sender)
+        handle.wait()
+        return self.receive(tuple(shape.tolist()), dtype, device, sender)
+
     def connect(self, device: torch.device) -> None:
         """Send one number over every link between neighbours, in the same order on all ranks; once for each layout.
 

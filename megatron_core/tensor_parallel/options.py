@@ -19,5 +19,7 @@ class ModelParallelConfig:
     """Reduce input gradients while weight gradients are computed."""
     perform_initialization: bool = True
     """Draw the weights when a layer is made; False leaves them to the caller."""
+    variable_seq_lengths: bool = False
+    """Micro-batches have sequences of different lengths, which only their messages tell the next pipeline stage."""
     device: torch.device | str = "cpu"
     """Where the weights lie."""

@@ -73,14 +73,20 @@ class Chain:
 
 
 def run_chain(
-    plan: Plan, links: Links, *, posting: Posting, listener: Listener, seed: int = 0
+    plan: Plan,
+    links: Links,
+    *,
+    posting: Posting,
+    listener: Listener,
+    seed: int = 0,
+    message: MessageFormat | None = None,
 ) -> tuple[dict[int, Tensor], Chain]:
     """Run a plan on this rank; the losses that it found, and its part of the chain with its gradients."""
     chain = Chain(plan, links.index, shake=random.Random(1000 * seed + links.index))
     executor = Executor(
         plan,
         links,
-        ragged(plan.num_microbatches),
+        message or ragged(plan.num_microbatches),
         chain.forward,
         parameters=chain.parameters,
         posting=posting,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megatron_core.pipeline_parallel.schedules import SCHEDULES, forward_only, i
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 
+UNKNOWN = replace(MESSAGE, variable=True)
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -35,14 +37,15 @@ class Announcements(Listener):
 
 
 def _run(plan: Plan, links: Links, seed: int) -> None:
-    """Run a plan on this rank, with and without overlap, and compare with one process."""
+    """Run a plan on this rank, with and without overlap, lengths known and unknown; compare with one process."""
     whole = Chain(plan)
     losses = whole.reference()
     mine = [stage for stage, rank in enumerate(plan.place) if rank == links.index]
     grads = []
-    for posting in (Posting(), Posting(overlap=False, ahead=receives_ahead(plan))):
+    blocking = Posting(overlap=False, ahead=receives_ahead(plan))
+    for posting, message in ((Posting(), None), (blocking, None), (Posting(), UNKNOWN)):
         told = Announcements()
-        found, chain = run_chain(plan, links, posting=posting, listener=told, seed=seed)
+        found, chain = run_chain(plan, links, posting=posting, listener=told, seed=seed, message=message)
         assert found.keys() == (losses.keys() if plan.num_stages - 1 in mine else set())
         for micro, loss in found.items():
             torch.testing.assert_close(loss, losses[micro], **CLOSE)
@@ -51,7 +54,8 @@ def _run(plan: Plan, links: Links, seed: int) -> None:
             torch.testing.assert_close(chain.biases[stage].grad, whole.biases[stage].grad, **CLOSE)
         assert sorted(told.said) == mine, "the end of a stage's gradients is announced once"
         grads.append([parameter.grad for parameter in chain.parameters])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), "overlap changes a bit"
+    for others in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True)), "the timing changes a bit"
 
 
 def _plans(num_ranks: int) -> Iterator[Plan]:
@@ -210,6 +214,11 @@ def test_a_stage_without_anything_to_train_sends_no_gradient_back() -> None:
 
     Executor(plan, Links(ParallelGroups.single()), MESSAGE, forward).run()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 6.0))
+
+
+def test_unknown_lengths_and_sends_that_are_waited_for_exclude_one_another() -> None:
+    with pytest.raises(LayoutError, match="overlap_p2p_communication=False"):
+        Executor(interleaved(2, 1, 2), FirstRank(), UNKNOWN, Chain.forward, posting=Posting(overlap=False))
 
 
 def test_lengths_are_those_that_were_said() -> None:

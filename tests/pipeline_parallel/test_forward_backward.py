@@ -20,20 +20,21 @@ from megatron_core.verify.ranks import run_ranks
 
 MICRO, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 40
 SHAPE = ModelConfig(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0, untie_embeddings_and_output_weights=True)
-PARALLEL = ModelParallelConfig(params_dtype=torch.float64)
 
 
-def _batches() -> list[Tensor]:
+def _batches(ragged: bool) -> list[Tensor]:
+    """Micro-batches ``[b, s + 1]``, each of another length if ``ragged``."""
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(MICRO)]
+    lengths = [LENGTH - 2 * micro * ragged for micro in range(MICRO)]
+    return [torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator) for length in lengths]
 
 
-def _model(stage: int, num_stages: int) -> GPTModel:
+def _model(stage: int, num_stages: int, ragged: bool) -> GPTModel:
     return GPTModel(
         SHAPE,
         VOCABULARY,
         LENGTH,
-        parallel=PARALLEL,
+        parallel=ModelParallelConfig(params_dtype=torch.float64, variable_seq_lengths=ragged),
         layers=partition(4, num_stages)[stage],
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
@@ -51,14 +52,14 @@ def _forward_step(iterator, model: GPTModel):
     return output, loss_func
 
 
-def _run_step(chunks: int, forward_only: bool) -> tuple[list[dict], dict[str, np.ndarray]]:
+def _run_step(chunks: int, forward_only: bool, ragged: bool) -> tuple[list[dict], dict[str, np.ndarray]]:
     size = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    models = [_model(chunk * size + rank, chunks * size) for chunk in range(chunks)]
+    models = [_model(chunk * size + rank, chunks * size, ragged) for chunk in range(chunks)]
     reports = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=[iter(_batches()) for _ in models],
+        data_iterator=[iter(_batches(ragged)) for _ in models],
         model=models,
         num_microbatches=MICRO,
         seq_length=LENGTH,
@@ -69,17 +70,18 @@ def _run_step(chunks: int, forward_only: bool) -> tuple[list[dict], dict[str, np
     return reports, {name: parameter.grad.numpy() for name, parameter in trained}
 
 
-def _one_process() -> tuple[list[float], dict[str, np.ndarray]]:
-    model = _model(0, 1)
-    losses = [model(batch[:, :-1], labels=batch[:, 1:]).mean() for batch in _batches()]
+def _one_process(ragged: bool = False) -> tuple[list[float], dict[str, np.ndarray]]:
+    model = _model(0, 1, ragged)
+    losses = [model(batch[:, :-1], labels=batch[:, 1:]).mean() for batch in _batches(ragged)]
     (sum(losses) / MICRO).backward()
     return [loss.item() for loss in losses], {n: p.grad.numpy() for n, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("size", "chunks"), [(1, 1), (2, 1), (2, 2)])
-def test_step_equals_one_backward(size: int, chunks: int) -> None:
-    losses, gradients = _one_process()
-    results = run_ranks(size, _run_step, chunks, False)
+def test_step_equals_one_backward(size: int, chunks: int, ragged: bool) -> None:  # C40
+    losses, gradients = _one_process(ragged)
+    results = run_ranks(size, _run_step, chunks, False, ragged)
     assert [report["loss"] for report in results[-1][0]] == pytest.approx(losses, rel=1e-12)
     assert all(reports == [] for reports, _ in results[:-1])
     found = {name: grad for _, grads in results for name, grad in grads.items()}
@@ -90,7 +92,7 @@ def test_step_equals_one_backward(size: int, chunks: int) -> None:
 
 def test_forward_only_leaves_no_gradient() -> None:
     losses, _ = _one_process()
-    results = run_ranks(2, _run_step, 1, True)
+    results = run_ranks(2, _run_step, 1, True, False)
     assert [report["loss"] for report in results[-1][0]] == pytest.approx(losses, rel=1e-12)
     assert all(grads == {} for _, grads in results)
 

@@ -1,0 +1,8 @@
+"""The defects that the parity matrix has to find: each was made by somebody, and raised no error."""
+
+from __future__ import annotations
+
+from tests.defects.in_layers import IN_LAYERS
+from tests.defects.in_steps import IN_STEPS
+
+DEFECTS = (*IN_LAYERS, *IN_STEPS)

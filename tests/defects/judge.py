@@ -1,0 +1,42 @@
+"""A row of the parity matrix, trained with a defect and judged as the matrix judges it."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+
+from megatron_core.config import RunConfig
+from megatron_core.verify import Trace, trace_training
+from megatron_core.verify.compare import Bounds
+from tests.defects.defect import Defect
+from tests.defects.plant import planted
+from tests.parity.rows import BASE, ROWS, truth_of
+from tests.parity.test_matrix import faults
+
+
+def symptoms(defect: Defect) -> list[str]:
+    """What the matrix says about the defect's row."""
+    truth = truth_of(BASE | ROWS[defect.row][1])  # before anything is planted: one process must stay the truth
+    found = train(defect)
+    assert all(map(isfinite, found.losses)), "a loss that is not finite needs no parity matrix"
+    return faults(found, truth, Bounds("float64"))
+
+
+def first_sign(found: list[str]) -> str:
+    """The symptom of the earliest step, the worst of that step."""
+    return min(found, key=_step_of)
+
+
+def _step_of(symptom: str) -> int:
+    """Ranks that disagree (``rank 1 reports ...``) come first and the weights, which are compared in the end, last."""
+    named = re.search(r"\b(?:loss|norm|grad)(\d)", symptom)
+    if named:
+        return int(named[1])
+    return 0 if symptom.startswith("rank") else 9
+
+
+def train(defect: Defect, extra: dict | None = None) -> Trace:
+    """The trace of the defect's row with the defect in it."""
+    world_size, model, layout = ROWS[defect.row]
+    with planted(defect.target, defect.old, defect.new):
+        return trace_training(RunConfig.from_flat(BASE | model | (extra or {}) | layout), world_size)

@@ -1,0 +1,56 @@
+"""A defect planted for a while: one fragment of a function's source changed in the very function object."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from types import CodeType, FunctionType
+
+PACKAGE = "megatron_core"
+
+
+@contextmanager
+def planted(target: str, old: str, new: str) -> Iterator[None]:
+    """Replace ``old``, which has to occur exactly once in the source of ``target``, by ``new``.
+
+    In fragments of several lines the indentation counts from the ``def``.
+    ``target`` is ``module:Qualname`` inside the package: a function, method, static method or property. Its code is
+    exchanged, not the function itself, so that every reference sees the change and forked ranks inherit it.
+    """
+    function = function_of(target)
+    healthy = function.__code__
+    function.__code__ = _changed(function, old, new)
+    try:
+        yield
+    finally:
+        function.__code__ = healthy
+
+
+def function_of(target: str) -> FunctionType:
+    """The plain function behind ``target``, without its decorators."""
+    found = resolve_name(f"{PACKAGE}.{target}")
+    return inspect.unwrap(found.fget if isinstance(found, property) else getattr(found, "__func__", found))
+
+
+def _changed(function: FunctionType, old: str, new: str) -> CodeType:
+    lines, first_line = inspect.getsourcelines(function)
+    source = textwrap.dedent("".join(lines))
+    times = source.count(old)
+    assert times == 1, f"{function.__qualname__} has {times} times, not once: {old}"
+    definition = ast.parse(source.replace(old, new)).body[0]
+    definition.decorator_list.clear()
+    # The names that the function takes from around it (``__class__``, for super()) stay free if they are local there.
+    around = ast.parse(f"def around({', '.join(function.__code__.co_freevars)}): pass")
+    around.body[0].body = [definition]
+    ast.increment_lineno(around, first_line - 1)
+    # ``annotations`` is the feature of the first import: the library's annotations are never evaluated either.
+    changed = compile(around, function.__code__.co_filename, "exec", annotations.compiler_flag, dont_inherit=True)
+    return _inner(_inner(changed))
+
+
+def _inner(code: CodeType) -> CodeType:
+    return next(constant for constant in code.co_consts if isinstance(constant, CodeType))

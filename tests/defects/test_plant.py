@@ -1,0 +1,54 @@
+"""Planting changes the code that everybody calls, for a while, and refuses what it cannot find."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_core.optimizer.clip import clip_factor
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.sharding import initialise, replicated
+from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.training.setup import Run
+from tests.defects.plant import function_of, planted
+
+CLIP = "optimizer.clip:clip_factor"
+
+
+def test_every_reference_sees_the_change_until_the_end() -> None:
+    with planted(CLIP, "limit /", "2 * limit /"):
+        assert clip_factor(8.0, 2.0) == pytest.approx(0.5)
+    assert clip_factor(8.0, 2.0) == pytest.approx(0.25)
+
+
+def test_code_is_restored_after_an_error() -> None:
+    healthy = clip_factor.__code__
+    with pytest.raises(KeyError), planted(CLIP, "limit /", "2 * limit /"):
+        raise KeyError
+    assert clip_factor.__code__ is healthy
+
+
+@pytest.mark.parametrize(("old", "times"), [("no such text", 0), ("1.0", 2)])
+def test_refuses_what_is_not_there_exactly_once(old: str, times: int) -> None:
+    healthy = clip_factor.__code__
+    with pytest.raises(AssertionError, match=f"has {times} times"), planted(CLIP, old, ""):
+        pass
+    assert clip_factor.__code__ is healthy
+
+
+def test_methods_that_call_super() -> None:
+    with planted("tensor_parallel.random:KeyedDropout.__init__", "self.p = p", "self.p = p / 2"):
+        assert KeyedDropout(0.5, 1, "here").p == 0.25
+    assert KeyedDropout(0.5, 1, "here").p == 0.5
+
+
+def test_functions_behind_decorators() -> None:
+    """Properties, static methods and wrapped functions: the plain function inside is what changes."""
+    assert function_of("training.setup:Run.layout") is Run.layout.fget
+    assert function_of("parallel.groups:ParallelGroups.single") is ParallelGroups.single.__func__
+    with planted("parallel.sharding:ShardSpec.local_shape", "self.dim is None", "True"):
+        assert replicated((3, 2)).local_shape == (3, 2)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with planted("parallel.sharding:initialise", "init_method(drawn)", "drawn.fill_(7.0)"):
+        initialise(parameter, torch.nn.init.zeros_)
+    assert parameter.tolist() == [7.0, 7.0]
