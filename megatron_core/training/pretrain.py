@@ -39,7 +39,8 @@ def pretrain(config: RunConfig, world: World) -> None:
 def introduce(run: Run) -> None:
     """Say what is about to run, and keep the configuration beside the checkpoints."""
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
-    print(f"layout {run.layout} on {run.world.size} ranks ({run.world.device.type}); {counted:,} parameters on rank 0")
+    where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
+    print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plan.place))
     for note in notes(run):
         print(f"note: {note}")

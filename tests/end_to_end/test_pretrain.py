@@ -50,7 +50,7 @@ def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     result = _pretrain(4, *schedule, 8, *second, "--save", split, "--load", split)
     assert result.returncode == 0, result.stderr
     assert "goes on from iteration 5, 40 samples" in result.stdout
-    assert "layout changed from tp2 pp2x2 dp1 to tp2 pp1 dp2 sp zero1" in result.stdout
+    assert "layout changed from tp2 pp2 v2 to tp2 dp2 sp zero1" in result.stdout
     found, expected = _steps(split), _steps(alone)
     assert sorted(found) == list(range(1, 9))
     assert [found[i] for i in range(1, 9)] == pytest.approx([expected[i] for i in range(1, 9)], rel=1e-9)

@@ -94,7 +94,7 @@ def test_quickstart(clone: Path) -> None:
     assert f'python examples/quickstart.py --corpus "{ROOT / "docs"}"' in output
     program = f"python examples/quickstart.py --corpus {ROOT} --train-iters 2 --more-iters 2"
     output = _run(clone, f"{program} --output {clone / 'quick'}")
-    assert "layout changed from tp2 pp2x2 dp1 to tp2 pp1 dp2 sp zero1" in output
+    assert "layout changed from tp2 pp2 v2 to tp2 dp2 sp zero1" in output
     assert f"loss curve   {clone / 'quick' / 'loss.png'}" in output
     assert "pytest" in _run(clone, "make --dry-run test")
 

@@ -21,7 +21,7 @@ def step(iteration: int, **changes: Any) -> StepEvent:
         "elapsed_ms": 41.0,
         "tokens_per_second": 1560.0,
         "model_flops_per_second": 2.5e12,
-        "layout": "tp1 pp1 dp1",
+        "layout": "1 process",
     }
     return StepEvent(**{**values, **changes})
 

@@ -28,7 +28,7 @@ def test_every_event_is_a_line_of_its_own_at_once(tmp_path):
     sink = JsonLinesSink(path)
     sink.on_step(step(1))
     first = json.loads(path.read_text())  # before close
-    assert first["kind"] == "step" and first["loss"] == 4.809311 and first["layout"] == "tp1 pp1 dp1"
+    assert first["kind"] == "step" and first["loss"] == 4.809311 and first["layout"] == "1 process"
     sink.on_validation(validation(1))
     sink.close()
     record = json.loads(path.read_text().splitlines()[1])

@@ -39,7 +39,7 @@ def metrics(path, steps: int = 6):
         sink.on_step(step(iteration, loss=9.0 - iteration))
     for iteration in range(4, steps + 1):
         loss = math.nan if iteration == 5 else 3.0
-        sink.on_step(step(iteration, loss=loss, layout="tp2 pp1 dp1"))
+        sink.on_step(step(iteration, loss=loss, layout="tp2"))
     sink.on_validation(validation(steps, loss=2.5))
     sink.close()
     return path
@@ -56,7 +56,7 @@ def test_the_picture_has_each_step_once_with_marks(tmp_path, figures):
     assert values[:4] == [8.0, 7.0, 6.0, 3.0] and math.isnan(values[4])
     assert list(lines["not finite"].get_xdata()) == [5]
     assert list(lines["validation"].get_ydata()) == [2.5]
-    assert [text.get_text().strip() for text in loss_axes.texts] == ["tp2 pp1 dp1"]
+    assert [text.get_text().strip() for text in loss_axes.texts] == ["tp2"]
     assert [line.get_xdata()[0] for line in rate_axes.get_lines()][1:] == [4]
     assert rate_axes.get_xlabel() == "iteration"
 
