@@ -17,6 +17,8 @@ PACKAGE = "megatron_core"
 # The import table: a module belongs to the longest name that it begins with. Each may import lower levels only.
 LEVELS = {
     "errors": 0,
+    "pipeline_parallel.actions": 0,
+    "pipeline_parallel.schedules": 0,  # the table, from which the configuration takes the names and their chunks
     "config": 0,
     "parallel.grid": 1,
     "pipeline_parallel": 1,  # the package itself, and all that is not named below: schedules, checks, simulate ...
@@ -43,7 +45,13 @@ LEVELS = {
     "training": 6,
     "verify": 7,
 }
-SAME_LEVEL = {("config", "errors"), ("tensor_parallel", "parallel_state"), ("datasets", "ops")}
+SAME_LEVEL = {
+    ("config", "errors"),
+    ("config", "pipeline_parallel"),
+    ("pipeline_parallel", "errors"),
+    ("tensor_parallel", "parallel_state"),
+    ("datasets", "ops"),
+}
 # Stricter than the level alone: what these packages may import.
 ONLY = {"planner": {"config", "errors", "parallel.grid", "pipeline_parallel", "planner"}}
 NEVER = {"transformer": {"pipeline_parallel", "data_parallel", "training"}}

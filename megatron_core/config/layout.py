@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import get_args
 
-from megatron_core.config.parallel import V_SHAPED, ParallelConfig, PipelineSchedule
+from megatron_core.config.parallel import ParallelConfig
 from megatron_core.errors import LayoutError
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
 
 _SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp"}
 _SWITCHES = {"sp": "sequence_parallel", "zero1": "sharded_optimizer", "overlap": "overlap"}
-_WORDS = f"tpN, ppN, vN, dpN, sp, zero1, overlap, {', '.join(get_args(PipelineSchedule))}"
+_WORDS = f"tpN, ppN, vN, dpN, sp, zero1, overlap, {', '.join(TRAINING)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class Layout:
     pp: int = 1
     """Pipeline ranks."""
     chunks: int = 1
-    """Chunks of layers on each pipeline rank; a V-shaped schedule has two in any case."""
+    """Chunks of layers on each pipeline rank, where the schedule leaves their number open."""
     dp: int = 1
     """Copies of the model."""
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
     sharded_optimizer: bool = False
     """The optimizer's state is split over dp (ZeRO stage 1)."""
-    schedule: PipelineSchedule | None = None
+    schedule: str | None = None
     """The pipeline's schedule, where it is not the usual one."""
     overlap: bool = False
     """Gradients are reduced during backward and, if sharded, weights gathered during forward."""
@@ -53,7 +53,7 @@ class Layout:
         return cls(
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
-            chunks=1 if parallel.pipeline_schedule in V_SHAPED else parallel.num_chunks(num_layers),
+            chunks=1 if parallel.implied_chunks else parallel.num_chunks(num_layers),
             schedule=parallel.pipeline_schedule,
             dp=parallel.data_parallel_size(world_size),
             sequence_parallel=parallel.sequence_parallel,
@@ -70,7 +70,8 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """Stages of the whole model."""
-        return self.pp * (2 if self.schedule in V_SHAPED else self.chunks)
+        implied = SCHEDULES[self.schedule].chunks if self.schedule else None
+        return self.pp * (implied or self.chunks)
 
     @property
     def world_size(self) -> int:
@@ -96,7 +97,7 @@ class Layout:
 def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     if word in _SWITCHES:
         return _SWITCHES[word], True
-    if word in get_args(PipelineSchedule):
+    if word in TRAINING:
         return "schedule", word
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
     if match is None or match[1] not in _SIZES:

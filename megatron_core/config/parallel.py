@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
-V_SHAPED = ("zb_v", "dualpipe_v")
-"""Schedules of two chunks a rank: rank r of p holds stages r and 2p - 1 - r."""
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
+
+PipelineSchedule = Literal[TRAINING]
+"""The names in the table of schedules: to add one there is all it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,12 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is not None:
             per_rank = num_layers // self.pipeline_model_parallel_size
             return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
-        implied = 2 if self.pipeline_schedule in V_SHAPED else 1
-        return self.num_virtual_stages_per_pipeline_rank or implied
+        return self.num_virtual_stages_per_pipeline_rank or self.implied_chunks or 1
+
+    @property
+    def implied_chunks(self) -> int | None:
+        """Chunks on each rank that the schedule prescribes; None if it leaves their number open."""
+        return SCHEDULES[self.pipeline_schedule].chunks if self.pipeline_schedule is not None else None
 
     def schedule(self, num_layers: int) -> PipelineSchedule:
         """Name of the pipeline schedule after defaults."""

@@ -92,6 +92,27 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("seq_length=62", "tensor_model_parallel_size=4", "--sequence-parallel"),
     ),
     ({"pipeline_model_parallel_size": 4}, 4, ("num_layers=2", "4 stages", "legal: 4 or more")),
+    ({"pipeline_schedule": "zb_v"}, 1, ("pipeline_schedule=zb_v", "2 chunks", "pipeline_model_parallel_size to 2")),
+    (
+        {"num_layers": 6, "pipeline_schedule": "dualpipe_v", "num_virtual_stages_per_pipeline_rank": 3, **PP2},
+        2,
+        ("pipeline_schedule=dualpipe_v", "3 chunks", "legal: 2", "interleaved"),
+    ),
+    (
+        {"num_layers": 4, "pipeline_schedule": "zb_h1", "num_virtual_stages_per_pipeline_rank": 2, **PP2},
+        2,
+        ("pipeline_schedule=zb_h1", "2 chunks", "legal: 1", "interleaved, zb_v, dualpipe_v"),
+    ),
+    (
+        {"pipeline_schedule": "interleaved", **PP2},
+        2,
+        ("pipeline_schedule=interleaved", "num_virtual_stages_per_pipeline_rank to 2 or more"),
+    ),
+    (
+        {"pipeline_schedule": "gpipe", "pipeline_plan": "plan.txt", **PP2},
+        2,
+        ("pipeline_schedule=gpipe", "pipeline_plan=plan.txt", "exclude"),
+    ),
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
         2,

@@ -38,6 +38,10 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
+"""Names of the schedules that train."""
+
+
 def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
     """The plan of the schedule ``name`` for p ranks with v chunks each and m micro-batches.
 
