@@ -35,6 +35,7 @@ LEVELS = {
     "data_parallel": 4,
     "pipeline_parallel.executor": 4,
     "pipeline_parallel.forward_backward": 4,
+    "pipeline_parallel.layer_layout": 4,
     "pipeline_parallel.p2p": 4,
     "pipeline_parallel.partition": 4,
     "pipeline_parallel.weight_grad": 4,

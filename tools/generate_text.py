@@ -16,6 +16,7 @@ import tyro
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.config import DataConfig, RunConfig
+from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_layout import parallel_problems
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.inference import Generator, Sampling
@@ -90,8 +91,7 @@ def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
         config.parallel,
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
+        **BALANCED_STAGES,
         pipeline_schedule=None,
         pipeline_plan=None,
         sequence_parallel=False,  # one new position cannot be split

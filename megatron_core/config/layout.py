@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
 
@@ -81,9 +81,9 @@ class Layout:
     def settings(self) -> dict[str, object]:
         """The layout as settings of a ``RunConfig``, in the flat form."""
         return {
+            **BALANCED_STAGES,
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
-            "num_layers_per_virtual_pipeline_stage": None,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
             "pipeline_plan": None,

@@ -119,15 +119,14 @@ ONLY_VALUE: dict[str, str] = {
 
 NOT_SUPPORTED: frozenset[str] = _names(
     """
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func_clamp_value
-    adlr_autoresume apply_layernorm_1p apply_query_key_layer_scaling
+    activation_func_clamp_value adlr_autoresume apply_layernorm_1p apply_query_key_layer_scaling
     apply_residual_connection_post_layernorm attention_output_gate chat_template check_for_large_grads
     check_for_spiky_loss ckpt_convert_format ckpt_convert_save
     cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_args_path data_parallel_random_init
     data_parallel_sharding_strategy dataloader_inter_document_masking ddp_average_in_collective
-    ddp_num_buckets decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers decoupled_lr
-    decoupled_min_lr decrease_batch_size_if_needed defer_embedding_wgrad_compute delay_wgrad_compute
-    deterministic_mode distribute_saved_activations embedding_init_method_std end_weight_decay
+    ddp_num_buckets decoupled_lr decoupled_min_lr decrease_batch_size_if_needed
+    defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
+    embedding_init_method_std end_weight_decay
     error_injection_rate eval_global_batch_size eval_micro_batch_size exit_signal_handler
     expert_tensor_parallel_size external_cuda_graph fake_process_group fine_grained_activation_offloading
     first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection full_validation glu_linear_offset
@@ -140,7 +139,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     non_persistent_save_interval num_experts object_storage_cache_path offload_modules optimizer_cpu_offload
     optimizer_offload_fraction overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
     padded_vocab_size per_dataset_sequences_path per_split_data_args_path phase_transition_iterations
-    pipeline_model_parallel_layout pipeline_model_parallel_split_rank pretrained_checkpoint profile
+    pipeline_model_parallel_split_rank pretrained_checkpoint profile
     profile_ranks profile_step_end profile_step_start q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
     qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu rampup_batch_size record_memory_history
     relative_attention_max_distance relative_attention_num_buckets replication reset_attention_mask

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.pipeline_layout import parse_layout
 from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
 
 PipelineSchedule = Literal[TRAINING]
 """The names in the table of schedules: to add one there is all it takes."""
+
+BALANCED_STAGES: dict[str, bool | None] = {
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
+"""The settings that say how layers are split over a pipeline, as they are when its stages are balanced by cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +35,17 @@ class ParallelConfig:
     """Ranks that share each sequence (CP); only 1 is supported so far."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts (EP); only 1 is supported so far."""
+    pipeline_model_parallel_layout: str | None = None
+    """What is on each stage, in order, as Et*3|(tt|)*29|L: E embedding, t layer, L output and loss, | next stage, *n
+    repeats; stage i is on pipeline rank i mod PP. Default: the split whose most expensive stage is cheapest."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers on the first pipeline rank, over all its chunks; the other ranks share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers on the last pipeline rank, over all its chunks; the other ranks share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are split over stages, not by its FLOPs (of which it has none)."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and the loss as one layer when layers are split over stages, not by their FLOPs."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers in each chunk of the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = None
@@ -67,10 +90,17 @@ class ParallelConfig:
         """Copies of the model in a world of ``world_size`` ranks (DP)."""
         return world_size // self.model_parallel_size
 
+    @property
+    def accounted_layers(self) -> int:
+        """How many of embedding and loss count as a layer."""
+        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
+
     def num_chunks(self, num_layers: int) -> int:
         """Chunks of layers on each pipeline rank; 1 without interleaving."""
+        if self.pipeline_model_parallel_layout is not None:
+            return max(len(parse_layout(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size, 1)
         if self.num_layers_per_virtual_pipeline_stage is not None:
-            per_rank = num_layers // self.pipeline_model_parallel_size
+            per_rank = (num_layers + self.accounted_layers) // self.pipeline_model_parallel_size
             return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
         return self.num_virtual_stages_per_pipeline_rank or self.implied_chunks or 1
 

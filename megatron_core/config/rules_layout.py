@@ -150,6 +150,9 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     if any(size is not None and size < 1 for size in (pp, layers, per_chunk, chunks)):
         return
+    if parallel.pipeline_model_parallel_layout is not None:
+        return  # it says all by itself: rules_stages
+    counted = layers + parallel.accounted_layers
     if per_chunk is not None and chunks is not None:
         yield (
             f"num_layers_per_virtual_pipeline_stage={per_chunk} and "
@@ -161,26 +164,29 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"num_{what}={per_chunk or chunks} interleaves the ranks of a pipeline, which has one rank; "
             "remove it or raise pipeline_model_parallel_size to 2 or more"
         )
-    if per_chunk is not None and leaves_rest(layers, pp * per_chunk):
-        yield _uneven_chunks(layers, pp, per_chunk)
-    elif layers < pp * parallel.num_chunks(layers):
+    if per_chunk is not None and leaves_rest(counted, pp * per_chunk):
+        yield _uneven_chunks(layers, parallel.accounted_layers, pp, per_chunk)
+    elif counted < pp * parallel.num_chunks(layers):
         count = pp * parallel.num_chunks(layers)
         yield (
             f"num_layers={layers} is less than one layer for each of {count} stages "
-            f"(pipeline_model_parallel_size={pp} x {count // pp} chunks); legal: {count} or more"
+            f"(pipeline_model_parallel_size={pp} x {count // pp} chunks); "
+            f"legal: {count - parallel.accounted_layers} or more, or a pipeline_model_parallel_layout with empty stages"
         )
 
 
-def _uneven_chunks(layers: int, pp: int, per_chunk: int) -> str:
-    """The sentence for chunks that do not fill the ranks evenly."""
+def _uneven_chunks(layers: int, accounted: int, pp: int, per_chunk: int) -> str:
+    """The sentence for chunks that do not fill the ranks evenly; ``accounted``: embedding and loss that count, too."""
+    what = f"(num_layers + {accounted} accounted for)" if accounted else "num_layers"
+    layers += accounted
     head = f"num_layers_per_virtual_pipeline_stage={per_chunk} does not divide "
     if layers % pp:
         return head + (
-            f"num_layers / pipeline_model_parallel_size = {layers} / {pp}, which is not whole; "
+            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not whole; "
             "use num_virtual_stages_per_pipeline_rank instead"
         )
     return head + (
-        f"num_layers / pipeline_model_parallel_size = {layers} / {pp} = {layers // pp}; "
+        f"{what} / pipeline_model_parallel_size = {layers} / {pp} = {layers // pp}; "
         f"legal: {', '.join(map(str, divisors(layers // pp)))}"
     )
 

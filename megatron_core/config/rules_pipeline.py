@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_core.config.rules_stages import stage_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
 
@@ -13,6 +14,8 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     if schedule is None or config.model.num_layers < 1 or parallel.pipeline_model_parallel_size < 1:
         return
+    if any(stage_problems(config)):
+        return  # there is no telling how many chunks are meant
     if parallel.pipeline_plan is not None:
         yield (
             f"pipeline_schedule={schedule} and pipeline_plan={parallel.pipeline_plan} exclude one another; keep one "
@@ -29,9 +32,20 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
             f"pipeline_schedule={schedule} holds {wanted} chunks on each rank of a pipeline, and this one has one "
             "rank; remove it or raise pipeline_model_parallel_size to 2 or more"
         )
+    elif wanted == chunks == 2 and _has_counts(config):
+        yield (
+            f"pipeline_schedule={schedule} holds a first and a last stage on the first rank, so that "
+            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers count no rank's layers; say what "
+            "is where with pipeline_model_parallel_layout"
+        )
     elif wanted not in (None, chunks):
         fitting = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
         yield (
             f"pipeline_schedule={schedule} cannot have {chunks} chunks on each rank; legal: {wanted} (with {chunks} "
             f"chunks: {fitting})"
         )
+
+
+def _has_counts(config: RunConfig) -> bool:
+    parallel = config.parallel
+    return (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None)

@@ -8,6 +8,7 @@ from megatron_core.config.rules_data import checkpoint_problems, data_problems, 
 from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ranges import range_problems
+from megatron_core.config.rules_stages import stage_problems
 from megatron_core.config.rules_training import (
     batch_problems,
     learning_rate_problems,
@@ -29,6 +30,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from range_problems(config)
     yield from model_problems(config)
     yield from recompute_problems(config)
+    yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)

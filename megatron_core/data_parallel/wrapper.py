@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from megatron_core.data_parallel.buffer import Bucket, make_buckets
@@ -30,6 +31,7 @@ class DataParallel:
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         bucket_size: int = 40_000_000,
+        device: torch.device | None = None,
     ) -> None:
         self.groups, self.sharded = groups, sharded
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
@@ -44,6 +46,8 @@ class DataParallel:
                 bucket_size=bucket_size,
                 sharded=sharded,
             )
+        # Without parameters it has to be told: such a rank, too, takes part in collectives over all ranks.
+        self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self._waiting: dict[Bucket, int] = {}
         for bucket in self.buckets:
             for parameter in bucket.parameters:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from megatron_core.config import RunConfig
+from megatron_core.models.complete import check_complete
 from megatron_core.models.gpt import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.pipeline_parallel.actions import placed_round_robin
-from megatron_core.pipeline_parallel.partition import partition
+from megatron_core.pipeline_parallel.partition import layers_by_stage
 from megatron_core.tensor_parallel import ModelParallelConfig
 
 
@@ -30,7 +31,7 @@ def build_stages(
     left as they come, for a checkpoint to fill.
     """
     place = place or placed_round_robin(groups.size("pp"), config.parallel.num_chunks(config.model.num_layers))
-    layers = partition(config.model.num_layers, len(place))
+    layers = layers_by_stage(config, vocab_size, len(place))
     parallel = ModelParallelConfig(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
@@ -55,6 +56,7 @@ def build_stages(
             seed=config.training.seed,
             tied_weight=_tied_weight(config, stages) if last and stage else None,
         )
+    check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
 
 

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 
+Span = tuple[int, int]
+
 
 class GradientNorm:
-    """|g| = sqrt(sum of squares) over all ranks' ``buckets``.
+    """|g| = sqrt(sum of squares) over all ranks' buckets; a rank may have none.
 
     Each rank counts what it owns: replicated parameters and shared key-value rows on the lowest rank that holds them,
     a tied weight on the first stage, a shard on its data-parallel rank.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], groups: ParallelGroups) -> None:
+    def __init__(self, data_parallel: DataParallel, groups: ParallelGroups) -> None:
+        buckets = data_parallel.buckets
         self.owned = [(bucket, bucket.owned_ranges()) for bucket in buckets]
-        sharded = any(bucket.sharded for bucket, _ in self.owned)
-        self.group = groups.group("tp-cp-ep-dp-pp" if sharded else "tp-pp")
+        self.copies = [(bucket, _gaps(ranges, bucket.grad_shard.numel())) for bucket, ranges in self.owned]
+        self.device = data_parallel.device
+        self.group = groups.group("tp-cp-ep-dp-pp" if data_parallel.sharded else "tp-pp")
 
     def compute(self) -> float:
         """The norm of the reduced gradients; inf or nan if any element on any rank is."""
-        parts = [
-            torch.linalg.vector_norm(bucket.grad_shard[start:stop]).to(torch.float64)
-            for bucket, ranges in self.owned
-            for start, stop in ranges
-        ]
-        total = _sum_of_squares(parts, self.owned[0][0].grads.device)
+        # What another rank counts adds nothing here, unless it is not finite: then no rank may take the step.
+        total = self._sum_of_squares(self.owned) + 0.0 * self._sum_of_squares(self.copies)
         all_reduce_(total, self.group)
         return total.sqrt().item()
 
+    def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
+        norms = [
+            torch.linalg.vector_norm(bucket.grad_shard[start:stop]).to(torch.float64)
+            for bucket, spans in parts
+            for start, stop in spans
+        ]
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(norms).square().sum()
 
-def _sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(parts).square().sum()
+
+def _gaps(spans: list[Span], size: int) -> list[Span]:
+    """What ``spans``, in ascending order, leave of 0 ... size - 1."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def clip_factor(norm: float, limit: float) -> float:

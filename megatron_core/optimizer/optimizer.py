@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.parallel.groups import ParallelGroups
@@ -46,20 +46,20 @@ class Optimizer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        data_parallel: DataParallel,
         config: OptimizerConfig,
         groups: ParallelGroups,
         loss_scale: LossScale,
     ) -> None:
-        self.buckets, self.config, self.loss_scale = list(buckets), config, loss_scale
-        self.norm = GradientNorm(self.buckets, groups)
+        self.buckets, self.config, self.loss_scale = data_parallel.buckets, config, loss_scale
+        self.norm = GradientNorm(data_parallel, groups)
         self.main = [nn.Parameter(_main_weights(bucket), requires_grad=False) for bucket in self.buckets]
         groups_of = [
             {"params": [main], "weight_decay": config.weight_decay if bucket.kind.decay else 0.0}
             for main, bucket in zip(self.main, self.buckets, strict=True)
         ]
         self.adam = torch.optim.AdamW(
-            groups_of,
+            groups_of or [{"params": []}],  # a rank that only hands hidden states on
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -86,8 +86,9 @@ class Optimizer:
         if not finite:
             return StepOutcome(norm, skipped=True)
         factor = clip_factor(norm, self.config.clip_grad) / scale
-        for group, main, bucket in zip(self.adam.param_groups, self.main, self.buckets, strict=True):
+        for group in self.adam.param_groups:
             group["lr"] = lr
+        for main, bucket in zip(self.main, self.buckets, strict=True):
             main.grad = bucket.grad_shard if factor == 1.0 else bucket.grad_shard.mul_(factor)
         self.adam.step()
         self.steps_taken += 1

@@ -2,37 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from megatron_core.config import ParallelConfig, RunConfig
+from megatron_core.config.pipeline_layout import parse_layout
 from megatron_core.errors import LayoutError
+from megatron_core.monitor.flops import forward_flops_per_token
 
 
-def partition(num_layers: int, num_stages: int) -> list[range]:
-    """Contiguous runs of layers, as even as they go.
+@dataclass(frozen=True)
+class Ends:
+    """What the first and the last stage have beside layers; a layer costs 1."""
 
-    Layers that are left over go to the stages in the middle first, because the first stage has the embedding and the
-    last one the output layer and the loss.
+    embedding: Fraction = Fraction(0)
+    """Cost of the embedding."""
+    output: Fraction = Fraction(0)
+    """Cost of the output layer and the loss."""
+    as_layers: bool = False
+    """Whether an end that costs something counts as a layer: then its stage needs no other."""
+
+    @classmethod
+    def of(cls, config: RunConfig, vocab_size: int) -> Ends:
+        """One layer each for what is accounted for as a layer; without such flags the ratio of model FLOPs.
+
+        By FLOPs the output layer costs its matrix product, 2 h V a token; the embedding is a look-up and costs
+        nothing. Chunks of a given number of layers (num_layers_per_virtual_pipeline_stage) leave nothing to balance.
+        """
+        parallel, layers = config.parallel, config.model.num_layers
+        if parallel.accounted_layers or parallel.num_layers_per_virtual_pipeline_stage is not None:
+            embedding = Fraction(int(parallel.account_for_embedding_in_pipeline_split))
+            return cls(embedding, Fraction(int(parallel.account_for_loss_in_pipeline_split)), as_layers=True)
+        flops = forward_flops_per_token(config.model, config.data.seq_length, vocab_size)
+        output = flops.pop("logits")
+        return cls(output=Fraction(output * layers, sum(flops.values())))
+
+
+def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list[range]:
+    """The layers of every stage as ``config`` says: its layout, else its first and last counts, else ``partition``."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if parallel.pipeline_model_parallel_layout is not None:
+        sizes = [letters.count("t") for letters in parse_layout(parallel.pipeline_model_parallel_layout)]
+        if len(sizes) != num_stages:
+            raise LayoutError(
+                f"pipeline_model_parallel_layout={parallel.pipeline_model_parallel_layout} has {len(sizes)} stages, "
+                f"but there are {num_stages} (ranks x chunks); write {num_stages} stages"
+            )
+        return _runs(sizes)
+    if (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None):
+        return _runs(_sizes_by_count(parallel, num_layers, num_stages))
+    return partition(num_layers, num_stages, Ends.of(config, vocab_size))
+
+
+def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> list[range]:
+    """The contiguous runs of layers whose most expensive stage is cheapest, each with at least one layer.
+
+    One layer after another goes to the stage that is cheapest so far. As all layers cost the same, no split has a
+    cheaper most expensive stage, and the other stages are as even as they go, too. Of stages that cost the same those
+    in the middle come first, then the first one, then the last.
     """
-    if num_stages > num_layers:
+    ends = ends or Ends()
+    first, last = 0, num_stages - 1
+    costs, sizes = [Fraction(0)] * num_stages, [1] * num_stages
+    for stage, end in ((first, ends.embedding), (last, ends.output)):
+        costs[stage] += end
+        if ends.as_layers and end:
+            sizes[stage] = 0
+    if sum(sizes) > num_layers:
         raise LayoutError(
-            f"num_layers={num_layers} is less than the {num_stages} pipeline stages (ranks x chunks); "
-            f"use at most {num_layers} stages"
+            f"num_layers={num_layers} is less than one for each of the {num_stages} pipeline stages (ranks x chunks); "
+            f"use at most {num_layers + sizes.count(0)} stages, or a pipeline_model_parallel_layout with empty stages"
         )
-    each, left = divmod(num_layers, num_stages)
-    by_load = sorted(range(num_stages), key=lambda stage: (stage == num_stages - 1, stage == 0, stage))
-    sizes = [each + (stage in by_load[:left]) for stage in range(num_stages)]
-    starts = [sum(sizes[:stage]) for stage in range(num_stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    for _ in range(num_layers - sum(sizes)):
+        cheapest = min(range(num_stages), key=lambda s: (costs[s] + sizes[s], s == last, s == first, s))
+        sizes[cheapest] += 1
+    return _runs(sizes)
+
+
+def _sizes_by_count(parallel: ParallelConfig, num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage when the first or the last rank's are counted; a rank's chunks share its layers evenly."""
+    ranks = parallel.pipeline_model_parallel_size
+    counts: dict[int, int | None] = {
+        0: parallel.decoder_first_pipeline_num_layers,
+        ranks - 1: parallel.decoder_last_pipeline_num_layers,
+    }
+    said = {rank: count for rank, count in counts.items() if count is not None}
+    rest = (num_layers - sum(said.values())) // max(ranks - len(said), 1)
+    return [said.get(stage % ranks, rest) // (num_stages // ranks) for stage in range(num_stages)]
+
+
+def _runs(sizes: Iterable[int]) -> list[range]:
+    return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def describe(stages: list[range], place: tuple[int, ...]) -> str:
     """One line a rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
     lines = []
     for rank in sorted(set(place)):
-        parts = []
-        for stage, layers in enumerate(stages):
-            if place[stage] != rank:
-                continue
-            named = [f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"]
-            named = ["embedding"] * (stage == 0) + named + ["output"] * (stage == len(stages) - 1)
-            parts.append(", ".join(named))
+        parts = [_contents(stages, stage) for stage in range(len(stages)) if place[stage] == rank]
         lines.append(f"pipeline rank {rank}: {' | '.join(parts)}")
     return "\n".join(lines)
+
+
+def _contents(stages: list[range], stage: int) -> str:
+    """What is on a stage, in words."""
+    layers = stages[stage]
+    words = ["embedding"] * (stage == 0)
+    if len(layers) > 1:
+        words.append(f"layers {layers.start}-{layers.stop - 1}")
+    elif layers:
+        words.append(f"layer {layers.start}")
+    words += ["output"] * (stage == len(stages) - 1)
+    return ", ".join(words) or "nothing, hands on"

@@ -146,9 +146,10 @@ def set_up(config: RunConfig, world: World) -> Run:
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
+        device=world.device,
     )
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
-    optimizer = Optimizer(data_parallel.buckets, config.optimizer, groups, loss_scale)
+    optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale)
     state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left

@@ -77,14 +77,13 @@ def save_state(
         pieces += (piece for bucket in data.buckets for piece in weight_pieces(bucket))
         pieces += parameter_pieces(data.frozen) if groups.index("dp") == 0 and groups.index("cp") == 0 else ()
         pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
-    device = data.buckets[0].weights.device
     return save_checkpoint(
         Path(config.checkpoint.save or "."),
         state.iteration,
         pieces,
         _manifest_state(config, state, optimizer, vocab_size),
         rank=groups.rank,
-        agree=lambda ok: _all_agree(ok, device),
+        agree=lambda ok: _all_agree(ok, data.device),
         extra_files={f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())},
     )
 

@@ -105,8 +105,9 @@ class _Training:
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             bucket_size=3000,
+            device=self.device,
         )
-        self.optimizer = Optimizer(self.data_parallel.buckets, OPTIMIZER, self.groups, ConstantLossScale(1.0))
+        self.optimizer = Optimizer(self.data_parallel, OPTIMIZER, self.groups, ConstantLossScale(1.0))
         self.links = Links(self.groups)
         self.links.connect(self.device)
 

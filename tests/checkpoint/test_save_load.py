@@ -33,12 +33,14 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "tp2 dp2 zero1": (4, TP2 | ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "pp2 x 2 chunks, dp2": (4, PP2 | V2),
     "tp2 pp2 sp x 2 chunks": (4, TP2 | PP2 | SP | V2),
+    "pp4, a rank without parameters": (4, PP4 | {"pipeline_model_parallel_layout": "Et*3||t|L"}),
 }
-SAVERS = ("1", "tp2 dp2 zero1", "pp2 x 2 chunks, dp2")
+SAVERS = ("1", "tp2 dp2 zero1", "pp2 x 2 chunks, dp2", "pp4, a rank without parameters")
 LOADERS = {
     "1": ("tp4", "tp2 pp2 sp x 2 chunks"),
     "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero1", "1"),
     "pp2 x 2 chunks, dp2": ("pp2 x 2 chunks, dp2", "tp4", "dp4 zero1"),
+    "pp4, a rank without parameters": ("pp4, a rank without parameters", "tp4"),
 }
 MODELS = {"tied": {}, "modern": MODERN}
 
@@ -66,7 +68,8 @@ def _load(model: dict, journeys: list[tuple[str, str]], root: Path) -> None:
         run = start(model | LAYOUTS[loader][1] | {"load": str(root / saver), "ckpt_step": 2})
         assert (run.state.iteration, run.state.consumed_samples, run.optimizer.steps_taken) == (2, 8, 2)
         seen = compare(run, stored(root / saver / "iter_0000002"))
-        assert {name.split(".")[0] for name in seen} == {"model", "optimizer"}
+        kinds = {"model", "optimizer"} if run.data_parallel.buckets else set()
+        assert {name.split(".")[0] for name in seen} == kinds
         train(run, 2)
         # C61: the same layout goes on to the bit; another one sums in another order.
         compare(run, stored(root / saver / "iter_0000004"), tolerance=0.0 if saver == loader else 1e-9)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.config.stage_faults import STAGE_FAULTS
+
 FULL = {"recompute_granularity": "full"}
 PP2 = {"pipeline_model_parallel_size": 2}
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
@@ -109,10 +111,16 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("pipeline_schedule=interleaved", "num_virtual_stages_per_pipeline_rank to 2 or more"),
     ),
     (
+        {"num_layers": 5, "pipeline_schedule": "zb_v", "decoder_first_pipeline_num_layers": 2, **PP2},
+        2,
+        ("pipeline_schedule=zb_v", "decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    ),
+    (
         {"pipeline_schedule": "gpipe", "pipeline_plan": "plan.txt", **PP2},
         2,
         ("pipeline_schedule=gpipe", "pipeline_plan=plan.txt", "exclude"),
     ),
+    *STAGE_FAULTS,
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
         2,

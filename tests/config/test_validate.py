@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
+from megatron_core.pipeline_parallel.partition import layers_by_stage
 from tests.config.faults import FAULTS
 
 SOUND = {
@@ -53,6 +54,30 @@ SOUND_CASES = {
         2,
     ),
     "uneven stages": ({"num_layers": 7, "pipeline_model_parallel_size": 3}, 3),
+    "a layout": (
+        {"num_layers": 4, "pipeline_model_parallel_layout": "E|tt|tt|L", "pipeline_model_parallel_size": 2},
+        2,
+    ),
+    "a layout without a pipeline": ({"num_layers": 4, "pipeline_model_parallel_layout": "Et*4L"}, 1),
+    "counts over chunks": (
+        {
+            "num_layers": 10,
+            "pipeline_model_parallel_size": 3,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "decoder_first_pipeline_num_layers": 2,
+        },
+        3,
+    ),
+    "embedding and loss as layers": (
+        {
+            "num_layers": 6,
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        2,
+    ),
     "axes of size 1 left out": ({"rank_order": "pp-tp-dp", "tensor_model_parallel_size": 2}, 4),
     "samples with a rest": ({"train_iters": None, "train_samples": 35, "global_batch_size": 8}, 1),
     "WSD": ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_warmup_iters": 80}, 1),
@@ -117,6 +142,11 @@ ANY = {
     "pipeline_model_parallel_size": st.sampled_from([1, 2, 3, 4, 0, -2]),
     "num_layers_per_virtual_pipeline_stage": optional_sizes,
     "num_virtual_stages_per_pipeline_rank": optional_sizes,
+    "pipeline_model_parallel_layout": st.none() | st.text("EtmL|(*2)", max_size=8) | st.just("E|tt|tt|L"),
+    "decoder_first_pipeline_num_layers": optional_sizes,
+    "decoder_last_pipeline_num_layers": optional_sizes,
+    "account_for_embedding_in_pipeline_split": st.booleans(),
+    "account_for_loss_in_pipeline_split": st.booleans(),
     "sequence_parallel": st.booleans(),
     "micro_batch_size": sizes,
     "global_batch_size": st.none() | st.integers(-4, 64),
@@ -148,6 +178,10 @@ LIKELY_SOUND = {
     "pipeline_model_parallel_size": st.sampled_from([1, 2, 3]),
     "num_virtual_stages_per_pipeline_rank": st.none() | st.integers(1, 3),
     "num_layers_per_virtual_pipeline_stage": st.none() | st.integers(1, 3),
+    "decoder_first_pipeline_num_layers": st.none() | st.integers(1, 4),
+    "decoder_last_pipeline_num_layers": st.none() | st.integers(1, 4),
+    "account_for_embedding_in_pipeline_split": st.booleans(),
+    "account_for_loss_in_pipeline_split": st.booleans(),
     "sequence_parallel": st.booleans(),
     "seq_length": st.sampled_from([12, 30, 64]),
     "micro_batch_size": st.integers(1, 3),
@@ -174,7 +208,11 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
     assert model.query_groups % tp == 0 or tp % model.query_groups == 0
     assert not parallel.sequence_parallel or config.data.seq_length % tp == 0
     chunks = parallel.num_chunks(model.num_layers)
-    assert model.num_layers >= pp * chunks >= 1
+    assert model.num_layers + parallel.accounted_layers >= pp * chunks >= 1
     if parallel.num_layers_per_virtual_pipeline_stage:
-        assert parallel.num_layers_per_virtual_pipeline_stage * chunks * pp == model.num_layers
+        counted = model.num_layers + parallel.accounted_layers
+        assert parallel.num_layers_per_virtual_pipeline_stage * chunks * pp == counted
+    assert [layer for stage in layers_by_stage(config, 128, pp * chunks) for layer in stage] == [
+        *range(model.num_layers)
+    ]
     assert config.optimizer.lr_warmup_iters < training.num_iterations(copies)

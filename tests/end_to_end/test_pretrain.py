@@ -44,8 +44,10 @@ def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     schedule = [*TINY, "--fp64", "--lr-decay-iters", "8", "--train-iters"]
     assert _pretrain(0, *schedule, 8, "--save", alone).returncode == 0
     first = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
-    chunks = ["--num-virtual-stages-per-pipeline-rank", 2, "--tensorboard-dir", tmp_path / "tensorboard"]
-    assert _pretrain(4, *schedule, 5, *first, *chunks, "--save", split).returncode == 0
+    chunks = ["--pipeline-model-parallel-layout", "E|tt|tt|L", "--tensorboard-dir", tmp_path / "tensorboard"]
+    result = _pretrain(4, *schedule, 5, *first, *chunks, "--save", split)
+    assert result.returncode == 0, result.stderr
+    assert "pipeline rank 0: embedding | layers 2-3\npipeline rank 1: layers 0-1 | output\n" in result.stdout
     second = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer"]
     result = _pretrain(4, *schedule, 8, *second, "--save", split, "--load", split)
     assert result.returncode == 0, result.stderr

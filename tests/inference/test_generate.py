@@ -52,8 +52,14 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, TP2), (2, PP2), (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}), (4, TP2 | PP2)],
-    ids=["tp2", "pp2", "pp2 x 2 chunks", "tp2 pp2"],
+    [
+        (2, TP2),
+        (2, PP2),
+        (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+        (2, PP2 | {"pipeline_model_parallel_layout": "E|ttt||tL"}),
+        (4, TP2 | PP2),
+    ],
+    ids=["tp2", "pp2", "pp2 x 2 chunks", "pp2, stages without layers", "tp2 pp2"],
 )
 def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
     sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)

@@ -27,6 +27,8 @@ BASE = {
 }
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
+PP3 = {"pipeline_model_parallel_size": 3}
+COUNTS = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
 SP, V2 = {"sequence_parallel": True}, {"num_virtual_stages_per_pipeline_rank": 2}
 ZERO, OVERLAP = (
     {"use_distributed_optimizer": True},
@@ -55,6 +57,12 @@ GQA1 = {
 GQA2 = {"group_query_attention": True, "num_query_groups": 2}
 FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+
+def layout_of(text: str) -> dict[str, str]:
+    """What is on each stage, explicitly."""
+    return {"pipeline_model_parallel_layout": text}
+
 
 # name: (world size, model and batch of both sides, layout of the row alone)
 ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -93,6 +101,14 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "2 groups, tp2": (2, GQA2, TP2),
     "1 group, dp2 tp2 zero1": (4, GQA1, TP2 | ZERO),
     "5 layers, pp2": (2, {"num_layers": 5}, PP2),  # C34
+    "pp2, Ettt|tL": (2, {}, PP2 | layout_of("Ettt|tL")),  # C34
+    "pp2 x 2 chunks, E|tt|tt|L": (2, {}, PP2 | layout_of("E|tt|tt|L")),  # C34
+    "pp2 x 2 chunks, untied, Et|tt||tL": (2, UNTIED, PP2 | layout_of("Et|tt||tL")),  # C34
+    "pp4, a rank without parameters": (4, {}, PP4 | layout_of("Et*3||t|L")),  # C34
+    "dp2 pp3 zero1, a rank without parameters": (6, {}, PP3 | ZERO | OVERLAP | layout_of("Ett||ttL")),  # C34
+    "pp4, first and last counts": (4, {"num_layers": 6}, PP4 | COUNTS),  # C34
+    "pp2, loss as a layer": (2, {"num_layers": 3}, PP2 | {"account_for_loss_in_pipeline_split": True}),  # C34
+    "full recompute, pp2, E|tt|tt|L": (2, {}, PP2 | FULL_UNIFORM | layout_of("E|tt|tt|L")),
     "untied, pp2": (2, UNTIED, PP2),
     "untied, tp2 pp2 sp": (4, UNTIED, TP2 | PP2 | SP),
     "fused attention, tp2 sp": (2, SDPA, TP2 | SP),

@@ -103,8 +103,9 @@ def _noted(settings: dict, spoil: Callable[[Run], object], steps: int = 4) -> st
         (2, OVERLAP | {"bf16": True}),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fp16": True}),
         (4, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4} | OVERLAP),
+        (6, {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et||tL"} | OVERLAP),
     ],
-    ids=["one", "dp2", "tp2", "pp2"],
+    ids=["one", "dp2", "tp2", "pp2", "a rank without parameters"],
 )
 def test_sound_runs_say_nothing(world: int, settings: dict) -> None:
     assert run_ranks(world, _noted, settings, NOTHING) == [""] * world

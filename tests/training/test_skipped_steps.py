@@ -34,26 +34,28 @@ def _digest(run: Run) -> str:
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
-def _spoil(run: Run, value: float) -> None:
-    """Let the next backward leave ``value`` in one element of a matrix that each tensor-parallel rank has a part of."""
-    matrices = [p for stage in run.stages.values() for p in stage.parameters() if spec_of(p).dim is not None]
+def _spoil(run: Run, value: float, split: bool) -> None:
+    """Let the next backward leave ``value`` in one element of a parameter that tensor-parallel ranks have parts of, or
+    whole copies of."""
+    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    chosen = [p for p in parameters if (spec_of(p).dim is not None) == split]
     finish = run.data_parallel.finish
 
     def spoiled() -> None:
-        matrices[-1].main_grad.view(-1)[0] = value
+        chosen[-1].main_grad.view(-1)[0] = value
         run.data_parallel.finish = finish
         finish()
 
     run.data_parallel.finish = spoiled
 
 
-def _skip_one(settings: dict, rank: int, value: float) -> tuple:
+def _skip_one(settings: dict, rank: int, value: float, split: bool) -> tuple:
     run = tiny_run(**settings)
     scale = run.optimizer.loss_scale.scale
     train_step(run)
     before = _digest(run)
     if dist.get_rank() == rank:
-        _spoil(run, value)
+        _spoil(run, value, split)
     skipped = train_step(run)
     unchanged = _digest(run) == before
     following = train_step(run)
@@ -65,12 +67,15 @@ def _skip_one(settings: dict, rank: int, value: float) -> tuple:
     )
 
 
+@pytest.mark.parametrize("split", [True, False], ids=["in a part", "in a copy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("precision", "rank", "value"), [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
 )
-def test_one_rank_overflows_and_all_skip(layout: str, precision: str, rank: int, value: float) -> None:  # C47 C64
-    results = run_ranks(2, _skip_one, LAYOUTS[layout] | PRECISIONS[precision], rank, value)
+def test_one_rank_overflows_and_all_skip(  # C47 C64
+    layout: str, precision: str, rank: int, value: float, split: bool
+) -> None:
+    results = run_ranks(2, _skip_one, LAYOUTS[layout] | PRECISIONS[precision], rank, value, split)
     for counts, scaled, after, numbers in results:
         assert counts == (True, True, 1, 2), "skipped, nothing moved, one skip counted, two steps taken"
         assert scaled == (0.5 if precision == "fp16" else 1.0)
