@@ -85,7 +85,9 @@ class _Step:
         self.collect_non_loss_data = collect_non_loss_data
         self.groups = parallel_state.current()
         self.place = placed_round_robin(self.groups.size("pp"), len(self.chunks))
-        self.device = next(self.chunks[0].parameters()).device
+        # A rank's stages may have no parameter at all: then torch's defaults serve.
+        like = next((p for chunk in self.chunks for p in chunk.parameters()), torch.empty(0))
+        self.device, self.dtype = like.device, like.dtype
         self.tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         self.reports: list[Any] = []
         self.no_sync: dict[int, ExitStack] = {}
@@ -132,11 +134,10 @@ class _Step:
         return loss / tokens.clamp_min(1) / self.num_microbatches
 
     def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
-        parameter = next(self.chunks[0].parameters())
-        dtype = self._setting("pipeline_dtype") or parameter.dtype
+        dtype = self._setting("pipeline_dtype") or self.dtype
         length = seq_length // (self.groups.size("tp") if self._setting("sequence_parallel") else 1)
         shape = (length, micro_batch_size, self._setting("hidden_size"))
-        return MessageFormat(shape, dtype, parameter.device, variable=bool(self._setting("variable_seq_lengths")))
+        return MessageFormat(shape, dtype, self.device, variable=bool(self._setting("variable_seq_lengths")))
 
     def _suspend_sync(self) -> None:
         """Enter the data-parallel wrapper's no-sync context for each chunk, until its last backward."""
