@@ -1,6 +1,7 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
 # test:       everything that runs without a GPU
 # verify-all: every layout of 2, 4 and 8 ranks, and every schedule, against one process; writes docs/layouts*.md
+# docs:       the pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style
 # bench:      speed, side by side with transformers and torch's DDP
 PYTHON ?= python3
@@ -11,7 +12,7 @@ SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # A CPU build where the index has one; the range is pyproject.toml's.
 TORCH ?= torch>=2.8,<2.14
 
-.PHONY: quickstart test verify-all check bench install install-test clean
+.PHONY: quickstart test verify-all docs check bench install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -25,6 +26,15 @@ verify-all: install-test
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --layouts $(foreach s,$(SCHEDULES),"pp2 $s" "pp4 $s" "pp8 $s" "tp2 pp2 dp2 $s sp zero1 overlap") \
 	  --markdown docs/layouts_of_schedules.md
+
+docs: install
+	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \
+	  --png docs/images/schedules.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+	  --mock-data --vocab-size 2048 --num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
+	  --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr-warmup-iters 0 --eval-iters 0 \
+	  --pipeline-model-parallel-size 2 --pipeline-schedule zb_v --trace-pipeline runs/trace
+	$(BIN)/python tools/show_schedule.py --measured runs/trace --png docs/images/measured_zb_v.png
 
 check: install-test
 	$(BIN)/ruff check .

@@ -3,6 +3,8 @@
 python tools/show_schedule.py --schedule zb_h1 --pipeline-size 4 --microbatches 8
 
 python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 --png schedules.png
+
+python tools/show_schedule.py --measured traces --png measured.png
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from megatron_core.pipeline_parallel.draw import chrome_trace, picture
 from megatron_core.pipeline_parallel.plan_file import read_plan
 from megatron_core.pipeline_parallel.rendezvous import receives_ahead
 from megatron_core.pipeline_parallel.schedules import SCHEDULES, make_plan
-from megatron_core.pipeline_parallel.simulate import Costs, Timeline, peak_activations, simulate
+from megatron_core.pipeline_parallel.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
+from megatron_core.pipeline_parallel.trace import measured_costs, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,17 @@ class Settings:
     """Chunks of layers on each rank; default what the schedule needs, 2 for interleaved."""
     costs: str = "1,1,1,0"
     """F,I,W,COMM: times of a micro-batch in all of a rank's layers, and of a message between ranks."""
+    measured: str | None = None
+    """Folder of --trace-pipeline: what was measured there below the same plan simulated with the measured times, in
+    ms, instead of --schedule."""
+    step: int | None = None
+    """Step of --measured; default the one of the median makespan."""
+    rank: int = 0
+    """Global rank whose pipeline --measured shows."""
     png: str | None = None
     """Picture to write."""
     trace: str | None = None
-    """Chrome trace to write (one schedule; a unit of time is a millisecond)."""
+    """Chrome trace to write (one schedule, or --measured and its plan; a unit of time is a millisecond)."""
     json: str | None = None
     """File for the figures; -, or no file, prints them instead of the picture."""
 
@@ -60,6 +70,7 @@ class Shown:
 
     name: str
     timeline: Timeline
+    costs: Costs | StageCosts
 
     @property
     def title(self) -> str:
@@ -70,24 +81,61 @@ class Shown:
 
 
 def show_schedule(settings: Settings) -> None:
-    """Simulate, and write all that is asked for."""
-    costs = Costs.parse(settings.costs)
-    shown = [Shown(name, simulate(plan, costs)) for name, plan in plans(settings)]
-    if settings.trace is not None and len(shown) > 1:
+    """Simulate or read, and write all that is asked for."""
+    shown = simulated(settings) if settings.measured is None else measured(settings)
+    if settings.trace is not None and settings.measured is None and len(shown) > 1:
         raise ConfigError(f"trace={settings.trace!r} holds one schedule; leave --compare out")
     if settings.png is not None:
         from megatron_core.monitor.plot_pipeline import plot_timelines  # matplotlib takes a while to load
 
-        plot_timelines([(each.title, each.timeline) for each in shown], settings.png)
+        unit = "" if settings.measured is None else "ms"
+        plot_timelines([(each.title, each.timeline) for each in shown], settings.png, unit=unit)
     if settings.trace is not None:
-        write(settings.trace, json.dumps(chrome_trace(shown[0].timeline)))
+        write(settings.trace, json.dumps(trace(shown)))
     if settings.json is not None:
-        found = [figures(each, costs) for each in shown]
+        found = [figures(each) for each in shown]
         write(settings.json, json.dumps(found[0] if len(found) == 1 else found, indent=2))
     if settings.json != "-":
-        colour, width = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), shutil.get_terminal_size((120, 24))
-        print("\n\n".join(picture(s.timeline, s.title, width=width.columns, colour=colour) for s in shown))
+        print("\n\n".join(pictures(shown, one_scale=settings.measured is not None)))
         print("".join(f"wrote {path}\n" for path in (settings.png, settings.trace, settings.json) if path), end="")
+
+
+def pictures(shown: list[Shown], *, one_scale: bool) -> list[str]:
+    """Each one for this terminal; in colour where there is a reader."""
+    colour, width = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), shutil.get_terminal_size((120, 24))
+    longest = max(each.timeline.makespan for each in shown) if one_scale else None
+    return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in shown]
+
+
+def simulated(settings: Settings) -> list[Shown]:
+    """Schedules and plans, each simulated with the given costs."""
+    costs = Costs.parse(settings.costs)
+    return [Shown(name, simulate(plan, costs), costs) for name, plan in plans(settings)]
+
+
+def measured(settings: Settings) -> list[Shown]:
+    """A measured step, and before it what its plan would make of the same times of work."""
+    for name in ("compare", "plan"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name}={getattr(settings, name)!r} and measured={settings.measured!r}: leave one out")
+    found = read_trace(settings.measured, settings.rank)
+    step = found.typical if settings.step is None else settings.step
+    if step not in found.timelines:
+        raise ConfigError(f"step={step} was not traced; legal: {', '.join(map(str, found.timelines))}")
+    ran = found.timelines[step]
+    costs = measured_costs(ran)
+    name = f"{found.schedule}, step {step},"
+    return [Shown(f"{name} planned (ms)", simulate(ran.plan, costs), costs), Shown(f"{name} measured (ms)", ran, costs)]
+
+
+def trace(shown: list[Shown]) -> dict[str, Any]:
+    """A Chrome trace of one schedule, or of a plan and what was measured."""
+    if len(shown) == 1:
+        return chrome_trace(shown[0].timeline)
+    planned, ran = (each.timeline for each in shown)
+    both = chrome_trace(planned, label="planned: ")
+    both["traceEvents"] += chrome_trace(ran, label="measured: ", first=len(planned.plan.ranks))["traceEvents"]
+    return both
 
 
 def plans(settings: Settings) -> list[tuple[str, Plan]]:
@@ -111,7 +159,7 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
     return check(plan, settings.microbatches, forward_only=name == "forward_only")
 
 
-def figures(shown: Shown, costs: Costs) -> dict[str, Any]:
+def figures(shown: Shown) -> dict[str, Any]:
     """What is known about a schedule, in numbers."""
     timeline, plan = shown.timeline, shown.timeline.plan
     return {
@@ -119,7 +167,7 @@ def figures(shown: Shown, costs: Costs) -> dict[str, Any]:
         "pipeline_size": len(plan.ranks),
         "chunks": plan.num_chunks,
         "microbatches": plan.num_microbatches,
-        "costs": costs.text,
+        "costs": shown.costs.text,
         "bubble": timeline.bubble,
         "idle": timeline.idle,
         "makespan": timeline.makespan,

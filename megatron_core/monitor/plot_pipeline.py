@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_core.pipeline_parallel.draw import COLOURS, NAMES, kinds, shade
+from megatron_core.pipeline_parallel.draw import COLOURS, NAMES, digits, kinds, shade
 from megatron_core.pipeline_parallel.simulate import Timeline, peak_activations
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _IDLE = "#e8eaed"
 _HEIGHT = 0.86  # of a box, where a rank's row is 1
 _ROW_INCHES, _HEAD_INCHES, _FOOT_INCHES = 0.27, 0.42, 0.62
 _WIDTH_INCHES = 11.0
+_DPI = 125  # sharp on a page, and three panels of small boxes stay below 150 kB
 _DIGIT = 0.64  # width of a digit over the size of its font
 _SMALLEST, _LARGEST = 5.0, 8.5  # size of numbers, in points
 
@@ -36,7 +37,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Pa
     panels[-1].set_xlabel(f"time ({unit})" if unit else "time", color=_INK, fontsize=9)
     _draw_legend(figure, [timeline for _, timeline in timelines])
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=150)
+    figure.savefig(png_path, dpi=_DPI)
 
 
 def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:
@@ -78,7 +79,7 @@ def _number_size(timeline: Timeline, points: float) -> float:
 def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
     """Titles, ranks, peaks; no frame."""
     peaks = peak_activations(timeline.plan)
-    rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {timeline.makespan:g}"
+    rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {digits(timeline.makespan)}"
     axes.set_title(title, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
     axes.set_title(rates, loc="right", fontsize=9.5, color=_INK)
     axes.set_xlim(0, longest)

@@ -27,35 +27,45 @@ def kinds(plan: Plan) -> list[str]:
     return [kind for kind in COLOURS if kind in present]
 
 
+def digits(time: float) -> str:
+    """A time in as many digits as anybody reads: four, or all before the point."""
+    return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
+
+
 def summary(timeline: Timeline) -> str:
     """Bubble, makespan and peak memory on one line."""
     peaks = peak_activations(timeline.plan)
     return (
-        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {timeline.makespan:g}, "
+        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {digits(timeline.makespan)}, "
         f"peak activations {max(peaks):g} micro-batches"
     )
 
 
-def picture(timeline: Timeline, title: str, *, width: int = 100, colour: bool = False) -> str:
+def picture(
+    timeline: Timeline, title: str, *, width: int = 100, colour: bool = False, longest: float | None = None
+) -> str:
     """One line a rank over time, with the micro-batch's number in each box and the rank's peak memory at the end.
 
     ``width`` is the terminal's, in columns. In colour the kind of an action is its box's colour, with paler shades
-    for later chunks; plain, a box begins with the kind's letter, in lower case on odd chunks.
+    for later chunks; plain, a box begins with the kind's letter, in lower case on odd chunks. ``longest`` is the
+    makespan that fills the width, so that pictures have one scale; without it, boxes have whole columns if they can.
     """
     plan = timeline.plan
     peaks = peak_activations(plan)
     labels = [f"rank {rank} " for rank in range(len(plan.ranks))]
     margin = max(map(len, labels))
     ends = [f" {peak:g}" for peak in peaks]
-    columns = _columns(timeline, width - margin - max(len("peak"), *map(len, ends)) - 1)
+    columns = _columns(timeline, width - margin - max(len("peak"), *map(len, ends)) - 1, longest)
     lines = [title, " " * (margin + columns) + " peak"]
     for rank, label in enumerate(labels):
         lines.append(label.ljust(margin) + _row(timeline, rank, columns, colour) + ends[rank])
     return "\n".join([*lines, _legend(plan, colour), summary(timeline)])
 
 
-def _columns(timeline: Timeline, room: int) -> int:
-    """Columns for the whole time: whole ones for the shortest action if there is room."""
+def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
+    """Columns for the whole time: a share of the room, or whole ones for the shortest action if there is room."""
+    if longest:
+        return max(round(room * timeline.makespan / longest), 1)
     times = (timeline.end[action] - timeline.start[action] for action in timeline.end)
     shortest = min((time for time in times if time > 0), default=timeline.makespan)
     if not shortest:
@@ -110,15 +120,18 @@ def _legend(plan: Plan, colour: bool) -> str:
     return ", ".join(words) + (", odd chunks in lower case" if plan.num_chunks > 1 else "")
 
 
-def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[str, Any]:
+def chrome_trace(
+    timeline: Timeline, *, microseconds: float = 1000.0, label: str = "", first: int = 0
+) -> dict[str, Any]:
     """The timeline in Chrome's trace format, for chrome://tracing or Perfetto: one thread a rank.
 
-    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds.
+    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` stands before
+    the ranks' names, and ``first`` is rank 0's number: with them, the events of several timelines go into one trace.
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.plan.ranks):
-        name = {"name": f"pipeline rank {rank}"}
-        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": rank, "args": name})
+        name, number = {"name": f"{label}pipeline rank {rank}"}, first + rank
+        events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": number, "args": name})
         for action in actions:
             start, end = timeline.start[action], timeline.end[action]
             events.append(
@@ -128,8 +141,8 @@ def chrome_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> dict[st
                     "ph": "X",
                     "ts": start * microseconds,
                     "dur": (end - start) * microseconds,
-                    "pid": rank,
-                    "tid": rank,
+                    "pid": number,
+                    "tid": number,
                     "args": {"stage": action.stage, "micro": action.micro, "chunk": timeline.plan.chunks[action.stage]},
                 }
             )

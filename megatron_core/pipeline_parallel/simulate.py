@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,10 +45,31 @@ class Costs:
         """As ``parse`` reads it."""
         return ",".join(f"{time:g}" for time in (self.forward, self.input_grad, self.weight_grad, self.comm))
 
-    def of(self, kind: str) -> float:
-        """Time of an F, B, I or W through all chunks of a rank."""
+    def time(self, plan: Plan, action: Action) -> float:
+        """Time of an action: 1/v of its kind's."""
         whole = self.input_grad + self.weight_grad
-        return {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": whole}[kind]
+        kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": whole}
+        return kinds[action.kind] / plan.num_chunks
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times of one micro-batch in each stage, which need not be equal: the last one has the loss, too."""
+
+    times: Mapping[tuple[int, str], float]
+    """By stage and kind of action. Of the stage as it is: nothing is divided by the number of chunks."""
+    comm: float = 0.0
+    """As in ``Costs``."""
+
+    @property
+    def text(self) -> str:
+        """A word for each: ``0F 12.3``, ``1W 4.5``, and ``COMM 0.2``."""
+        words = [f"{stage}{kind} {time:.4g}" for (stage, kind), time in sorted(self.times.items())]
+        return ", ".join([*words, f"COMM {self.comm:.4g}"])
+
+    def time(self, plan: Plan, action: Action) -> float:
+        """Time of an action."""
+        return self.times[action.stage, action.kind]
 
 
 @dataclass(frozen=True)
@@ -94,11 +116,11 @@ class Timeline:
         return 1 - sum(self.busy) / len(self.busy) / self.makespan if self.makespan else 0.0
 
 
-def simulate(plan: Plan, costs: Costs) -> Timeline:
+def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     """Run a sound plan: an action starts once its rank is free and what it needs is there.
 
     start(a) = max(end of the rank's action before, end(n) + COMM [n is on another rank] for n in needs(a)),
-    end(a) = start(a) + cost(a) / v.
+    end(a) = start(a) + time(a).
 
     A message takes COMM on every edge between stages on different ranks, and neither rank is busy meanwhile: with
     overlap, and links that do not queue. This convention gives the published rates of 1F1B, ZB-H1 and ZB-H2 in Qi et
@@ -110,7 +132,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     for rank, action in plan.walk():
         there = (end[n] + (costs.comm if plan.place[n.stage] != rank else 0.0) for n in plan.needs(action))
         start[action] = max((free[rank], *there))
-        end[action] = free[rank] = start[action] + costs.of(action.kind) / plan.num_chunks
+        end[action] = free[rank] = start[action] + costs.time(plan, action)
     return Timeline(plan, start, end)
 
 

@@ -25,7 +25,9 @@ from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.rendezvous import receives_ahead
 from megatron_core.pipeline_parallel.run_plan import plan_of
 from megatron_core.pipeline_parallel.schedules import forward_only
+from megatron_core.pipeline_parallel.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.state import TrainState, load_state
 
 
@@ -46,6 +48,7 @@ class Run:
     eval_plan: Plan
     posting: Posting
     eval_posting: Posting
+    trace: TraceWriter | None
     links: Links
     message: MessageFormat
     data_parallel: DataParallel
@@ -167,6 +170,7 @@ def set_up(config: RunConfig, world: World) -> Run:
         eval_plan=check(eval_plan, micro, forward_only=True),
         posting=posting(plan, overlap=parallel.overlap_p2p_communication),
         eval_posting=posting(eval_plan, overlap=parallel.overlap_p2p_communication),
+        trace=trace_writer(config, groups, plan),
         links=links,
         message=message_format(config, groups, world.device),
         data_parallel=data_parallel,

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_core.datasets.loader import Batch
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
+from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.setup import Run
 
 
@@ -76,16 +77,17 @@ def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dic
     forward = forward_step(run, batches, loss_factor)
     listener = Listener(on_last_backward=run.data_parallel.arm, on_last_weights=run.data_parallel.reduce_early)
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
-    executor = Executor(
-        run.plan,
-        run.links,
-        message_of(run, batches),
-        forward,
-        parameters=parameters,
-        posting=run.posting,
-        listener=listener,
-    )
-    return executor.run()
+    with traced(run, listener) as listener:
+        executor = Executor(
+            run.plan,
+            run.links,
+            message_of(run, batches),
+            forward,
+            parameters=parameters,
+            posting=run.posting,
+            listener=listener,
+        )
+        return executor.run()
 
 
 def message_of(run: Run, batches: list[Batch]) -> MessageFormat:

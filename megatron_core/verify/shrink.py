@@ -115,6 +115,7 @@ def small_run() -> dict[str, Any]:
         "no_load_optim": False,
         "metrics_file": None,
         "tensorboard_dir": None,
+        "trace_pipeline": None,
     }
 
 

@@ -57,6 +57,11 @@ GQA1 = {
 GQA2 = {"group_query_attention": True, "num_query_groups": 2}
 FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
+    {"pipeline_schedule": name} for name in ("gpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+)
+SYNCHRONOUS = {"overlap_p2p_communication": False}
+LAYERS8 = {"num_layers": 8}
 
 
 def layout_of(text: str) -> dict[str, str]:
@@ -120,6 +125,31 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "squared relu, tp2": (2, {"squared_relu": True}, TP2),
     "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),  # C27
     "full recompute, block, pp2": (2, {}, PP2 | FULL_BLOCK),
+    # schedules; 1f1b is "pp2" and "pp4", interleaved "pp2 x 2 chunks"
+    "pp2 gpipe": (2, {}, PP2 | GPIPE),
+    "pp2 zb_h1": (2, {}, PP2 | ZB_H1),
+    "pp2 zb_h2": (2, {}, PP2 | ZB_H2),
+    "pp2 zb_v": (2, {}, PP2 | ZB_V),
+    "pp2 dualpipe_v": (2, {}, PP2 | DUALPIPE_V),
+    "pp4 gpipe": (4, {}, PP4 | GPIPE),
+    "pp4 interleaved": (4, LAYERS8, PP4 | V2),
+    "pp4 zb_h1": (4, {}, PP4 | ZB_H1),
+    "pp4 zb_h2": (4, {}, PP4 | ZB_H2),
+    "pp4 zb_v": (4, LAYERS8, PP4 | ZB_V),
+    "pp4 dualpipe_v": (4, LAYERS8, PP4 | DUALPIPE_V),
+    "pp4 zb_v, 3 micro-batches": (4, LAYERS8 | {"global_batch_size": 3}, PP4 | ZB_V),  # C32
+    "pp2 zb_h1 without overlap": (2, {}, PP2 | ZB_H1 | SYNCHRONOUS),
+    "pp4 dualpipe_v without overlap": (4, LAYERS8, PP4 | DUALPIPE_V | SYNCHRONOUS),
+    "5 layers, pp2 zb_v": (2, {"num_layers": 5}, PP2 | ZB_V),  # C34
+    "5 layers, pp4 zb_h2": (4, {"num_layers": 5}, PP4 | ZB_H2),  # C34
+    "full recompute, pp2 zb_v": (2, {}, PP2 | ZB_V | FULL_BLOCK),
+    "full recompute, tp2 pp2 sp zb_h1": (4, {}, TP2 | PP2 | SP | ZB_H1 | FULL_UNIFORM),
+    "tp2 pp2 sp zb_v": (4, {}, TP2 | PP2 | SP | ZB_V),
+    "tp2 pp2 dualpipe_v": (4, {}, TP2 | PP2 | DUALPIPE_V),
+    "dp2 pp2 zb_h1 zero1, overlap": (4, {}, PP2 | ZB_H1 | ZERO | OVERLAP | SMALL_BUCKETS),  # C10
+    "dp2 pp2 dualpipe_v zero1, overlap": (4, {}, PP2 | DUALPIPE_V | ZERO | OVERLAP | SMALL_BUCKETS),
+    "untied, pp2 zb_v": (2, UNTIED, PP2 | ZB_V),
+    "modern, tp2 pp2 sp zb_h2": (4, MODERN, TP2 | PP2 | SP | ZB_H2),
     "selective recompute, tp2": (2, {}, TP2 | {"recompute_granularity": "selective"}),
 }
 

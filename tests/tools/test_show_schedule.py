@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.pipeline_parallel.plan_file import format_plan
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, gpipe, zb_v
+from megatron_core.pipeline_parallel.schedules import SCHEDULES, gpipe, zb_h1, zb_v
+from megatron_core.pipeline_parallel.simulate import Costs, simulate
+from megatron_core.pipeline_parallel.trace import Recording, TraceWriter
 from tools.show_schedule import Settings, main, with_bare_json
 
 ROOT = Path(__file__).parents[2]
@@ -76,11 +78,56 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--costs", "1,2"], "costs='1,2' must be F,I,W,COMM"),
         (["--plan", "none.txt"], "plan none.txt cannot be read"),
         (["--compare", "1f1b,gpipe", "--trace", "x.json"], "holds one schedule; leave --compare out"),
+        (["--measured", "nowhere"], "rank00000.jsonl is no pipeline trace"),
+        (["--measured", "nowhere", "--plan", "x.txt"], "plan='x.txt' and measured='nowhere': leave one out"),
     ],
 )
 def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """A trace of three steps of zb_h1 on two ranks, with 20, 10 and 5 ms for each action."""
+    plan = zb_h1(2, 3)
+    for rank, actions in enumerate(plan.ranks):
+        writer = TraceWriter(tmp_path / "traces", rank, [0, 1], "zb_h1", plan.place)
+        for step in (1, 2, 3):
+            milliseconds = {1: 20, 2: 10, 3: 5}[step]
+            ran = simulate(plan, Costs(*[milliseconds] * 3))
+            times = (time / 1e3 for action in actions for time in (ran.start[action], ran.end[action]))
+            recording = Recording(iter([0.0, *times]).__next__)
+            for action in actions:
+                recording.begin(action)
+                recording.end(action)
+            writer.write(step, recording)
+    return tmp_path / "traces"
+
+
+def test_measured_beside_planned(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both have the same times of work, so what differs is waiting: here nothing."""
+    planned, measured = figures(capsys, "--measured", str(traced))
+    assert planned["schedule"] == "zb_h1, step 2, planned (ms)" and measured["schedule"].endswith("measured (ms)")
+    assert planned["bubble"] == pytest.approx(measured["bubble"]) == pytest.approx(1 / 10)
+    assert planned["makespan"] == pytest.approx(measured["makespan"]) == pytest.approx(100)
+    assert measured["costs"] == "0F 10, 0I 10, 0W 10, 1F 10, 1I 10, 1W 10, COMM 0"
+    assert figures(capsys, "--measured", str(traced), "--step", "1")[1]["makespan"] == pytest.approx(200)
+    paths = {kind: tmp_path / f"schedule.{kind}" for kind in ("png", "trace")}
+    assert main(["--measured", str(traced), "--png", str(paths["png"]), "--trace", str(paths["trace"])]) == 0
+    _, first, second = capsys.readouterr().out.split("zb_h1, step 2, ")
+    rows = [[line for line in text.splitlines() if line.startswith("rank")] for text in (first, second)]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    events = json.loads(paths["trace"].read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == [f"{which}: pipeline rank {r}" for which in ("planned", "measured") for r in (0, 1)]
+    assert len(events) == 4 + 2 * 2 * 9 and {event["pid"] for event in events} == set(names)
+
+
+def test_a_step_that_was_not_traced(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--measured", str(traced), "--step", "9"]) == 1
+    assert "step=9 was not traced; legal: 1, 2, 3" in capsys.readouterr().err
 
 
 def test_unsound_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,62 @@
+"""--trace-pipeline: when the actions of this rank's steps ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.pipeline_parallel.actions import Plan
+from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.pipeline_parallel.trace import Recording, TraceWriter
+
+if TYPE_CHECKING:
+    from megatron_core.training.setup import Run
+
+
+def trace_writer(config: RunConfig, groups: ParallelGroups, plan: Plan) -> TraceWriter | None:
+    """This rank's trace, if one is asked for."""
+    if config.monitor.trace_pipeline is None:
+        return None
+    own = config.parallel.pipeline_plan
+    schedule = Path(own).name if own else config.parallel.schedule(config.model.num_layers)
+    return TraceWriter(config.monitor.trace_pipeline, groups.rank, groups.ranks("pp"), schedule, plan.place)
+
+
+@contextmanager
+def traced(run: Run, listener: Listener) -> Iterator[Listener]:
+    """The step that runs inside is recorded by the listener that this gives, and written behind it.
+
+    Ranks begin a recorded step together. Without a trace, or when it is full, the listener is the given one.
+    """
+    if run.trace is None or run.trace.is_full:
+        yield listener
+        return
+    all_reduce_(torch.zeros(1, device=run.world.device), run.groups.group("tp-cp-ep-dp-pp"))
+    recording = Recording(clock_of(run.world.device))
+    yield replace(listener, on_begin=recording.begin, on_end=recording.end)
+    run.trace.write(run.state.iteration + 1, recording)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds on the host's monotonic clock; on a GPU, once all work before is done.
+
+    Only the stream that computes is waited for: messages are sent and received on others, and one that was posted
+    early may need what this rank has yet to do.
+    """
+    if device.type != "cuda":
+        return time.monotonic
+
+    def clock() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.monotonic()
+
+    return clock
