@@ -54,6 +54,38 @@ IN_STEPS = (
         "pp2 x 2 chunks",
         "C65",
     ),
+    Defect(  # C33
+        "a weight gradient that was put off is lost",
+        "pipeline_parallel.weight_grad:WeightGradQueue.run",
+        "self._jobs.pop((stage, micro)):",
+        "self._jobs.pop((stage, micro))[micro == 1 :]:",
+        "pp2 zb_h1",
+        "C33",
+    ),
+    Defect(  # C33
+        "weight gradients are put off and computed at once, too",
+        "tensor_parallel.linear:_is_put_off",
+        "queue.put(job)\n    return True",
+        "queue.put(job)\n    return False",
+        "pp2 zb_h1",
+        "C33",
+    ),
+    Defect(  # C12
+        "overlapped sums begin before weight gradients that were put off",
+        "pipeline_parallel.executor:Executor._run_backward",
+        "with self._queue.collecting(action.stage, action.micro):",
+        "self.listener.on_last_weights(action.stage)\n        with self._queue.collecting(action.stage, action.micro):",
+        "dp2 pp2 zb_h1 zero1, overlap",
+        "C12",
+    ),
+    Defect(  # C11
+        "both ends of a V lie on one rank and draw a tied weight each",
+        "models.build:build_stages",
+        "_tied_weight(config, stages) if last and stage else None",
+        "None",
+        "pp2 zb_v",
+        "C11",
+    ),
     # Micro-batches and the loss.
     Defect(
         "last micro-batch is dropped",
