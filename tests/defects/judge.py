@@ -20,14 +20,19 @@ INCOMPLETE = "do not make up one whole model"
 def symptoms(defect: Defect) -> list[str]:
     """What the matrix says about the defect's row."""
     truth = truth_of(BASE | ROWS[defect.row][1])  # before anything is planted: one process must stay the truth
+    return judged(defect, truth, Bounds("float64"))
+
+
+def judged(defect: Defect, truth: Trace, bounds: Bounds, extra: dict | None = None) -> list[str]:
+    """What is wrong with the defect's row under ``bounds``; ``extra`` settings may narrow its dtype."""
     try:
-        found = train(defect)
+        found = train(defect, extra)
     except RankFailure as failure:
         if INCOMPLETE not in str(failure):
             raise
         return [f"rank 0 refuses to start: {INCOMPLETE}"]
     assert all(map(isfinite, found.losses)), "a loss that is not finite needs no parity matrix"
-    return faults(found, truth, Bounds("float64"))
+    return faults(found, truth, bounds)
 
 
 def first_sign(found: list[str]) -> str:

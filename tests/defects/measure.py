@@ -12,7 +12,7 @@ from megatron_core.config import RunConfig
 from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Bounds, relative_errors
 from tests.defects.defects import DEFECTS
-from tests.defects.judge import train
+from tests.defects.judge import judged
 from tests.parity.rows import BASE, ROWS, truth_of
 from tests.parity.test_matrix import faults
 
@@ -37,7 +37,7 @@ def main(dtype: str) -> None:
     caught = 0
     for defect in DEFECTS:
         truth, bounds = reference(defect.row)
-        if faults(train(defect, narrow), truth, bounds):
+        if judged(defect, truth, bounds, narrow):
             caught += 1
         else:
             print(f"{defect.name} escapes", flush=True)
