@@ -43,7 +43,9 @@ class Layout:
         for word in text.split() if text.strip() != "1 process" else ():
             name, value = _field_of(word, text)
             if name in found:
-                raise LayoutError(f"layout {text!r} says {word!r} twice over; say each of {_WORDS} at most once")
+                raise LayoutError(
+                    f"layout {text!r}: {word!r} is one {name} too many; say each of {_WORDS} at most once"
+                )
             found[name] = value
         return cls(**found)  # type: ignore[arg-type]
 

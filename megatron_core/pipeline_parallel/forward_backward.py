@@ -101,7 +101,7 @@ class _Step:
             self._suspend_sync()
         message = self._message(seq_length, micro_batch_size)
         links = Links(self.groups)
-        links.connect(self.device)
+        links.connect(self.device, self.place)
         Executor(plan, links, message, self.forward, listener=Listener(on_last_backward=self._resume_sync)).run()
         finalize = self._setting("finalize_model_grads_func")
         if finalize is not None and not self.forward_only:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,8 +52,10 @@ class Links:
         handle.wait()
         return self.receive(tuple(shape.tolist()), dtype, device, sender)
 
-    def connect(self, device: torch.device) -> None:
-        """Send one number over every link between neighbours, in the same order on all ranks; once for each layout.
+    def connect(self, device: torch.device, place: Sequence[int]) -> None:
+        """Send one number over every link between stages, in the same order on all ranks; once for each layout.
+
+        ``place[stage]`` is the pipeline rank of a stage.
 
         NCCL makes a communicator when a link is first used, and both ends block until the other one is there too. A
         receive that is posted early would then wait for a sender who waits for this rank's own message.
@@ -58,10 +63,8 @@ class Links:
         if self._groups.pipeline_connected:
             return
         self._groups.pipeline_connected = True
-        size = len(self._ranks)
-        for sender in range(size):
-            for receiver in sorted({(sender + 1) % size, (sender - 1) % size} - {sender}):
-                if self.index == sender:
-                    self.send(torch.zeros(1, device=device), receiver).wait()
-                elif self.index == receiver:
-                    self.receive((1,), torch.float32, device, sender)[1].wait()
+        for sender, receiver in sorted({pair for a, b in pairwise(place) if a != b for pair in ((a, b), (b, a))}):
+            if self.index == sender:
+                self.send(torch.zeros(1, device=device), receiver).wait()
+            elif self.index == receiver:
+                self.receive((1,), torch.float32, device, sender)[1].wait()

@@ -59,5 +59,6 @@ class WeightGradQueue:
     @torch.no_grad()  # inside a backward autograd does not record, here it would
     def run(self, stage: int, micro: int) -> None:
         """Do what was put off for a stage and micro-batch."""
-        for job in self._jobs.pop((stage, micro)):
-            job()
+        jobs = self._jobs.pop((stage, micro))
+        while jobs:  # what a job keeps alive goes with it
+            jobs.pop(0)()

@@ -41,10 +41,16 @@ class Health:
             self._took_step = True
             self._used_lr = self._used_lr or result.learning_rate > 0.0
         if self._is_due():
-            now = self._compare()
-            if self._initial is not None and self._used_lr:
-                self._tell_unmoved(self._initial, now)
-                self._initial = None
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare the copies, unless that has been done since the last step: also before a checkpoint is written."""
+        if self.interval is None or self._equal_at == self.run.state.iteration:
+            return
+        now = self._compare()
+        if self._initial is not None and self._used_lr:
+            self._tell_unmoved(self._initial, now)
+            self._initial = None
 
     def _is_due(self) -> bool:
         """Whether copies are compared now: every ``interval`` steps and at the end, if there is anything to compare."""

@@ -36,7 +36,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
             evaluated_at = iteration
         if is_due(iteration, run.config.checkpoint.save_interval):
-            save(run)
+            save(run, health)
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
@@ -45,7 +45,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
-        save(run)
+        save(run, health)
     if run.state.iteration < run.total_iterations:
         tell_end(run)
     stop.restore()
@@ -65,8 +65,9 @@ def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint."""
+def save(run: Run, health: Health) -> None:
+    """Write a checkpoint, of copies that are equal."""
+    health.compare()
     save_state(
         run.config,
         run.state,

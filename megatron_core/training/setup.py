@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -78,7 +79,9 @@ class Run:
     @property
     def layout(self) -> str:
         """The layout in a few words, as ``tp2 pp2 v2 sp``."""
-        return str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
+        own = self.config.parallel.pipeline_plan
+        layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
+        return f"{layout} plan {Path(own).name}" if own else layout
 
     def loader(self, dataset: Dataset) -> BatchLoader:
         """This data-parallel rank's batches of ``dataset``."""
@@ -128,13 +131,14 @@ def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int)
 
 
 def set_up(config: RunConfig, world: World) -> Run:
-    """Build everything, in the order of DESIGN section 5, and load the checkpoint if one is named."""
+    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named."""
     if config.monitor.poison_buffers:
         poison.turn_on()
     parallel = config.parallel
     micro = config.training.num_microbatches(parallel.data_parallel_size(world.size))
     plan = plan_of(config, micro)
-    eval_plan = forward_only(len(plan.ranks), plan.num_chunks, micro, place=plan.place)
+    evaluation = forward_only(len(plan.ranks), plan.num_chunks, micro, place=plan.place)
+    eval_plan = check(evaluation, micro, forward_only=True)
     groups = parallel_state.make_groups(parallel, world, ends=(plan.place[0], plan.place[-1]))
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
@@ -157,7 +161,7 @@ def set_up(config: RunConfig, world: World) -> Run:
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left
     links = Links(groups)
-    links.connect(world.device)
+    links.connect(world.device, plan.place)
     return Run(
         config=config,
         world=world,
@@ -167,7 +171,7 @@ def set_up(config: RunConfig, world: World) -> Run:
         layers=layers,
         stages=stages,
         plan=plan,
-        eval_plan=check(eval_plan, micro, forward_only=True),
+        eval_plan=eval_plan,
         posting=posting(plan, overlap=parallel.overlap_p2p_communication),
         eval_posting=posting(eval_plan, overlap=parallel.overlap_p2p_communication),
         trace=trace_writer(config, groups, plan),

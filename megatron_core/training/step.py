@@ -76,7 +76,8 @@ def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dic
     """Forward and backward of all micro-batches; the last stage's losses times ``loss_factor``, by micro-batch."""
     forward = forward_step(run, batches, loss_factor)
     listener = Listener(on_last_backward=run.data_parallel.arm, on_last_weights=run.data_parallel.reduce_early)
-    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    # Not the output layer's: to put its weight gradient off would keep a gradient as large as the logits.
+    parameters = [p for stage in run.stages.values() for p in stage.decoder.parameters()]
     with traced(run, listener) as listener:
         executor = Executor(
             run.plan,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout, every_layout
@@ -22,10 +23,13 @@ class GPTExperiment:
     steps: int = 3
     few_micro_batches: bool = False
     """Without a pipeline take two micro-batches, however many samples there are: enough to accumulate over."""
+    own_stages: Mapping[str, object] = field(default_factory=dict)
+    """Settings of a pipeline's stages that no word of a layout says, for every layout but one process."""
 
     def __call__(self, layout: Layout, dtype: str) -> Record:
         """This rank's record; called in every rank of a world of ``layout.world_size``."""
-        config = configured(self.config, layout, dtype)
+        own = self.own_stages if layout.pp > 1 else {}
+        config = configured(self.config, layout, dtype, own)
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.batch_size(layout.dp) // layout.dp
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
@@ -38,10 +42,12 @@ def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
 
 
-def configured(config: RunConfig, layout: Layout, dtype: str) -> RunConfig:
-    """``config`` under a layout and in a dtype."""
+def configured(
+    config: RunConfig, layout: Layout, dtype: str, own_stages: Mapping[str, object] | None = None
+) -> RunConfig:
+    """``config`` under a layout and in a dtype, maybe with settings that no word of a layout says."""
     precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
-    return RunConfig.from_flat(config.flat() | layout.settings() | precision)
+    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_stages or {}))
 
 
 def record_training(config: RunConfig, steps: int) -> Record:

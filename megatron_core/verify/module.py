@@ -109,7 +109,7 @@ class _Training:
         )
         self.optimizer = Optimizer(self.data_parallel, OPTIMIZER, self.groups, ConstantLossScale(1.0))
         self.links = Links(self.groups)
-        self.links.connect(self.device)
+        self.links.connect(self.device, self.place)
 
     def _num_microbatches(self, layout: Layout) -> int:
         span = self.experiment.micro_batch_size * layout.dp

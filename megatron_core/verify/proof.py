@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import (
     EPSILON,
     FLOAT64_BOUND,
@@ -109,12 +112,16 @@ def prove(
 
     ``dtype`` is float64, float32 or bfloat16; ``device`` cpu (gloo) or cuda (NCCL, a GPU for each rank). ``on_row``
     hears of each row when it is there. A layout that fails to run is a row that does not hold.
+    Errors: ``RankFailure`` if one process cannot run the experiment; ``ConfigError`` if what it does there would prove
+    nothing: a loss that is not finite, or a parameter whose gradients are all 0.
     """
     if dtype not in EPSILON:
         raise ConfigError(f"dtype={dtype} cannot be proved; legal: {', '.join(EPSILON)}")
+    wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     bench = _Bench(experiment, device, timeout)
     proof = Proof(dtype, "gloo" if device == "cpu" else "nccl")
     truth = bench.trace(Layout(), "float64")
+    _refuse_trivial(truth)
     noise: Errors | None = None
     if dtype != "float64":
         began = time.perf_counter()
@@ -122,8 +129,8 @@ def prove(
         proof.rows.append(_row(Layout(), began, noise, ()))
         on_row(proof.rows[-1])
     bounds = Bounds(dtype, noise)
-    for layout in layouts:
-        row = bench.row(Layout.parse(layout) if isinstance(layout, str) else layout, dtype, truth, bounds)
+    for layout in wanted:
+        row = bench.row(layout, dtype, truth, bounds)
         proof.rows.append(row)
         on_row(row)
     return proof
@@ -152,6 +159,23 @@ class _Bench:
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
         errors = relative_errors(found, truth)
         return _row(layout, began, errors, (*found.faults, *beyond(errors, bounds)))
+
+
+def _refuse_trivial(truth: Trace) -> None:
+    """Zeros agree with zeros in every layout."""
+    if not np.isfinite(truth.losses).all():
+        raise ConfigError(f"in one process the losses are {truth.losses}; nothing can be compared with them")
+    still: dict[str, bool] = {}
+    for label, values in truth.tensors.items():
+        step, _, name = label.partition(".")
+        if step.startswith("grad"):
+            still[name] = still.get(name, True) and not values.any()
+    names = [name for name, is_still in still.items() if is_still]
+    if names:
+        raise ConfigError(
+            f"in one process the gradients of {listed(names)} are 0 in every step, so that no layout could get them "
+            "wrong; let the loss depend on them, or freeze them with requires_grad_(False)"
+        )
 
 
 def _row(layout: Layout, began: float, errors: Errors, faults: tuple[str, ...]) -> Row:

@@ -48,11 +48,14 @@ def run_ranks(
     """
     context = mp.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes: list[Connection] = []
+        processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             seat = _Seat(rank, world_size, device, os.path.join(folder, "store"))
-            process = context.Process(target=_sit, args=(seat, theirs, function, args))
+            # A forked rank inherits the parent's ends; were they open, no rank would notice that the parent has gone.
+            inherited = [*pipes, ours] if device == "cpu" else []
+            process = context.Process(target=_sit, args=(seat, theirs, inherited, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -80,7 +83,11 @@ def this_world() -> World:
     return World(rank, dist.get_world_size(), local_rank=rank, device=device)
 
 
-def _sit(seat: _Seat, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _sit(
+    seat: _Seat, pipe: Connection, inherited: list[Connection], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    for end in inherited:
+        end.close()
     torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
     parallel_state.destroy_model_parallel()  # what the parent made current is no layout of this world
     try:

@@ -17,15 +17,18 @@ SEQUENCE = 16
 VOCABULARY = 101  # no multiple of anything: some rank always has padding in its part of the vocabulary
 
 
-def shrunk(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
+def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = False) -> RunConfig:
     """``config`` with sizes that take milliseconds a step and still fit all ``layouts``.
+
+    ``keep_layers`` leaves the number of layers as it is, for settings that say what is on which stage.
 
     What the model is made of stays: norms, activations, positions, biases, the share of query groups, tying, dropout,
     recomputation, optimizer. Data and checkpoints are left out.
     """
     tp = lcm(*(layout.tp for layout in layouts))
     stages = max(layout.num_stages for layout in layouts)
-    return RunConfig.from_flat(config.flat() | small_run() | _training(layouts) | _model(config, tp, stages))
+    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, stages)
+    return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
 
 
 def _model(config: RunConfig, tp: int, stages: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class TerminalTable:
     def __init__(self, layouts: list[str], dtype: str) -> None:
         self.epsilon = EPSILON[dtype]
         width = max(map(len, [*layouts, _HEAD[0], "1 process"]))
-        self.widths = (width, 5, 17, 17, 17, 17, 48, 7, 5)
+        self.widths = (width, 5, 17, 17, 17, 17, 56, 7, 5)
 
     def head(self) -> str:
         """The line above the rows."""

@@ -16,6 +16,7 @@ from megatron_core.checkpoint import Piece, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel import World
+from megatron_core.training.health import Health
 from megatron_core.training.loop import save
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state import optimizer_pieces, weight_pieces
@@ -66,7 +67,7 @@ def train(run: Run, steps: int) -> list[tuple[float, float]]:
 
 def save_run(run: Run) -> Path:
     """Write a checkpoint and return its folder."""
-    save(run)
+    save(run, Health(run))
     return Path(run.config.checkpoint.save) / f"iter_{run.state.iteration:07d}"
 
 
