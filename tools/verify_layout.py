@@ -186,10 +186,11 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
     """What is about to be proved."""
     model = config.model
     size = "as given" if options.full_size else "shrunk"
+    steps = f"{options.steps} steps" if options.steps > 1 else "1 step"
     return (
         f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
-        f", sequences of {config.data.seq_length}; {options.steps} steps in {options.dtype} on {device}; errors are "
-        "relative, and in epsilons of the dtype"
+        f", sequences of {config.data.seq_length}; {steps} in {options.dtype} on {device}; errors are relative, and in "
+        "epsilons of the dtype"
     )
 
 

@@ -61,6 +61,11 @@ def format_plan(plan: Plan) -> str:
 def _place(header: str, ranks: list[tuple[Action, ...]], name: str) -> tuple[int, ...]:
     """Which rank holds which stage."""
     size, stages = len(ranks), 1 + max(action.stage for actions in ranks for action in actions)
+    actions = sum(map(len, ranks))
+    if stages > actions:
+        raise LayoutError(
+            f"{name} has {actions} actions and names stage {stages - 1}; stages are numbered from 0 without gaps"
+        )
     if header == "v":
         return placed_v(size)
     if header == "round_robin":

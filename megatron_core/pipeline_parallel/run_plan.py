@@ -9,6 +9,8 @@ from megatron_core.pipeline_parallel.checks import check
 from megatron_core.pipeline_parallel.plan_file import read_plan
 from megatron_core.pipeline_parallel.schedules import make_plan
 
+CHUNKS = "num_virtual_stages_per_pipeline_rank"
+
 
 def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
     """The plan that ``config`` names, proved sound for a step of ``num_microbatches`` on each rank."""
@@ -18,9 +20,10 @@ def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
         return check(make_plan(parallel.schedule(layers), *sizes), num_microbatches)
     plan = read_plan(parallel.pipeline_plan)
     found = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
-    settings = ("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "micro-batches of a rank")
+    settings = ("pipeline_model_parallel_size", CHUNKS, "micro-batches of a rank")
     for setting, ours, theirs in zip(settings, sizes, found, strict=True):
-        if ours != theirs:
+        left_to_the_plan = setting == CHUNKS and parallel.num_virtual_stages_per_pipeline_rank is None
+        if ours != theirs and not left_to_the_plan:
             raise ConfigError(
                 f"pipeline_plan={parallel.pipeline_plan} is a plan for {setting}={theirs}, the run has {ours}; "
                 "change one of them (micro-batches: global_batch_size / (micro_batch_size x data-parallel size))"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_core import parallel_state
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 
@@ -29,6 +30,11 @@ def vocab_parallel_cross_entropy(
     ``overwrite_logits`` lets the softmax take the place of the logits, the largest tensor of a model: for callers who
     do not read them again.
     """
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise LayoutError(
+            f"logits {list(vocab_parallel_logits.shape)} and target {list(target.shape)} do not fit; logits are [s, b, "
+            "v/tp], targets [s, b] and whole on every rank (with sequence parallel the output layer gathers them)"
+        )
     group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
     total = vocab_parallel_logits.shape[-1] * group.size() if vocab_size is None else vocab_size
     return _VocabParallelCrossEntropy.apply(

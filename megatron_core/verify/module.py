@@ -44,7 +44,10 @@ class Subject(ABC):
 
     @abstractmethod
     def samples(self, first: int, count: int) -> Batch:
-        """The global samples ``first ... first + count - 1`` as one micro-batch on the CPU."""
+        """The global samples ``first ... first + count - 1`` as one micro-batch on the CPU.
+
+        Floating tensors are cast to the dtype under proof.
+        """
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
@@ -142,7 +145,11 @@ class _Training:
         size, dp = self.experiment.micro_batch_size, self.groups.size("dp")
         first = step * self.experiment.global_batch_size + self.groups.index("dp") * size
         batches = [self.subject.samples(first + micro * size * dp, size) for micro in range(self.num_microbatches)]
-        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        return [{name: self._moved(tensor) for name, tensor in batch.items()} for batch in batches]
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On this rank's device, and in the dtype under proof if it is a floating one."""
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
     def _run_plan(self, batches: list[Batch], factor: float) -> dict[int, float]:
         last = len(self.place) - 1

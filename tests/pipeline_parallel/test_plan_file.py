@@ -61,3 +61,8 @@ def test_what_cannot_be_read(lines: list[str], message: str) -> None:
 def test_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"plan .*none.txt cannot be read"):
         read_plan(tmp_path / "none.txt")
+
+
+def test_a_slip_of_the_finger_is_no_million_stages() -> None:
+    with pytest.raises(LayoutError, match="4 actions and names stage 9000000"):
+        plan_from_text(["0F0 9000000F0 0B0 9000000B0"])

@@ -31,10 +31,10 @@ def test_names(name: str) -> None:
 
 def test_a_plan_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "plan.txt"
-    path.write_text(format_plan(make_plan("zb_v", 2, 2, 3)))
-    assert plan_of(config(pipeline_plan=str(path), num_virtual_stages_per_pipeline_rank=2), 3) == make_plan(
-        "zb_v", 2, 2, 3
-    )
+    plan = make_plan("zb_v", 2, 2, 3)
+    path.write_text(format_plan(plan))
+    assert plan_of(config(pipeline_plan=str(path)), 3) == plan
+    assert plan_of(config(pipeline_plan=str(path), num_virtual_stages_per_pipeline_rank=2), 3) == plan
 
 
 @pytest.mark.parametrize(

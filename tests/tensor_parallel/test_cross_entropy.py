@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.verify.ranks import run_ranks
@@ -91,3 +92,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
     loss.sum().backward()
     assert logits.grad.dtype == dtype
     assert torch.equal(logits, before)
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"logits \[12, 1, 8\] and target \[6, 1\]"):
+        vocab_parallel_cross_entropy(torch.zeros(12, 1, 8), torch.zeros(6, 1, dtype=torch.int64), tp_group=LocalGroup())

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.verify_layout import run
+from megatron_core.config.cli import parse_run_config
+from tools.verify_layout import Options, run, task_of
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
@@ -77,13 +78,54 @@ def test_a_config_file_describes_the_model(verify: Verify, tmp_path: Path) -> No
     assert "3 layers, hidden size 32, 4 heads" in result.stdout
 
 
+def test_what_the_small_model_has_and_the_given_one_has_not_is_said(verify: Verify) -> None:
+    result = verify(
+        "--num-layers", "2", "--num-attention-heads", "6", "--hidden-size", "48", "--steps", "1", "--layouts", "tp4"
+    )
+    assert result.status == 0
+    assert "note: the model as given cannot be trained in 'tp4' (num_attention_heads=6" in result.stdout
+
+
+def test_the_stages_of_a_run_are_proved_as_they_are(verify: Verify) -> None:
+    """All four layers on the first rank but one; with --layouts that is left out, and said."""
+    flags = ("--num-layers", "4", "--steps", "1", "--pipeline-model-parallel-size", "2")
+    flags += ("--pipeline-model-parallel-layout", "Ettt|tL")
+    assert verify(*flags).status == 0
+    note = "pipeline_model_parallel_layout=Ettt|tL is left out"
+    assert note in verify(*flags, "--layouts", "tp2").stdout
+    options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
+    assert task_of(given, options).own_stages["pipeline_model_parallel_layout"] == "Ettt|tL"
+
+
+def test_a_plan_of_ones_own_is_proved_at_full_size(verify: Verify, tmp_path: Path) -> None:
+    (tmp_path / "plan.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    flags = ("--pipeline-model-parallel-size", "2", "--pipeline-plan", str(tmp_path / "plan.txt"))
+    assert "add --full-size" in verify(*flags).stderr
+    full = ("--full-size", "--vocab-size", "64", "--global-batch-size", "2", "--seq-length", "8", "--steps", "1")
+    assert verify(*flags, *full).status == 0
+
+
+def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr("megatron_core.verify.gpt.record_training", broken)
+    result = verify(*SMALL, "--layouts", "tp2")
+    assert result.status == 1
+    assert "one process cannot train this model" in result.stderr and "out of order" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ((), "there is no layout to prove"),
         (("--layouts", "tp2 cp4"), "legal: tpN"),
         (("--layouts", "tp2", "--all"), "--all and --layouts exclude one another"),
-        (("--all",), "--world-size"),
+        (("--all",), "--all needs --world-size"),
+        (("--all", "--world-size", "1"), "no layout of --world-size 1 fits"),
+        (("--layouts", "tp2", "--world-size", "2"), "leave --world-size out"),
+        (("--layouts", "v2"), "layout 'v2' cannot be trained"),
+        (("--layouts", "tp2", "--json", "/nowhere/proof.json"), "/nowhere/proof.json cannot be written"),
         (("--layouts", "tp2", "--steps", "0"), "--steps 0 proves nothing"),
         (("--layouts", "tp2", "--world-size", "2", "4"), "several --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.verify import GPTExperiment, Record, prove, shrunk
 from megatron_core.verify.table import TerminalTable, page, summary
 
@@ -87,6 +87,31 @@ def test_gpt(dtype: str) -> None:
     assert [fault for row in proof.rows for fault in row.faults] == []
     worst = max(row.gradient.error for row in proof.rows)
     assert 0.0 < worst < {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1.0}[dtype]
+
+
+@dataclass(frozen=True)
+class Still(Sum):
+    """A loss that depends on nothing."""
+
+    loss: float = 1.0
+
+    def __call__(self, layout: Layout, dtype: str) -> Record:
+        zeros = np.zeros(2)
+        return Record([self.loss], [0.0], [(f"grad{step}.a", (2,), (slice(0, 2),), zeros) for step in range(2)])
+
+
+def test_what_would_prove_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the gradients of a are 0 in every step"):
+        prove(Still(), ["tp2"])
+    with pytest.raises(ConfigError, match=r"the losses are \[nan\]"):
+        prove(Still(loss=float("nan")), ["tp2"])
+
+
+def test_a_slip_in_the_last_layout_is_told_before_the_first_runs() -> None:
+    heard = []
+    with pytest.raises(LayoutError, match="tpx"):
+        prove(Sum(), ["tp2", "tpx"], on_row=heard.append)
+    assert heard == []
 
 
 def test_tables_have_a_line_for_each_row_and_name_what_is_wrong() -> None:
