@@ -127,7 +127,7 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--layouts", "v2"), "layout 'v2' cannot be trained"),
         (("--layouts", "tp2", "--json", "/nowhere/proof.json"), "/nowhere/proof.json cannot be written"),
         (("--layouts", "tp2", "--steps", "0"), "--steps 0 proves nothing"),
-        (("--layouts", "tp2", "--world-size", "2", "4"), "several --world-size need --all"),
+        (("--world-size", "2", "4"), "several --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),
         (("--layouts", "tp2", "--no-such-flag"), "no-such-flag"),
     ],
