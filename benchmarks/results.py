@@ -22,7 +22,7 @@ def append(benchmark: str, rows: Iterable[Sequence[object]], *, rival: str | Non
     versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {rival}" if rival else "")
     new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if new:
             writer.writerow(COLUMNS)
         for row in rows:
