@@ -61,7 +61,7 @@ class Task:
 
     config: RunConfig
     layouts: list[Layout]
-    own_stages: dict[str, object] = field(default_factory=dict)
+    own_settings: dict[str, object] = field(default_factory=dict)
     """Settings of the model's own flags that no word of a layout says."""
     notes: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ def main(options: Options, flags: list[str]) -> int:
     what = describe(task.config, options, device)
     print(*(f"note: {note}" for note in task.notes), what, table.head(), sep="\n", flush=True)
     proof = prove(
-        GPTExperiment(task.config, options.steps, not options.full_size, task.own_stages),
+        GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings),
         task.layouts,
         dtype=options.dtype,
         device=device,
@@ -98,7 +98,7 @@ def task_of(config: RunConfig, options: Options) -> Task:
     else:
         task = described(config, options)
     for layout in task.layouts:
-        found = list(problems(configured(task.config, layout, options.dtype, task.own_stages), layout.world_size))
+        found = list(problems(configured(task.config, layout, options.dtype, task.own_settings), layout.world_size))
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
     return task
@@ -154,9 +154,10 @@ def described(config: RunConfig, options: Options) -> Task:
         )
     if "pipeline_plan" in own and not options.full_size:
         raise ConfigError("a pipeline_plan has the run's own number of micro-batches; add --full-size to prove it")
-    if own:
-        own["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_virtual_stages_per_pipeline_rank
-    return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], own)
+    # A layout's one word ``overlap`` stands for both, and its chunks for stages of equal cost.
+    exact = ("overlap_grad_reduce", "overlap_param_gather", "num_virtual_stages_per_pipeline_rank")
+    settings = own | {name: getattr(config.parallel, name) for name in exact if own or name.startswith("overlap")}
+    return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
 
 
 def refuse_contradictions(options: Options) -> None:

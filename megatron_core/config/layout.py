@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from itertools import product
 
 from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
 from megatron_core.errors import LayoutError
@@ -121,13 +122,6 @@ def every_layout(world_size: int, max_stages: int) -> Iterator[Layout]:
 
 def _variants(layout: Layout) -> Iterator[Layout]:
     """A layout with every setting of the switches that matters to it."""
-    sizes = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name in _SIZES.values()}
     for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
-        for sharded_optimizer in (False, True)[: 1 + (layout.dp > 1)]:
-            for overlap in (False, True)[: 1 + (layout.dp > 1)]:
-                yield Layout(
-                    **sizes,
-                    sequence_parallel=sequence_parallel,
-                    sharded_optimizer=sharded_optimizer,
-                    overlap=overlap,
-                )
+        for sharded, overlap in product((False, True), repeat=2) if layout.dp > 1 else [(False, False)]:
+            yield replace(layout, sequence_parallel=sequence_parallel, sharded_optimizer=sharded, overlap=overlap)

@@ -23,13 +23,12 @@ class GPTExperiment:
     steps: int = 3
     few_micro_batches: bool = False
     """Without a pipeline take two micro-batches, however many samples there are: enough to accumulate over."""
-    own_stages: Mapping[str, object] = field(default_factory=dict)
-    """Settings of a pipeline's stages that no word of a layout says, for every layout but one process."""
+    own_settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings that no word of a layout says, for every layout but one process."""
 
     def __call__(self, layout: Layout, dtype: str) -> Record:
         """This rank's record; called in every rank of a world of ``layout.world_size``."""
-        own = self.own_stages if layout.pp > 1 else {}
-        config = configured(self.config, layout, dtype, own)
+        config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.batch_size(layout.dp) // layout.dp
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
@@ -43,11 +42,11 @@ def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
 
 
 def configured(
-    config: RunConfig, layout: Layout, dtype: str, own_stages: Mapping[str, object] | None = None
+    config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
 ) -> RunConfig:
     """``config`` under a layout and in a dtype, maybe with settings that no word of a layout says."""
     precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
-    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_stages or {}))
+    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
 def record_training(config: RunConfig, steps: int) -> Record:

@@ -94,7 +94,14 @@ def test_the_stages_of_a_run_are_proved_as_they_are(verify: Verify) -> None:
     note = "pipeline_model_parallel_layout=Ettt|tL is left out"
     assert note in verify(*flags, "--layouts", "tp2").stdout
     options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
-    assert task_of(given, options).own_stages["pipeline_model_parallel_layout"] == "Ettt|tL"
+    assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
+
+
+def test_the_overlap_of_a_run_is_proved_as_it_is() -> None:
+    """The word of a layout would gather parameters early, too."""
+    flags = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+    task = task_of(parse_run_config(flags), Options(world_size=(2,)))
+    assert (task.own_settings["overlap_grad_reduce"], task.own_settings["overlap_param_gather"]) == (True, False)
 
 
 def test_a_plan_of_ones_own_is_proved_at_full_size(verify: Verify, tmp_path: Path) -> None:
