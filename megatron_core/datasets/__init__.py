@@ -8,10 +8,10 @@ from megatron_core.datasets.base import Dataset, Sample
 from megatron_core.datasets.blend import BlendedDataset, parse_blend
 from megatron_core.datasets.build import Splits, build_datasets
 from megatron_core.datasets.builder import IndexedDatasetBuilder
-from megatron_core.datasets.gpt_dataset import GPTDataset
 from megatron_core.datasets.header import DatasetHeader, check_tokenizer, read_header, write_header
 from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
 from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.datasets.mock import MockDataset
 from megatron_core.datasets.permutation import KeyedPermutation, mix64
 from megatron_core.datasets.split import parse_split, split_ranges
@@ -21,9 +21,9 @@ __all__ = [
     "DType",
     "Dataset",
     "DatasetHeader",
-    "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "KeyedGPTDataset",
     "KeyedPermutation",
     "MockDataset",
     "Sample",

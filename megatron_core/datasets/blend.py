@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_core.datasets.base import Sample
-from megatron_core.datasets.gpt_dataset import GPTDataset
+from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.errors import ConfigError
 
 # Shares are rounded to 1 / 65,536; the two tables of the period take less than a megabyte.
@@ -48,7 +48,7 @@ class BlendedDataset:
     weights: None stands for the sizes of the data sets, in samples per epoch.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float] | None) -> None:
+    def __init__(self, datasets: Sequence[KeyedGPTDataset], weights: Sequence[float] | None) -> None:
         if not datasets or len(datasets) > PERIOD:
             raise ConfigError(f"a blend of {len(datasets)} data sets; between 1 and {PERIOD} are possible")
         if weights is not None and len(weights) != len(datasets):

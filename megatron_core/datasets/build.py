@@ -6,9 +6,9 @@ from functools import cache
 
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, parse_blend
-from megatron_core.datasets.gpt_dataset import GPTDataset
 from megatron_core.datasets.header import check_tokenizer
 from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.datasets.split import DEFAULT_SPLIT, parse_split, split_ranges
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
@@ -102,7 +102,7 @@ class _Opener:
         parts = [self._make(prefix, range(len(self._open(prefix))), name) for prefix in prefixes]
         return _blend(parts, weights)
 
-    def _part(self, prefix: str, sequences: range, name: str, notes: list[str]) -> GPTDataset | None:
+    def _part(self, prefix: str, sequences: range, name: str, notes: list[str]) -> KeyedGPTDataset | None:
         """One file's share of a split, or None and a note.
 
         Only training cannot go without. The default split gives a thousandth of the sequences to test: a
@@ -116,10 +116,10 @@ class _Opener:
             notes.append(f"left out: {error}")
             return None
 
-    def _make(self, prefix: str, sequences: range, name: str) -> GPTDataset:
+    def _make(self, prefix: str, sequences: range, name: str) -> KeyedGPTDataset:
         indexed = self._open(prefix)
         masked = self._eod is not None
-        return GPTDataset(indexed, sequences, self._sequence_length, self._seed, name, self._eod, masked)
+        return KeyedGPTDataset(indexed, sequences, self._sequence_length, self._seed, name, self._eod, masked)
 
     def _open_file(self, prefix: str) -> IndexedDataset:
         indexed = IndexedDataset(prefix)
@@ -128,7 +128,7 @@ class _Opener:
         return indexed
 
 
-def _blend(parts: Sequence[GPTDataset | None], weights: Sequence[float] | None) -> Dataset | None:
+def _blend(parts: Sequence[KeyedGPTDataset | None], weights: Sequence[float] | None) -> Dataset | None:
     """One data set from the parts that are there, in the proportions that they have to one another."""
     kept = [part for part in parts if part is not None]
     if len(kept) < 2:

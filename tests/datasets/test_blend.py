@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_core.datasets import BlendedDataset, GPTDataset, parse_blend
+from megatron_core.datasets import BlendedDataset, KeyedGPTDataset, parse_blend
 from megatron_core.datasets.blend import PERIOD, slots
 from megatron_core.errors import ConfigError
 from tests.datasets.files import FakeIndexed
 
 
-def parts(*lengths: int) -> list[GPTDataset]:
+def parts(*lengths: int) -> list[KeyedGPTDataset]:
     """Data sets of these numbers of tokens, one to a sample."""
-    return [GPTDataset(FakeIndexed([length]), range(1), 1, seed=0) for length in lengths]
+    return [KeyedGPTDataset(FakeIndexed([length]), range(1), 1, seed=0) for length in lengths]
 
 
 @pytest.mark.parametrize(

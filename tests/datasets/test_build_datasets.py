@@ -8,8 +8,8 @@ import pytest
 from megatron_core.datasets import (
     BlendedDataset,
     DatasetHeader,
-    GPTDataset,
     IndexedDataset,
+    KeyedGPTDataset,
     build_datasets,
     write_header,
 )
@@ -28,7 +28,7 @@ def test_default_split(tmp_path: Path) -> None:
         (range(969), range(969, 999), range(999, 1000)),
         strict=True,
     ):
-        expected = GPTDataset(indexed, sequences, 8, seed=3)
+        expected = KeyedGPTDataset(indexed, sequences, 8, seed=3)
         assert dataset.samples_per_epoch == expected.samples_per_epoch
         np.testing.assert_equal(dataset[1], expected[1])
 

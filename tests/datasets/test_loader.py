@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_core.datasets import BlendedDataset, Dataset, GPTDataset, IndexedDataset, MockDataset
+from megatron_core.datasets import BlendedDataset, Dataset, IndexedDataset, KeyedGPTDataset, MockDataset
 from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import FakeIndexed, write_counting
@@ -19,7 +19,7 @@ LENGTH = 8
 @pytest.fixture
 def dataset() -> BlendedDataset:
     """A blend of two small data sets, of 24 and 37 samples an epoch."""
-    made = [GPTDataset(FakeIndexed([n]), range(1), LENGTH, seed=4) for n in (200, 300)]
+    made = [KeyedGPTDataset(FakeIndexed([n]), range(1), LENGTH, seed=4) for n in (200, 300)]
     return BlendedDataset(made, [1, 2])
 
 
@@ -83,11 +83,11 @@ def test_dp_may_change_on_the_way(dataset: BlendedDataset) -> None:
 
 def test_every_sample_once_an_epoch_with_a_resume(tmp_path: Path) -> None:
     indexed = IndexedDataset(write_counting(tmp_path / "a", [100, 93]))
-    n = GPTDataset(indexed, range(2), LENGTH, seed=4).samples_per_epoch
+    n = KeyedGPTDataset(indexed, range(2), LENGTH, seed=4).samples_per_epoch
     assert n == 24
     log: list[int] = []
     for resumed_at in (0, n + n // 2):  # a stop in the middle of the second epoch, with new objects after it
-        loader = BatchLoader(GPTDataset(indexed, range(2), LENGTH, seed=4), 4, 0, 1, vocab_size=1000)
+        loader = BatchLoader(KeyedGPTDataset(indexed, range(2), LENGTH, seed=4), 4, 0, 1, vocab_size=1000)
         stop = n + n // 2 if resumed_at == 0 else 3 * n
         for consumed in range(resumed_at, stop, 4):
             log += loader.step(consumed, 1)[0]["tokens"][:, 0].tolist()

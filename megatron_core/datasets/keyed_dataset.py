@@ -8,7 +8,7 @@ from megatron_core.datasets.permutation import KeyedPermutation
 from megatron_core.errors import ConfigError, DataError
 
 
-class GPTDataset:
+class KeyedGPTDataset:
     """Samples of L tokens from a range of a file's sequences, in an endless order.
 
     The sequences are read as one text of T tokens, across the borders of documents. An epoch has
