@@ -72,8 +72,6 @@ def _arrays(
 
 
 def _check_arrays(path: Path, index: Index) -> None:
-    if len(index.sequence_lengths) and index.sequence_lengths.min() < 0:
-        raise DataError(f"{path} has a sequence of {index.sequence_lengths.min()} tokens, expected >= 0; {_AGAIN}")
     # No document need be closed (one entry, 0); none may reach past the sequences.
     documents = index.document_indices
     sequences = len(index.sequence_lengths)

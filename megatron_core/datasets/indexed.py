@@ -17,7 +17,8 @@ class IndexedDataset:
 
     `[i]` and `get(i)` give one sequence, `[a:b]` a list of them; a multimodal set gives (sequence, mode) and
     (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file.
-    DataError on opening: a file is missing, is no token file, or is shorter than it says.
+    DataError on opening: a file is missing, is no token file, or is shorter than it says. What would take a pass
+    over the index is left to `tools/inspect_dataset.py --validate`, so that thousands of files open in a moment.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -30,7 +31,7 @@ class IndexedDataset:
         self.sequence_pointers = index.sequence_pointers
         self.document_indices = index.document_indices
         self.sequence_modes = index.sequence_modes
-        self._itemsize = DType.size(self.dtype)
+        self.itemsize = DType.size(self.dtype)
         self._check_bin()
         self._buffer = self._map() if mmap else None
 
@@ -56,6 +57,10 @@ class IndexedDataset:
         tokens = self._tokens(place, offset, length)
         return tokens if self.sequence_modes is None else (tokens, self.sequence_modes[place])
 
+    def tokens(self, first: int, count: int) -> np.ndarray:
+        """`count` tokens of the `.bin` file from its token `first` on, across sequences: [count]."""
+        return self._read(first * self.itemsize, count)
+
     @property
     def num_tokens(self) -> int:
         """Tokens in all sequences together."""
@@ -68,13 +73,21 @@ class IndexedDataset:
 
     def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
         whole = int(self.sequence_lengths[index])
+        if whole < 0:
+            raise DataError(
+                f"{get_idx_path(self.path_prefix)}: sequence {index} has {whole} tokens, expected >= 0; see what else is "
+                "wrong with tools/inspect_dataset.py --validate, then copy the file again or prepare the data again"
+            )
         count = whole - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > whole:
             raise IndexError(
                 f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
             )
         # Python integers: the byte position of a token does not fit 32 bits.
-        place = int(self.sequence_pointers[index]) + offset * self._itemsize
+        return self._read(int(self.sequence_pointers[index]) + offset * self.itemsize, count)
+
+    def _read(self, place: int, count: int) -> np.ndarray:
+        """`count` tokens from byte `place` on."""
         if self._buffer is not None:
             return np.frombuffer(self._buffer, dtype=self.dtype, count=count, offset=place)
         return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=place)
@@ -85,14 +98,15 @@ class IndexedDataset:
 
     def _check_bin(self) -> None:
         """Compare the token file's size with what the last sequence that holds tokens needs."""
-        filled = np.flatnonzero(self.sequence_lengths[::-1] > 0)[:1]
-        if not len(filled):
+        last = len(self) - 1
+        while last >= 0 and self.sequence_lengths[last] == 0:
+            last -= 1
+        if last < 0:
             return
-        last = len(self) - 1 - int(filled[0])
         first_byte = int(self.sequence_pointers[last])
-        needed = first_byte + int(self.sequence_lengths[last]) * self._itemsize
+        needed = first_byte + int(self.sequence_lengths[last]) * self.itemsize
         size = self._bin.stat().st_size
-        if first_byte < 0 or size < needed:
+        if first_byte < 0 or self.sequence_lengths[last] < 0 or size < needed:
             raise DataError(
                 f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it "
                 "is cut off, or the two files are not of one run; copy both again, or prepare the data again"

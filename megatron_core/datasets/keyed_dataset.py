@@ -5,6 +5,7 @@ import numpy as np
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.permutation import KeyedPermutation
+from megatron_core.datasets.token_text import TokenText
 from megatron_core.errors import ConfigError, DataError
 
 
@@ -32,19 +33,14 @@ class KeyedGPTDataset:
         if eod_mask_loss and eod is None:
             raise ConfigError("--eod-mask-loss needs an end-of-document id; give a tokenizer that has one")
         self.sequence_length = sequence_length
-        self._indexed = indexed
-        self._first_sequence = sequence_range.start
+        self._text = TokenText(indexed, sequence_range)
         self._seed = seed
         self._masked_token = eod if eod_mask_loss else None
-        lengths = indexed.sequence_lengths[sequence_range.start : sequence_range.stop]
-        # Where each sequence begins in the text, then the text's end: int64 [sequences + 1].
-        self._borders = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=self._borders[1:])
         self.samples_per_epoch = (self.num_tokens - 1) // sequence_length
         if self.samples_per_epoch < 1:
             raise DataError(
                 f"{indexed.path_prefix}: the {split_name} split has {self.num_tokens} tokens in "
-                f"{len(lengths)} sequences, and one sample needs {sequence_length + 1} (--seq-length "
+                f"{len(sequence_range)} sequences, and one sample needs {sequence_length + 1} (--seq-length "
                 f"{sequence_length} and the label of the last token); prepare more text, change --split, or "
                 "lower --seq-length"
             )
@@ -52,7 +48,7 @@ class KeyedGPTDataset:
     @property
     def num_tokens(self) -> int:
         """Tokens in the range."""
-        return int(self._borders[-1])
+        return len(self._text)
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
@@ -60,24 +56,9 @@ class KeyedGPTDataset:
             raise IndexError(f"sample {index}: the order starts at 0")
         epoch, place = divmod(index, self.samples_per_epoch)
         number = KeyedPermutation(self.samples_per_epoch, (self._seed, epoch))[place]
-        text = self._text(number * self.sequence_length, self.sequence_length + 1)
+        text = self._text.read(number * self.sequence_length, self.sequence_length + 1)
         tokens = text[:-1]
         loss_mask = np.ones(self.sequence_length, dtype=np.float32)
         if self._masked_token is not None:
             loss_mask[tokens == self._masked_token] = 0.0
         return Sample(tokens=tokens, labels=text[1:], loss_mask=loss_mask)
-
-    def _text(self, start: int, count: int) -> np.ndarray:
-        """The tokens [start, start + count) of the range: int64 [count]."""
-        text = np.empty(count, dtype=np.int64)
-        # The last sequence that begins at or before `start`; empty ones that begin there too come before it.
-        sequence = int(np.searchsorted(self._borders, start, side="right")) - 1
-        filled = 0
-        while filled < count:
-            offset = start + filled - int(self._borders[sequence])
-            length = min(int(self._borders[sequence + 1]) - start - filled, count - filled)
-            if length:
-                text[filled : filled + length] = self._indexed.get(self._first_sequence + sequence, offset, length)
-            filled += length
-            sequence += 1
-        return text

@@ -51,9 +51,10 @@ class FakeIndexed:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.path_prefix = "fake"
         self.sequence_lengths = np.array(lengths, dtype=np.int32)
-        self._starts = [sum(int(n) for n in lengths[:i]) for i in range(len(lengths))]
+        self.sequence_pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]).astype(np.int64)
+        self.itemsize = 1
 
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of a sequence."""
-        assert offset >= 0 and int(self.sequence_lengths[idx]) >= offset + length
-        return (np.arange(length, dtype=np.int64) + (self._starts[idx] + offset) % 1000) % 1000
+    def tokens(self, first: int, count: int) -> np.ndarray:
+        """Tokens of the text."""
+        assert first >= 0 and first + count <= int(self.sequence_lengths.sum(dtype=np.int64))
+        return (np.arange(count, dtype=np.int64) + first % 1000) % 1000

@@ -160,7 +160,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "short bin": (lambda b, i: cut(b, 1), r"hand\.bin has 35 bytes, expected 36 from .*hand\.idx"),
     "empty bin": (lambda b, i: Path(b).write_bytes(b""), r"hand\.bin has 0 bytes, expected 36"),
-    "negative": (lambda b, i: edit(i, 34, b"\xff" * 4), r"a sequence of -1 tokens, expected >= 0"),
     "documents": (lambda b, i: edit(i, 34 + 48 + 24, b"\x09"), r"document index of 0 to 9, expected 0 to 4"),
     "no documents": (
         lambda b, i: Path(i).write_bytes(index_by_hand(LENGTHS, 4, [], 4)),
@@ -190,3 +189,10 @@ def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path) -> None:
         IndexedDataset(get_bin_path(prefix))
     with pytest.raises(DataError, match=r"did you mean .*a_text_document"):
         IndexedDataset(str(tmp_path / "a"))
+
+
+def test_a_negative_length_is_told_when_it_is_read(tmp_path: Path) -> None:
+    prefix, _, _ = by_hand(tmp_path, 4)
+    edit(get_idx_path(prefix), 34, b"\xff" * 4)
+    with pytest.raises(DataError, match=r"hand\.idx: sequence 0 has -1 tokens, expected >= 0; .*--validate"):
+        IndexedDataset(prefix)[0]
