@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.ramp import Ramp
+
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
     "SentencePieceTokenizer",
     "Llama2Tokenizer",
+    "TikTokenizer",
     "ByteLevelTokenizer",
     "NullTokenizer",
 ]
@@ -23,14 +26,36 @@ class DataConfig:
     """Tokens in a training sequence."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx files, or a blend: weight prefix weight prefix ..."""
+    data_args_path: str | None = None
+    """Text file that holds what --data-path would be given."""
     train_data_path: tuple[str, ...] = ()
     """As data_path, for training alone; excludes data_path and split."""
     valid_data_path: tuple[str, ...] = ()
     """As data_path, for validation alone."""
     test_data_path: tuple[str, ...] = ()
     """As data_path, for the test split alone."""
+    per_split_data_args_path: str | None = None
+    """JSON file with the keys train, valid and test, each as --train-data-path and its companions would be given."""
+    data_phases: str | None = None
+    """YAML file of blends that follow one another in training: a list of {samples: N, data_path: [...]}, the last
+    without samples. A file that is in several phases goes on where it was."""
     split: str | None = None
     """Shares of train, validation and test in data_path; default 969,30,1."""
+    data_order: Literal["keyed", "megatron"] = "keyed"
+    """Order of the samples: keyed is computed from the seed and the sample's number, with nothing to build or store;
+    megatron is Megatron-LM's for the same seed, so that a training begun there goes on with the same batches."""
+    data_cache_path: str | None = None
+    """Folder in which --data-order megatron keeps its indices; default none are kept."""
+    num_dataset_builder_threads: int = 1
+    """Threads that open the files of a blend, and build their indices, at the same time."""
+    dataloader_type: Literal["single", "cyclic", "external"] = "single"
+    """single: one long pass. cyclic: rounds over one epoch's samples, each in an order of its own. external: data sets
+    of your own, which a script hands to megatron_core.training.pretrain."""
+    num_workers: int = 2
+    """Threads of each rank that read the next step's micro-batches; 0 reads them when they are needed."""
+    seq_length_warmup: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: sequences are cut to START tokens at first, and to INCREMENT more in equal steps over
+    the first SAMPLES samples, up to --seq-length (Li et al. 2021)."""
     mock_data: bool = False
     """Train on made-up sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = False
@@ -43,5 +68,14 @@ class DataConfig:
     """Vocabulary file of GPT2BPETokenizer."""
     merge_file: str | None = None
     """Merges file of GPT2BPETokenizer."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How TikTokenizer cuts text into words; default v2."""
+    tiktoken_num_special_tokens: int = 1000
+    """Ids that TikTokenizer keeps for special tokens, before those of the text."""
     vocab_size: int | None = None
     """Vocabulary size where no tokenizer tells it (NullTokenizer, --mock-data, or data alone)."""
+
+    @property
+    def length_ramp(self) -> Ramp:
+        """Tokens of a sequence over the samples consumed."""
+        return Ramp.of(self.seq_length_warmup, self.seq_length)

@@ -113,7 +113,9 @@ def _convert(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         return options[options.index(value)]
     if typing.get_origin(kind) is tuple:
-        return tuple(_convert(item, str) for item in (value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
+        return tuple(_convert(item, each) for item, each in zip(items, kinds, strict=True))
     return _convert_plain(value, kind)
 
 
@@ -137,5 +139,5 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, options))
     if typing.get_origin(kind) is tuple:
-        return "a list of strings"
+        return "a list of strings" if options[-1] is Ellipsis else f"a list of {len(options)} whole numbers"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]

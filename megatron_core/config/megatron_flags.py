@@ -83,14 +83,11 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
 VALUES_WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "there is one data parallel wrapper",
     "cross_entropy_fusion_impl": "kernels are chosen by the back end",
-    "data_cache_path": "not used",
     "dist_ckpt_strictness": "checkpoints are always read strictly",
     "empty_unused_memory_level": "torch's allocator is left alone",
     "local_rank": "taken from the environment",
     "logging_level": "not used",
     "manual_gc_interval": "Python's collector is left alone",
-    "num_dataset_builder_threads": "not used",
-    "num_workers": "not used",
     "tensorboard_log_interval": "every step is logged",
     "tensorboard_queue_size": "not used",
     "timing_log_level": "not used",
@@ -102,7 +99,6 @@ VALUES_WITHOUT_EFFECT: dict[str, str] = {
 ONLY_VALUE: dict[str, str] = {
     "ckpt_format": "torch_dist",
     "cp_comm_type": "p2p",
-    "dataloader_type": "single",
     "exp_avg_dtype": "fp32",
     "exp_avg_sq_dtype": "fp32",
     "main_grads_dtype": "fp32",
@@ -122,7 +118,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     activation_func_clamp_value adlr_autoresume apply_layernorm_1p apply_query_key_layer_scaling
     apply_residual_connection_post_layernorm attention_output_gate chat_template check_for_large_grads
     check_for_spiky_loss ckpt_convert_format ckpt_convert_save
-    cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_args_path data_parallel_random_init
+    cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_parallel_random_init
     data_parallel_sharding_strategy dataloader_inter_document_masking ddp_average_in_collective
     ddp_num_buckets decoupled_lr decoupled_min_lr decrease_batch_size_if_needed
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
@@ -138,14 +134,14 @@ NOT_SUPPORTED: frozenset[str] = _names(
     nccl_communicator_config_path no_pad_vocab_size no_rope_freq non_persistent_ckpt_type
     non_persistent_save_interval num_experts object_storage_cache_path offload_modules optimizer_cpu_offload
     optimizer_offload_fraction overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
-    padded_vocab_size per_dataset_sequences_path per_split_data_args_path phase_transition_iterations
+    padded_vocab_size per_dataset_sequences_path phase_transition_iterations
     pipeline_model_parallel_split_rank pretrained_checkpoint profile
     profile_ranks profile_step_end profile_step_start q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
-    qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu rampup_batch_size record_memory_history
+    qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu record_memory_history
     relative_attention_max_distance relative_attention_num_buckets replication reset_attention_mask
     reset_position_ids rope_scaling_factor rotary_interleaved rotary_scaling_factor
     rotary_seq_len_interpolation_factor save_retain_interval sft sgd_momentum skip_train spec
-    start_eval_at_iter start_weight_decay step_batch_size_schedule test_mode tiktoken_pattern
+    start_eval_at_iter start_weight_decay step_batch_size_schedule test_mode
     tokenizer_metadata tp_comm_overlap_cfg trust_remote_code use_checkpoint_args
     use_checkpoint_opt_param_scheduler use_megatron_fsdp use_mp_args_from_checkpoint_args use_mup
     use_nccl_ub use_precision_aware_optimizer use_pytorch_profiler use_rope_scaling use_torch_fsdp2

@@ -11,17 +11,28 @@ _TOKENIZER_FILES = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "NullTokenizer": ("vocab_size",),
 }
 
 
+# Where tokens come from, of which one is given; the first ones are divided by --split.
+DIVIDED = ("data_path", "data_args_path", "data_phases")
+SOURCES = (*DIVIDED, "train_data_path", "per_split_data_args_path", "mock_data")
+
+
 def data_problems(config: RunConfig) -> Iterator[str]:
     """Exactly one source of tokens, and splits that go with it."""
     data = config.data
-    given = [name for name in ("data_path", "train_data_path", "mock_data") if getattr(data, name)]
-    if not given:
+    given = [name for name in SOURCES if getattr(data, name)]
+    if not given and data.dataloader_type != "external":
         yield "data_path=() names no tokens; give one of --data-path, --train-data-path, --mock-data"
+    if given and data.dataloader_type == "external":
+        yield (
+            f"dataloader_type=external takes the data sets of your script, and {given[0]}="
+            f"{_shown(getattr(data, given[0]))} names others; remove one of them"
+        )
     if len(given) > 1:
         shown = " and ".join(f"{name}={_shown(getattr(data, name))}" for name in given)
         yield f"{shown} exclude one another; keep one of them"
@@ -31,6 +42,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name}={_shown(paths)} needs train_data_path; give it, or use --data-path with --split"
     if data.split is not None:
         yield from _split_problems(config)
+    yield from _order_problems(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
 
@@ -48,10 +60,25 @@ def _number(text: str) -> float | None:
         return None
 
 
+def _order_problems(config: RunConfig) -> Iterator[str]:
+    """What an order of samples can go with."""
+    data = config.data
+    if data.data_cache_path is not None and data.data_order != "megatron":
+        yield (
+            f"data_cache_path={data.data_cache_path} has no effect with data_order={data.data_order}, which has "
+            "nothing to keep; remove it, or add --data-order megatron"
+        )
+    if data.data_order == "megatron" and data.data_phases is not None:
+        yield (
+            f"data_phases={data.data_phases} needs data_order=keyed, in which any sample can be found by its number; "
+            "remove --data-order megatron"
+        )
+
+
 def _split_problems(config: RunConfig) -> Iterator[str]:
     """The shares of train, validation and test."""
     data = config.data
-    if not data.data_path:
+    if not any(getattr(data, name) for name in DIVIDED):
         yield f"split={data.split} applies to data_path alone, which is not given; remove it"
     shares = [_number(part) for part in (data.split or "").split(",")]
     sound = [share for share in shares if share is not None and 0 <= share < math.inf]

@@ -42,8 +42,9 @@ _AT_LEAST_ONE = (
     "save_interval",
     "log_interval",
     "replica_check_interval",
+    "num_dataset_builder_threads",
 )
-_AT_LEAST_ZERO = ("eval_iters", "seed", "lr_warmup_iters", "ckpt_step")
+_AT_LEAST_ZERO = ("eval_iters", "seed", "lr_warmup_iters", "ckpt_step", "num_workers", "tiktoken_num_special_tokens")
 _ABOVE_ZERO = (
     "rotary_base",
     "norm_epsilon",

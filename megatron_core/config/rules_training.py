@@ -8,7 +8,7 @@ from megatron_core.config.rules_layout import leaves_rest
 from megatron_core.config.run import RunConfig
 
 
-def _copies(config: RunConfig, world_size: int) -> int | None:
+def copies_of(config: RunConfig, world_size: int) -> int | None:
     """The data parallel size, or ``None`` where the layout does not fit the world."""
     size = config.parallel.model_parallel_size
     if size < 1 or world_size < 1 or world_size % size:
@@ -18,7 +18,7 @@ def _copies(config: RunConfig, world_size: int) -> int | None:
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """The global batch against what the ranks take at a time."""
-    training, copies = config.training, _copies(config, world_size)
+    training, copies = config.training, copies_of(config, world_size)
     if training.global_batch_size is None or copies is None:
         return
     at_once = training.micro_batch_size * copies
@@ -33,7 +33,7 @@ def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """How long training lasts is said exactly once and is at least one step."""
-    training, copies = config.training, _copies(config, world_size)
+    training, copies = config.training, copies_of(config, world_size)
     if training.train_iters is None and training.train_samples is None:
         yield "train_iters=None and train_samples=None leave the length of training open; give one of them"
     if training.train_iters is not None and training.train_samples is not None:
@@ -42,7 +42,7 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "exclude one another; keep one of them"
         )
     if training.train_samples is not None and training.micro_batch_size >= 1 and copies is not None:
-        batch = training.batch_size(copies)
+        batch = training.batch_ramp(copies).at(0)
         if 1 <= training.train_samples < batch:
             yield (
                 f"train_samples={training.train_samples} is less than one global batch of {batch}, so all "
@@ -73,7 +73,7 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _decay_steps(config: RunConfig, world_size: int) -> int | None:
     """Steps until the learning rate is at its lowest, where they can be told."""
-    training, copies = config.training, _copies(config, world_size)
+    training, copies = config.training, copies_of(config, world_size)
     if config.optimizer.lr_decay_iters is not None:
         return config.optimizer.lr_decay_iters
     if training.train_iters is not None:

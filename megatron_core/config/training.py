@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.ramp import Ramp
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -14,6 +16,9 @@ class TrainingConfig:
     """Sequences that one rank takes through the model at a time."""
     global_batch_size: int | None = None
     """Sequences in one optimizer step; default micro_batch_size x data parallel size."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: the global batch begins with START sequences and grows by INCREMENT in equal steps over
+    the first SAMPLES samples, up to --global-batch-size."""
     train_iters: int | None = None
     """Optimizer steps of the whole training; this or --train-samples."""
     train_samples: int | None = None
@@ -43,19 +48,24 @@ class TrainingConfig:
         """Name of the torch dtype of weights and activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
-    def batch_size(self, data_parallel_size: int) -> int:
-        """Sequences in one optimizer step after defaults."""
+    def final_batch_size(self, data_parallel_size: int) -> int:
+        """Sequences in one optimizer step after defaults, at the end of a ramp if there is one."""
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
-    def num_microbatches(self, data_parallel_size: int) -> int:
-        """Micro-batches that one rank takes in one optimizer step."""
-        return self.batch_size(data_parallel_size) // (self.micro_batch_size * data_parallel_size)
+    def batch_ramp(self, data_parallel_size: int) -> Ramp:
+        """Sequences in one optimizer step over the samples consumed."""
+        return Ramp.of(self.rampup_batch_size, self.final_batch_size(data_parallel_size))
 
     def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int) -> int:
         """Optimizer steps after ``iteration`` of them, which took ``consumed_samples``, maybe in other batch sizes."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
-        return max((self.train_samples or 0) - consumed_samples, 0) // self.batch_size(data_parallel_size)
+        ramp, left, steps = self.batch_ramp(data_parallel_size), self.train_samples or 0, 0
+        left -= consumed_samples
+        while consumed_samples < ramp.samples and left >= ramp.at(consumed_samples):
+            batch = ramp.at(consumed_samples)
+            consumed_samples, left, steps = consumed_samples + batch, left - batch, steps + 1
+        return steps + max(left, 0) // ramp.at(consumed_samples)
 
     def num_iterations(self, data_parallel_size: int) -> int:
         """Optimizer steps of a training from its start."""

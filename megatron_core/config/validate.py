@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_core.config.rules_data import checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_pipeline import schedule_problems
+from megatron_core.config.rules_ramps import ramp_problems
 from megatron_core.config.rules_ranges import range_problems
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.config.rules_training import (
@@ -34,6 +35,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from parallel_problems(config, world_size)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)
+    yield from ramp_problems(config, world_size)
     yield from length_problems(config, world_size)
     yield from learning_rate_problems(config, world_size)
     yield from precision_problems(config)

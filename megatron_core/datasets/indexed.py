@@ -75,8 +75,8 @@ class IndexedDataset:
         whole = int(self.sequence_lengths[index])
         if whole < 0:
             raise DataError(
-                f"{get_idx_path(self.path_prefix)}: sequence {index} has {whole} tokens, expected >= 0; see what else is "
-                "wrong with tools/inspect_dataset.py --validate, then copy the file again or prepare the data again"
+                f"{get_idx_path(self.path_prefix)}: sequence {index} has {whole} tokens, expected >= 0; see what "
+                "else is wrong with tools/inspect_dataset.py --validate, then copy the file or prepare the data again"
             )
         count = whole - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > whole:

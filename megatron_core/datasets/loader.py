@@ -1,6 +1,7 @@
 """From the place in the data order to the micro-batches of one data parallel rank."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,11 +12,24 @@ from megatron_core.errors import ConfigError, DataError
 Batch = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What a step asks for."""
+
+    consumed_samples: int
+    num_microbatches: int
+    length: int
+
+
 class BatchLoader:
     """The micro-batches of a step, as a pure function of the number of samples consumed before it.
 
     Micro-batch m of data parallel rank r holds the global samples consumed + (m dp + r) b + [0, b). There is
     no state but that number and no random generator is read, so a run may resume, or change dp, at any step.
+
+    num_workers: threads that read micro-batches ahead (token files are mapped into memory, so that a thread waits for
+    the disk and not for the others); 0 reads when asked. pin_memory: batches lie in page-locked memory, from which a
+    GPU copies while it computes.
     """
 
     def __init__(
@@ -25,6 +39,9 @@ class BatchLoader:
         data_parallel_rank: int,
         data_parallel_size: int,
         vocab_size: int,
+        *,
+        num_workers: int = 1,
+        pin_memory: bool = False,
     ) -> None:
         if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(
@@ -36,43 +53,46 @@ class BatchLoader:
         self._rank = data_parallel_rank
         self._size = data_parallel_size
         self._vocab_size = vocab_size
-        self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+        self._pin_memory = pin_memory
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="batch_loader") if num_workers else None
+        self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
 
-    def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+    def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:
         """This rank's micro-batches of the step that follows `consumed_samples` samples.
 
-        Each has, with b = micro_batch_size and s = sequence length: tokens, labels, position_ids int64 [b,
-        s]; loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in the global order.
-        DataError: a token id that the model's vocabulary does not have.
+        Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels,
+        position_ids int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in
+        the global order. DataError: a token id that the model's vocabulary does not have.
         """
+        asked = self._asked(consumed_samples, num_microbatches, length)
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (consumed_samples, num_microbatches):
-            return ahead[1].result()
-        return self._read(consumed_samples, num_microbatches)
+        if ahead is not None and ahead[0] == asked:
+            return [future.result() for future in ahead[1]]
+        return [self._micro_batch(asked, micro) for micro in range(num_microbatches)]
 
-    def prefetch(self, consumed_samples: int, num_microbatches: int) -> None:
+    def prefetch(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> None:
         """Begin to read that step in the background; `step` with the same arguments takes it from there."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch_loader")
-        place = (consumed_samples, num_microbatches)
-        self._ahead = (place, self._thread.submit(self._read, *place))
+        if self._threads is None:
+            return
+        asked = self._asked(consumed_samples, num_microbatches, length)
+        reading = [self._threads.submit(self._micro_batch, asked, micro) for micro in range(num_microbatches)]
+        self._ahead = (asked, reading)
 
-    def _read(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        span = self._micro_batch_size * self._size
-        first = consumed_samples + self._rank * self._micro_batch_size
-        return [self._micro_batch(first + micro * span) for micro in range(num_microbatches)]
+    def _asked(self, consumed_samples: int, num_microbatches: int, length: int | None) -> _Step:
+        return _Step(consumed_samples, num_microbatches, length or self._dataset.sequence_length)
 
-    def _micro_batch(self, first: int) -> Batch:
+    def _micro_batch(self, step: _Step, micro: int) -> Batch:
+        first = step.consumed_samples + (micro * self._size + self._rank) * self._micro_batch_size
         indices = range(first, first + self._micro_batch_size)
         samples = [self._dataset[index] for index in indices]
-        batch = {key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
+        keys = ("tokens", "labels", "loss_mask")
+        batch = {key: np.stack([sample[key][: step.length] for sample in samples]) for key in keys}
         self._check(batch["tokens"], first)
         self._check(batch["labels"], first)
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
         tensors["position_ids"] = torch.arange(tensors["tokens"].shape[1]).repeat(self._micro_batch_size, 1)
         tensors["sample_index"] = torch.tensor(indices, dtype=torch.int64)
-        return tensors
+        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self._pin_memory else tensors
 
     def _check(self, ids: np.ndarray, first: int) -> None:
         """An id past the embedding's rows reads foreign memory or stops a GPU with no word of the cause."""

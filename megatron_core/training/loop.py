@@ -80,17 +80,16 @@ def save(run: Run, health: Health) -> None:
 
 def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float) -> None:
     """Tell the sinks about a step."""
-    length = run.config.data.seq_length
-    tokens = run.global_batch_size * length
-    flops = tokens * flops_per_token(run.config.model, length, run.vocab_size)
+    tokens = result.size.tokens
+    flops = tokens * flops_per_token(run.config.model, result.size.sequence_length, run.vocab_size)
     event = StepEvent(
         iteration=run.state.iteration,
         total_iterations=run.total_iterations,
         consumed_samples=run.state.consumed_samples,
-        consumed_tokens=run.state.consumed_samples * length,
+        consumed_tokens=run.state.consumed_tokens,
         loss=result.loss,
         learning_rate=result.learning_rate,
-        global_batch_size=run.global_batch_size,
+        global_batch_size=result.size.batch_size,
         loss_scale=result.loss_scale,
         grad_norm=result.grad_norm,
         elapsed_ms=1000.0 * seconds,
@@ -116,7 +115,7 @@ def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
         iteration=run.state.iteration,
         loss=loss,
         consumed_samples=run.state.consumed_samples,
-        consumed_tokens=run.state.consumed_samples * run.config.data.seq_length,
+        consumed_tokens=run.state.consumed_tokens,
         split=split,
     )
     for sink in sinks:
@@ -148,7 +147,7 @@ def refuse_nan(run: Run, result: StepResult) -> None:
         if not math.isfinite(value):
             raise MegatronError(
                 f"the {name} is {value} at iteration {run.state.iteration} (samples "
-                f"{run.state.consumed_samples - run.global_batch_size} to {run.state.consumed_samples - 1}); "
+                f"{result.size.consumed_samples} to {result.size.end - 1}); "
                 "the step was skipped. Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, or "
                 "let the run go on past such steps with --no-check-for-nan-in-loss-and-grad"
             )

@@ -14,7 +14,6 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.pipeline_parallel.actions import Plan
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.pipeline_parallel.trace import Recording, TraceWriter
 
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from megatron_core.training.setup import Run
 
 
-def trace_writer(config: RunConfig, groups: ParallelGroups, plan: Plan) -> TraceWriter | None:
+def trace_writer(config: RunConfig, groups: ParallelGroups, place: tuple[int, ...]) -> TraceWriter | None:
     """This rank's trace, if one is asked for."""
     if config.monitor.trace_pipeline is None:
         return None
     own = config.parallel.pipeline_plan
     schedule = Path(own).name if own else config.parallel.schedule(config.model.num_layers)
-    return TraceWriter(config.monitor.trace_pipeline, groups.rank, groups.ranks("pp"), schedule, plan.place)
+    return TraceWriter(config.monitor.trace_pipeline, groups.rank, groups.ranks("pp"), schedule, place)
 
 
 @contextmanager

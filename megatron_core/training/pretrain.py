@@ -41,7 +41,7 @@ def introduce(run: Run) -> None:
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
     print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
-    print(describe(run.layers, run.plan.place))
+    print(describe(run.layers, run.plans.place))
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:

@@ -19,17 +19,14 @@ from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
-from megatron_core.pipeline_parallel.actions import Plan
-from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import MessageFormat, Posting
+from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.rendezvous import receives_ahead
-from megatron_core.pipeline_parallel.run_plan import plan_of
-from megatron_core.pipeline_parallel.schedules import forward_only
 from megatron_core.pipeline_parallel.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.pipeline_trace import trace_writer
+from megatron_core.training.plans import Plans
 from megatron_core.training.state import TrainState, load_state
+from megatron_core.training.step_size import StepSize
 
 
 @dataclass
@@ -45,10 +42,7 @@ class Run:
     """The layers of every stage of the whole model."""
     stages: dict[int, GPTModel]
     """This rank's stages by number."""
-    plan: Plan
-    eval_plan: Plan
-    posting: Posting
-    eval_posting: Posting
+    plans: Plans
     trace: TraceWriter | None
     links: Links
     message: MessageFormat
@@ -61,15 +55,9 @@ class Run:
     total_iterations: int
     """Steps of the whole training, those before a resume included."""
 
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of each rank in a step."""
-        return self.config.training.num_microbatches(self.groups.size("dp"))
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences in a step."""
-        return self.config.training.batch_size(self.groups.size("dp"))
+    def step_after(self, consumed_samples: int) -> StepSize:
+        """The size of the step that follows so many samples."""
+        return StepSize.at(self.config, self.groups.size("dp"), consumed_samples)
 
     @property
     def counts(self) -> float:
@@ -85,8 +73,22 @@ class Run:
 
     def loader(self, dataset: Dataset) -> BatchLoader:
         """This data-parallel rank's batches of ``dataset``."""
-        micro = self.config.training.micro_batch_size
-        return BatchLoader(dataset, micro, self.groups.index("dp"), self.groups.size("dp"), self.vocab_size)
+        return make_loader(self.config, self.groups, self.world, dataset, self.vocab_size)
+
+
+def make_loader(
+    config: RunConfig, groups: ParallelGroups, world: World, dataset: Dataset, vocab_size: int
+) -> BatchLoader:
+    """A data-parallel rank's batches of ``dataset``."""
+    return BatchLoader(
+        dataset,
+        config.training.micro_batch_size,
+        groups.index("dp"),
+        groups.size("dp"),
+        vocab_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
 
 
 def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
@@ -104,11 +106,6 @@ def message_format(config: RunConfig, groups: ParallelGroups, device: torch.devi
         length //= groups.size("tp")
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
-
-
-def posting(plan: Plan, *, overlap: bool) -> Posting:
-    """When to post receives: early enough that sends which wait for them cannot lock the ranks."""
-    return Posting() if overlap else Posting(overlap=False, ahead=receives_ahead(plan))
 
 
 def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Splits:
@@ -135,17 +132,14 @@ def set_up(config: RunConfig, world: World) -> Run:
     if config.monitor.poison_buffers:
         poison.turn_on()
     parallel = config.parallel
-    micro = config.training.num_microbatches(parallel.data_parallel_size(world.size))
-    plan = plan_of(config, micro)
-    evaluation = forward_only(len(plan.ranks), plan.num_chunks, micro, place=plan.place)
-    eval_plan = check(evaluation, micro, forward_only=True)
-    groups = parallel_state.make_groups(parallel, world, ends=(plan.place[0], plan.place[-1]))
+    plans = Plans(config, parallel.data_parallel_size(world.size))
+    groups = parallel_state.make_groups(parallel, world, ends=(plans.place[0], plans.place[-1]))
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
     splits = make_splits(config, tokenizer, vocab_size)
     if splits.train is None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
-    layers, stages = build_stages(config, groups, vocab_size, world.device, place=plan.place)
+    layers, stages = build_stages(config, groups, vocab_size, world.device, place=plans.place)
     data_parallel = DataParallel(
         stages,
         groups,
@@ -161,7 +155,7 @@ def set_up(config: RunConfig, world: World) -> Run:
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left
     links = Links(groups)
-    links.connect(world.device, plan.place)
+    links.connect(world.device, plans.place)
     return Run(
         config=config,
         world=world,
@@ -170,11 +164,8 @@ def set_up(config: RunConfig, world: World) -> Run:
         tokenizer=tokenizer,
         layers=layers,
         stages=stages,
-        plan=plan,
-        eval_plan=eval_plan,
-        posting=posting(plan, overlap=parallel.overlap_p2p_communication),
-        eval_posting=posting(eval_plan, overlap=parallel.overlap_p2p_communication),
-        trace=trace_writer(config, groups, plan),
+        plans=plans,
+        trace=trace_writer(config, groups, plans.place),
         links=links,
         message=message_format(config, groups, world.device),
         data_parallel=data_parallel,
@@ -182,8 +173,6 @@ def set_up(config: RunConfig, world: World) -> Run:
         schedule=LearningRateSchedule(config.optimizer, total),
         total_iterations=total,
         splits=splits,
-        train_loader=BatchLoader(
-            splits.train, config.training.micro_batch_size, groups.index("dp"), groups.size("dp"), vocab_size
-        ),
+        train_loader=make_loader(config, groups, world, splits.train, vocab_size),
         state=state,
     )

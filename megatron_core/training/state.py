@@ -33,6 +33,7 @@ class TrainState:
 
     iteration: int = 0
     consumed_samples: int = 0
+    consumed_tokens: int = 0
     skipped_iterations: int = 0
     layout: str = ""
     """The layout in which the run last took a step or was saved."""
@@ -118,7 +119,9 @@ def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | Non
             _load_optimizer(reader, optimizer, fresh=settings.finetune or settings.no_load_optim)
         if settings.finetune:
             return TrainState()
-        return TrainState(**{field.name: reader.state[field.name] for field in fields(TrainState)})
+        # Checkpoints written before sequences could grow have no count of tokens.
+        counted = {"consumed_tokens": reader.state["consumed_samples"] * config.data.seq_length, **reader.state}
+        return TrainState(**{field.name: counted[field.name] for field in fields(TrainState)})
 
 
 def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bool) -> None:

@@ -13,6 +13,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.setup import Run
+from megatron_core.training.step_size import StepSize
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     loss_scale: float
+    size: StepSize
     skipped: bool
     stop: bool
     """Whether some rank wants to end the run."""
@@ -31,7 +33,8 @@ class StepResult:
 
 def train_step(run: Run, *, stop: bool = False) -> StepResult:
     """Take the next step of ``run`` and advance its counters; ``stop`` is this rank's wish to end afterwards."""
-    batches = load_batches(run)
+    size = run.step_after(run.state.consumed_samples)
+    batches = load_batches(run, size)
     tokens = count_tokens(run, batches)
     scale = run.optimizer.loss_scale.scale
 
@@ -43,19 +46,20 @@ def train_step(run: Run, *, stop: bool = False) -> StepResult:
     run.data_parallel.gather_weights()
 
     run.state.iteration += 1
-    run.state.consumed_samples += run.global_batch_size
+    run.state.consumed_samples += size.batch_size
+    run.state.consumed_tokens += size.tokens
     run.state.skipped_iterations += outcome.skipped
     run.state.layout, run.state.validation_loss = run.layout, None
     loss, wish = sum_over_ranks(run, [run.counts * sum_of(losses) / scale, float(stop)])
-    return StepResult(loss, outcome.grad_norm, lr, scale, outcome.skipped, wish > 0.0)
+    return StepResult(loss, outcome.grad_norm, lr, scale, size, outcome.skipped, wish > 0.0)
 
 
-def load_batches(run: Run) -> list[Batch]:
+def load_batches(run: Run, size: StepSize) -> list[Batch]:
     """This rank's micro-batches of the next step, on its device; the step after it is read ahead."""
-    consumed, micro = run.state.consumed_samples, run.num_microbatches
-    batches = run.train_loader.step(consumed, micro)
+    batches = run.train_loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length)
     if run.state.iteration + 1 < run.total_iterations:
-        run.train_loader.prefetch(consumed + run.global_batch_size, micro)
+        after = run.step_after(size.end)
+        run.train_loader.prefetch(after.consumed_samples, after.num_microbatches, after.sequence_length)
     return to_device(batches, run.world.device)
 
 
@@ -78,14 +82,15 @@ def run_training_plan(run: Run, batches: list[Batch], loss_factor: float) -> dic
     listener = Listener(on_last_backward=run.data_parallel.arm, on_last_weights=run.data_parallel.reduce_early)
     # Not the output layer's: to put its weight gradient off would keep a gradient as large as the logits.
     parameters = [p for stage in run.stages.values() for p in stage.decoder.parameters()]
+    posted = run.plans.training(len(batches))
     with traced(run, listener) as listener:
         executor = Executor(
-            run.plan,
+            posted.plan,
             run.links,
             message_of(run, batches),
             forward,
             parameters=parameters,
-            posting=run.posting,
+            posting=posted.posting,
             listener=listener,
         )
         return executor.run()

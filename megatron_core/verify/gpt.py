@@ -30,7 +30,7 @@ class GPTExperiment:
         """This rank's record; called in every rank of a world of ``layout.world_size``."""
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
-            each = config.training.batch_size(layout.dp) // layout.dp
+            each = config.training.final_batch_size(layout.dp) // layout.dp
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
         return record_training(config, self.steps)
 

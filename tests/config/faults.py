@@ -229,12 +229,41 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"mock_data": False, "data_path": ("-1", "a", "2", "b")}, 1, ("data_path=-1 a 2 b", "above 0")),
     ({"mock_data": False, "data_path": ("a", "b", "1", "c")}, 1, ("data_path=a b 1 c", "or none")),
+    ({"dataloader_type": "external"}, 1, ("dataloader_type=external", "mock_data=True", "remove one")),
+    ({"data_cache_path": "c"}, 1, ("data_cache_path=c", "data_order=keyed", "--data-order megatron")),
+    (
+        {"mock_data": False, "data_phases": "p.yaml", "data_order": "megatron"},
+        1,
+        ("data_phases=p.yaml", "data_order=keyed", "remove --data-order megatron"),
+    ),
+    ({"num_workers": -1}, 1, ("num_workers=-1", "0, 1, 2")),
+    # batches and sequences that grow
+    *(
+        ({"rampup_batch_size": given, "global_batch_size": 16}, 2, (f"rampup_batch_size={shown}", *words))
+        for given, shown, words in [
+            ((4, 0, 100), "4 0 100", ("increment", "above 0")),
+            ((16, 4, 100), "16 4 100", ("global_batch_size=16", "4 4 100")),
+            ((4, 8, 100), "4 8 100", ("global_batch_size=16", "8 8 100")),
+            ((4, 3, 100), "4 3 100", ("increment must be a multiple", "1 x 2 = 2")),
+        ]
+    ),
+    ({"seq_length_warmup": (8, 5, 100)}, 1, ("seq_length_warmup=8 5 100", "seq_length=64")),
+    (
+        {"seq_length_warmup": (8, 7, 100), "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        2,
+        ("seq_length_warmup=8 7 100", "increment must be a multiple of tensor_model_parallel_size=2"),
+    ),
+    (
+        {"rampup_batch_size": (4, 4, 100), "global_batch_size": 16, "pipeline_plan": "p", **PP2},
+        2,
+        ("rampup_batch_size=4 4 100", "pipeline_plan=p", "--pipeline-schedule"),
+    ),
     # the vocabulary
     ({"eod_mask_loss": True}, 1, ("eod_mask_loss=True", "--tokenizer-type")),
     ({"vocab_size": None}, 1, ("tokenizer_type=None and vocab_size=None", "give one")),
     *(
         ({"tokenizer_type": kind}, 1, ("tokenizer_model=None", f"tokenizer_type={kind}", "--tokenizer-model"))
-        for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+        for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
     ),
     (
         {"tokenizer_type": "GPT2BPETokenizer", "merge_file": "m"},

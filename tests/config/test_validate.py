@@ -201,7 +201,7 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
     copies = parallel.data_parallel_size(world_size)
     assert tp * pp * copies == world_size
     at_once = training.micro_batch_size * copies
-    assert training.num_microbatches(copies) * at_once == training.batch_size(copies) >= 1
+    assert training.final_batch_size(copies) >= at_once and training.final_batch_size(copies) % at_once == 0
     assert training.num_iterations(copies) >= 1
     assert model.num_attention_heads % tp == 0 and model.ffn_size % tp == 0
     assert model.num_attention_heads % model.query_groups == 0

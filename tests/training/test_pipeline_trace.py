@@ -24,7 +24,9 @@ def _train(settings: dict) -> tuple[list[float], list[str]]:
     run = tiny_run(**settings)
     losses = [train_step(run).loss for _ in range(2)]
     evaluate(run, run.splits.valid, 1)
-    return [*losses, train_step(run).loss], [str(action) for action in run.plan.ranks[run.groups.index("pp")]]
+    losses.append(train_step(run).loss)
+    plan = run.plans.training(run.step_after(0).num_microbatches).plan
+    return losses, [str(action) for action in plan.ranks[run.groups.index("pp")]]
 
 
 def test_every_rank_traces_its_training_steps(tmp_path: Path) -> None:

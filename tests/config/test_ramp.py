@@ -1,0 +1,39 @@
+"""A value that grows: Megatron-LM's rule, exactly, and the steps of a training that follow from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_core.config import TrainingConfig
+from megatron_core.config.ramp import Ramp
+
+
+def test_every_value_has_an_equal_share() -> None:
+    ramp = Ramp(start=32, increment=32, samples=300, end=128)
+    assert [ramp.at(c) for c in (0, 99, 100, 199, 200, 299, 300, 10**12)] == [32, 32, 64, 64, 96, 96, 128, 128]
+
+
+def test_no_ramp_is_the_end_from_the_start() -> None:
+    assert [Ramp.of(None, 7).at(c) for c in (0, 1, 10**9)] == [7, 7, 7]
+
+
+@given(st.integers(1, 50), st.integers(1, 20), st.integers(1, 9), st.integers(1, 10**7))
+def test_borders_are_exact(start: int, increment: int, increments: int, samples: int) -> None:
+    ramp = Ramp(start, increment, samples, start + increments * increment)
+    for k in range(increments + 1):
+        border = -(-k * samples // increments)  # the first whole number of samples in the k-th share
+        assert ramp.at(border) >= start + k * increment
+        assert border == 0 or ramp.at(border - 1) < start + k * increment
+    assert ramp.at(samples - 1) < ramp.end == ramp.at(samples)
+
+
+@pytest.mark.parametrize("consumed", [0, 5, 24, 200])
+@pytest.mark.parametrize("train_samples", [0, 7, 8, 9, 100, 1001])
+def test_steps_left_are_those_that_one_would_count(train_samples: int, consumed: int) -> None:
+    training = TrainingConfig(
+        micro_batch_size=2, global_batch_size=20, rampup_batch_size=(4, 4, 90), train_samples=train_samples
+    )
+    ramp, steps, at = training.batch_ramp(2), 0, consumed
+    while at + ramp.at(at) <= train_samples:
+        at, steps = at + ramp.at(at), steps + 1
+    assert training.steps_left(2, iteration=3, consumed_samples=consumed) == steps
