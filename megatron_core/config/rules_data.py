@@ -68,6 +68,10 @@ def _order_problems(config: RunConfig) -> Iterator[str]:
             f"data_cache_path={data.data_cache_path} has no effect with data_order={data.data_order}, which has "
             "nothing to keep; remove it, or add --data-order megatron"
         )
+    endless = [name for name in ("mock_data", "data_phases") if getattr(data, name)]
+    if data.dataloader_type == "cyclic" and endless:
+        shown = f"{endless[0]}={getattr(data, endless[0])}"
+        yield f"dataloader_type=cyclic goes round the samples of an epoch, and {shown} has none; use single"
     if data.data_order == "megatron" and data.data_phases is not None:
         yield (
             f"data_phases={data.data_phases} needs data_order=keyed, in which any sample can be found by its number; "

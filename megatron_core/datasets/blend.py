@@ -67,6 +67,12 @@ class BlendedDataset:
         dataset = int(self._dataset_of_slot[slot])
         return dataset, period * self.slots[dataset] + int(self._item_of_slot[slot])
 
+    def taken(self, samples: int) -> tuple[int, ...]:
+        """How many of the first `samples` samples come from each data set."""
+        periods, rest = divmod(samples, PERIOD)
+        begun = np.bincount(self._dataset_of_slot[:rest], minlength=len(self.slots))
+        return tuple(periods * whole + int(part) for whole, part in zip(self.slots, begun, strict=True))
+
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
         dataset, item = self.locate(index)

@@ -15,16 +15,17 @@ from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.parallel import World, start_world
 from megatron_core.pipeline_parallel.partition import describe
+from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run, set_up
 
 
-def pretrain(config: RunConfig, world: World) -> None:
-    """Validate, set up, train."""
+def pretrain(config: RunConfig, world: World, datasets_provider: DatasetsProvider | None = None) -> None:
+    """Validate, set up, train; ``datasets_provider`` makes the data sets of ``dataloader_type=external``."""
     check(config, world.size)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
-    run = set_up(config, world)
+    run = set_up(config, world, datasets_provider)
     sinks: list[Sink] = []
     if world.rank == 0:
         introduce(run)

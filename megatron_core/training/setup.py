@@ -11,7 +11,7 @@ from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
-from megatron_core.datasets import Dataset, MockDataset, Splits, build_datasets
+from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import BatchLoader
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
@@ -23,6 +23,7 @@ from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.training.data import DatasetsProvider, make_loader, make_splits, vocabulary_size
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans
 from megatron_core.training.state import TrainState, load_state
@@ -76,29 +77,6 @@ class Run:
         return make_loader(self.config, self.groups, self.world, dataset, self.vocab_size)
 
 
-def make_loader(
-    config: RunConfig, groups: ParallelGroups, world: World, dataset: Dataset, vocab_size: int
-) -> BatchLoader:
-    """A data-parallel rank's batches of ``dataset``."""
-    return BatchLoader(
-        dataset,
-        config.training.micro_batch_size,
-        groups.index("dp"),
-        groups.size("dp"),
-        vocab_size,
-        num_workers=config.data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
-    """The true size of the vocabulary, without padding: ``vocab_size`` if given, else the tokenizer's."""
-    size = config.data.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
-    if size is None:
-        raise ConfigError("the vocabulary's size is unknown; give --tokenizer-type or --vocab-size")
-    return size
-
-
 def message_format(config: RunConfig, groups: ParallelGroups, device: torch.device) -> MessageFormat:
     """What travels between stages: ``[s, b, h]``, ``[s/tp, b, h]`` with sequence parallel."""
     length = config.data.seq_length
@@ -108,27 +86,11 @@ def message_format(config: RunConfig, groups: ParallelGroups, device: torch.devi
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
 
 
-def make_splits(config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Splits:
-    """The data sets of training, validation and test."""
-    data, seed = config.data, config.training.seed
-    if data.mock_data:
-        mocks = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
-        return Splits(*mocks)
-    return build_datasets(
-        data_path=data.data_path,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        split=data.split,
-        sequence_length=data.seq_length,
-        seed=seed,
-        tokenizer=tokenizer,
-        eod_mask_loss=data.eod_mask_loss,
-    )
+def set_up(config: RunConfig, world: World, datasets_provider: DatasetsProvider | None = None) -> Run:
+    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named.
 
-
-def set_up(config: RunConfig, world: World) -> Run:
-    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named."""
+    ``datasets_provider`` makes the data sets of ``dataloader_type=external``.
+    """
     if config.monitor.poison_buffers:
         poison.turn_on()
     parallel = config.parallel
@@ -136,7 +98,7 @@ def set_up(config: RunConfig, world: World) -> Run:
     groups = parallel_state.make_groups(parallel, world, ends=(plans.place[0], plans.place[-1]))
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits = make_splits(config, tokenizer, vocab_size)
+    splits = make_splits(config, tokenizer, vocab_size, datasets_provider)
     if splits.train is None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
     layers, stages = build_stages(config, groups, vocab_size, world.device, place=plans.place)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.training.setup import vocabulary_size
+from megatron_core.training.data import vocabulary_size
 
 MOST_LAYERS = MOST_HEADS = 8
 HEAD_SIZE = 8
@@ -100,6 +100,14 @@ def small_run() -> dict[str, Any]:
         "exit_duration_in_mins": None,
         "mock_data": True,
         "data_path": (),
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "data_phases": None,
+        "data_order": "keyed",
+        "data_cache_path": None,
+        "dataloader_type": "single",
+        "rampup_batch_size": None,
+        "seq_length_warmup": None,
         "train_data_path": (),
         "valid_data_path": (),
         "test_data_path": (),

@@ -1,21 +1,30 @@
 """From the data flags to the splits, and every sentence about flags and files that do not fit."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_core.config import DataConfig
 from megatron_core.datasets import (
     BlendedDataset,
     DatasetHeader,
     IndexedDataset,
     KeyedGPTDataset,
-    build_datasets,
+    Splits,
     write_header,
 )
+from megatron_core.datasets import build_datasets as build
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer
+from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting
+
+
+def build_datasets(*, sequence_length: int, seed: int, tokenizer: Tokenizer | None = None, **flags: object) -> Splits:
+    """The splits of the given flags."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    return build(DataConfig(seq_length=sequence_length, **given), seed=seed, tokenizer=tokenizer)
 
 
 def test_default_split(tmp_path: Path) -> None:
@@ -67,17 +76,17 @@ def test_own_paths(tmp_path: Path) -> None:
     assert isinstance(splits.train, BlendedDataset)
     assert splits.valid.samples_per_epoch == 6
     assert splits.test is None
-    with pytest.raises(DataError, match="the valid split has 50 tokens"):
-        build_datasets(valid_data_path=prefixes[2:], sequence_length=50, seed=3)
+    with pytest.raises(DataError, match="the train split has 50 tokens"):
+        build_datasets(train_data_path=prefixes[:2], valid_data_path=prefixes[2:], sequence_length=50, seed=3)
 
 
-def test_flags_that_exclude_each_other(tmp_path: Path) -> None:
+def test_flags_that_exclude_each_other() -> None:
     sizes = {"sequence_length": 8, "seed": 3}
-    with pytest.raises(ConfigError, match="--data-path and --train-data-path exclude each other"):
+    with pytest.raises(ConfigError, match="data_path=a and train_data_path=b exclude one another"):
         build_datasets(data_path=["a"], train_data_path=["b"], **sizes)
-    with pytest.raises(ConfigError, match="--split 1,1,1 divides --data-path"):
+    with pytest.raises(ConfigError, match="split=1,1,1 applies to data_path"):
         build_datasets(train_data_path=["b"], split="1,1,1", **sizes)
-    with pytest.raises(ConfigError, match="--data-path PREFIX, --train-data-path PREFIX, or --mock-data"):
+    with pytest.raises(ConfigError, match="give one of --data-path, --train-data-path, --mock-data"):
         build_datasets(**sizes)
     with pytest.raises(ConfigError, match="--eod-mask-loss needs a tokenizer"):
         build_datasets(data_path=["a"], eod_mask_loss=True, **sizes)
@@ -107,3 +116,79 @@ def test_tokenizer_is_checked_and_its_end_masked(tmp_path: Path) -> None:
     assert splits.train[0]["loss_mask"].sum() == 5
     with pytest.raises(DataError, match="tokenizer of this run has 99"):
         build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, tokenizer=NullTokenizer(99))
+
+
+def test_paths_in_files_are_those_on_the_command_line(tmp_path: Path) -> None:
+    a, b, c = (write_counting(tmp_path / name, [20] * 100) for name in "abc")
+    (tmp_path / "all.txt").write_text(f"3 {a}\n1 {b}\n")
+    splits = build_datasets(data_args_path=str(tmp_path / "all.txt"), sequence_length=8, seed=3, split="1,1,0")
+    assert splits.train.slots == splits.valid.slots == (49152, 16384)
+    each = {"train": f"1 {a} 3 {b}", "valid": [c], "test": None}
+    (tmp_path / "each.json").write_text(json.dumps(each))
+    splits = build_datasets(per_split_data_args_path=str(tmp_path / "each.json"), sequence_length=8, seed=3)
+    assert splits.train.slots == (16384, 49152)
+    assert splits.valid.samples_per_epoch == 249 and splits.test is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "sentence"),
+    [
+        ("data_args_path", None, "data_args_path=.*given cannot be read"),
+        ("per_split_data_args_path", "{", "is no JSON .*expected an object such as"),
+        ("per_split_data_args_path", "[1]", "given holds a?.*list; expected an object"),
+        ("per_split_data_args_path", '{"train": ["a"], "eval": ["b"]}', "holds train, eval; expected"),
+        ("per_split_data_args_path", '{"valid": ["a"]}', "holds valid; expected an object"),
+        ("per_split_data_args_path", '{"train": [["a"]]}', r"train is \[\['a'\]\]; expected a list"),
+        ("data_phases", "{a: 1", "is no YAML"),
+        ("data_phases", "a: 1", "holds a dict; expected a list"),
+        ("data_phases", "[{data_path: [a]}, {data_path: [b]}]", "phase 1 has samples=None; give a whole number"),
+        ("data_phases", "[{data_path: [a], samples: 0}, {data_path: [b]}]", "phase 1 has samples=0"),
+        ("data_phases", "[{data_path: [a], samples: 5}]", "phase 1, the last, has samples=5; leave it out"),
+        ("data_phases", "[{data: [a]}]", "phase 1 is .*; expected {samples: N, data_path"),
+    ],
+)
+def test_files_of_flags_that_are_misformed(flag: str, content: str | None, sentence: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "given").write_text(content)
+    with pytest.raises(ConfigError, match=sentence):
+        build_datasets(**{flag: str(tmp_path / "given")}, sequence_length=8, seed=3)
+
+
+def test_threads_change_nothing(tmp_path: Path) -> None:
+    paths = [write_counting(tmp_path / f"{i}", [20] * (10 + i), start=1000 * i) for i in range(9)]
+    one, four = (
+        build_datasets(data_path=paths, sequence_length=8, seed=3, num_dataset_builder_threads=n).train for n in (1, 4)
+    )
+    for i in range(50):
+        np.testing.assert_equal(one[i], four[i])
+
+
+def test_rounds_over_one_epoch(tmp_path: Path) -> None:
+    paths = [write_counting(tmp_path / "a", [81]), write_counting(tmp_path / "b", [41], start=1000)]
+    single, cyclic = (
+        build_datasets(data_path=paths, sequence_length=8, seed=3, split="1", dataloader_type=kind).train
+        for kind in ("single", "cyclic")
+    )
+    first = [tuple(single[i]["tokens"]) for i in range(15)]
+    rounds = [[tuple(cyclic[i]["tokens"]) for i in range(15 * k, 15 * k + 15)] for k in range(3)]
+    assert all(sorted(each) == sorted(first) for each in rounds)
+    assert len({tuple(each) for each in [first, *rounds]}) == 4
+
+
+def test_phases_go_on_where_a_file_was(tmp_path: Path) -> None:
+    a, b = write_counting(tmp_path / "a", [801]), write_counting(tmp_path / "b", [801], start=5000)
+    (tmp_path / "phases.yaml").write_text(
+        f"- {{samples: 30, data_path: [0.5, {a}, 0.5, {b}]}}\n- {{samples: 20, data_path: [{a}]}}\n"
+        f"- {{data_path: [0.75, {b}, 0.25, {a}]}}\n"
+    )
+    splits = build_datasets(data_phases=str(tmp_path / "phases.yaml"), sequence_length=8, seed=3, split="1")
+    alone = {name: build_datasets(data_path=[name], sequence_length=8, seed=3, split="1").train for name in (a, b)}
+    place, seen = {a: 0, b: 0}, []
+    for i in range(150):
+        tokens = splits.train[i]["tokens"].tolist()
+        name = a if tokens[0] < 5000 else b
+        assert tokens == alone[name][place[name]]["tokens"].tolist(), i  # C30: each file in its own order
+        place[name] += 1
+        seen.append(name)
+    shares = [seen[:30].count(a) / 30, seen[30:50].count(a) / 20, seen[50:].count(a) / 100]
+    assert shares == pytest.approx([0.5, 1.0, 0.25], abs=0.04)

@@ -165,3 +165,21 @@ def test_a_label_and_a_negative_id_are_checked_too() -> None:
 def test_places_that_are_none(micro: int, rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size"):
         BatchLoader(MockDataset(50, LENGTH, 1), micro, rank, size, vocab_size=50)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_any_number_of_workers_reads_the_same(workers: int, dataset: BlendedDataset) -> None:
+    loader = BatchLoader(dataset, 2, 1, 2, vocab_size=1000, num_workers=workers)
+    plain = BatchLoader(dataset, 2, 1, 2, vocab_size=1000, num_workers=0)
+    for consumed in (0, 12, 24):
+        loader.prefetch(consumed, 3)
+        assert equal(loader.step(consumed, 3), plain.step(consumed, 3))
+
+
+def test_shorter_sequences_are_the_beginnings_of_the_long_ones(dataset: BlendedDataset) -> None:
+    loader = BatchLoader(dataset, 2, 0, 1, vocab_size=1000)
+    loader.prefetch(4, 2)  # at full length: not what is asked for next
+    for short, full in zip(loader.step(4, 2, 3), loader.step(4, 2), strict=True):
+        for key in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert torch.equal(short[key], full[key][:, :3])
+        assert torch.equal(short["sample_index"], full["sample_index"])

@@ -62,6 +62,7 @@ GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
 )
 SYNCHRONOUS = {"overlap_p2p_communication": False}
 LAYERS8 = {"num_layers": 8}
+GROWING = {"rampup_batch_size": (2, 2, 6), "seq_length_warmup": (8, 4, 6)}  # 2 x 8, 4 x 8, 8 x 16
 
 
 def layout_of(text: str) -> dict[str, str]:
@@ -125,6 +126,9 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "squared relu, tp2": (2, {"squared_relu": True}, TP2),
     "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),  # C27
     "full recompute, block, pp2": (2, {}, PP2 | FULL_BLOCK),
+    "growing, micro-batches of 2": (1, GROWING, {"micro_batch_size": 2}),
+    "growing, tp2 pp2 sp x 2 chunks": (4, GROWING, TP2 | PP2 | SP | V2),
+    "growing, dp2 pp2 zb_h1 zero1": (4, GROWING, PP2 | ZB_H1 | ZERO | OVERLAP),
     # schedules; 1f1b is "pp2" and "pp4", interleaved "pp2 x 2 chunks"
     "pp2 gpipe": (2, {}, PP2 | GPIPE),
     "pp2 zb_h1": (2, {}, PP2 | ZB_H1),

@@ -7,12 +7,15 @@ import math
 import pytest
 import torch
 
+from megatron_core.datasets import MockDataset, Splits
+from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
 from megatron_core.training.evaluate import evaluate
 from megatron_core.training.loop import refuse_nan
-from megatron_core.training.setup import Run
+from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.runs import tiny_run
+from tests.runs import tiny_config, tiny_run
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:
@@ -113,3 +116,32 @@ def test_no_token_counts_at_all() -> None:  # C3
     run.train_loader.step = masked
     result = train_step(run)
     assert (result.loss, result.grad_norm) == (0.0, 0.0)
+
+
+def test_steps_grow_with_the_samples() -> None:
+    run = tiny_run(rampup_batch_size=(2, 2, 12), seq_length_warmup=(4, 6, 10), train_samples=40, train_iters=None)
+    sizes = []
+    while run.state.iteration < run.total_iterations:
+        size = train_step(run).size
+        sizes.append((size.consumed_samples, size.batch_size, size.num_microbatches, size.sequence_length))
+    expected = [(0, 2, 1, 4), (2, 2, 1, 4), (4, 4, 2, 4), (8, 6, 3, 10), (14, 8, 4, 16), (22, 8, 4, 16), (30, 8, 4, 16)]
+    assert sizes == expected
+    assert run.state.consumed_tokens == sum(batch * length for _, batch, _, length in expected)
+
+
+def test_a_growing_run_is_evaluated_at_full_size() -> None:
+    growing, plain = tiny_run(rampup_batch_size=(2, 2, 12), seq_length_warmup=(4, 6, 10)), tiny_run()
+    assert evaluate(growing, growing.splits.valid, 2) == evaluate(plain, plain.splits.valid, 2)
+
+
+def test_data_sets_of_a_script() -> None:
+    """The same mock data, handed over, trains to the same losses; and what is missing is said."""
+    mine = Splits(*(MockDataset(61, 16, 1234 + offset) for offset in range(3)))
+    config = tiny_config(mock_data=False, dataloader_type="external")
+    world = World(0, 1, local_rank=0, device=torch.device("cpu"))
+    run = set_up(config, world, lambda config, tokenizer: mine)
+    assert [train_step(run).loss for _ in range(3)] == _losses({}, steps=3)
+    with pytest.raises(ConfigError, match="dataloader_type=external and no datasets_provider"):
+        set_up(config, world)
+    with pytest.raises(ConfigError, match="dataloader_type=single and a datasets_provider"):
+        set_up(tiny_config(), world, lambda config, tokenizer: mine)

@@ -1,0 +1,96 @@
+"""From the data flags to lists of prefixes and weights, as `--data-path` takes them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_core.config import DataConfig
+from megatron_core.errors import ConfigError
+
+NAMES = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A blend that training reads `samples` samples from; None: all that follow."""
+
+    data_path: tuple[str, ...]
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class DataPaths:
+    """Either phases, whose files are divided by `--split` (one phase: `--data-path`), or files of each split's own."""
+
+    phases: tuple[Phase, ...] = ()
+    own: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
+
+
+def read_paths(data: DataConfig) -> DataPaths:
+    """What the flags name, with the files that hold flags read; ConfigError: such a file is missing or misformed."""
+    if data.data_phases is not None:
+        return DataPaths(phases=_read_phases(data.data_phases))
+    if data.data_args_path is not None:
+        return DataPaths(phases=(Phase(tuple(_text("data_args_path", data.data_args_path).split())),))
+    if data.per_split_data_args_path is not None:
+        return DataPaths(own=_read_own(data.per_split_data_args_path))
+    if data.data_path:
+        return DataPaths(phases=(Phase(data.data_path),))
+    return DataPaths(own=(data.train_data_path, data.valid_data_path, data.test_data_path))
+
+
+def _text(setting: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
+
+
+def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The lists under train, valid and test; a string is split at its spaces."""
+    expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
+    try:
+        content = json.loads(_text("per_split_data_args_path", path))
+    except ValueError as error:
+        raise ConfigError(f"per_split_data_args_path={path} is no JSON ({error}); {expected}") from None
+    if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(f"per_split_data_args_path={path} holds {found or 'nothing'}; {expected}")
+    train, valid, test = (_items(f"per_split_data_args_path={path}: {name}", content.get(name)) for name in NAMES)
+    return train, valid, test
+
+
+def _read_phases(path: str) -> tuple[Phase, ...]:
+    """The phases in their order; only the last one has no number of samples."""
+    expected = "expected a list of {samples: N, data_path: [...]}, the last without samples"
+    try:
+        content = yaml.safe_load(_text("data_phases", path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"data_phases={path} is no YAML ({error}); {expected}") from None
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"data_phases={path} holds a {type(content).__name__}; {expected}")
+    return tuple(_phase(path, number, phase, number == len(content)) for number, phase in enumerate(content, 1))
+
+
+def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
+    place = f"data_phases={path}: phase {number}"
+    if not isinstance(phase, dict) or not set(phase) <= {"samples", "data_path"} or not phase.get("data_path"):
+        raise ConfigError(f"{place} is {phase!r}; expected {{samples: N, data_path: [...]}}")
+    samples = phase.get("samples")
+    if is_last and samples is not None:
+        raise ConfigError(f"{place}, the last, has samples={samples}; leave it out: it lasts to the end of training")
+    if not is_last and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        raise ConfigError(f"{place} has samples={samples}; give a whole number above 0 (only the last phase has none)")
+    return Phase(_items(f"{place}: data_path", phase["data_path"]), samples)
+
+
+def _items(place: str, given: Any) -> tuple[str, ...]:
+    """A list of weights and prefixes as the words of a command line."""
+    words: Sequence[Any] = given.split() if isinstance(given, str) else given or []
+    if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+        raise ConfigError(f"{place} is {given!r}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]")
+    return tuple(str(word) for word in words)
