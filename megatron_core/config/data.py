@@ -60,6 +60,33 @@ class DataConfig:
     """Train on made-up sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = False
     """No loss where the input token is the end of a document."""
+    reset_position_ids: bool = False
+    """Positions restart at 0 after each end of a document."""
+    reset_attention_mask: bool = False
+    """No token sees another document of its sequence. An end-of-document token still predicts the next document's first
+    token, unless --eod-mask-loss is given too."""
+    fim_data: bool = False
+    """Fill in the middle: rearrange documents so that the model learns to write what is missing inside a text."""
+    fim_rate: float = 0.5
+    """Share of the documents that --fim-data rearranges."""
+    fim_spm_rate: float = 0.5
+    """Share of the rearranged documents whose suffix comes before the prefix (SPM)."""
+    fim_split_sample: str | None = None
+    """Token around which a chosen document is split into fragments, each rearranged on its own."""
+    fim_fragment_rate: float | None = None
+    """Share of a chosen document's fragments that are rearranged; needed with fim_split_sample."""
+    fim_no_prefix: str | None = None
+    """Documents or fragments that begin with this text stay as they are."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token that stands before the prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token that stands before the middle, which comes last."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token that stands before the suffix."""
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills up a sequence whose documents got shorter; it never counts in the loss."""
+    fim_eod_token: str | None = None
+    """Token that ends a document; default the tokenizer's own end of a document."""
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer."""
     tokenizer_model: str | None = None

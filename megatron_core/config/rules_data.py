@@ -15,6 +15,12 @@ _TOKENIZER_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "NullTokenizer": ("vocab_size",),
 }
+_FIM_NEEDS = {
+    "fim_split_sample": ("fim_data", "fim_fragment_rate"),
+    "fim_fragment_rate": ("fim_data", "fim_split_sample"),
+    "fim_no_prefix": ("fim_data",),
+    "fim_eod_token": ("fim_data",),
+}
 
 
 # Where tokens come from, of which one is given; the first ones are divided by --split.
@@ -45,6 +51,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     yield from _order_problems(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
+    yield from _fim_problems(config)
 
 
 def _shown(value: object) -> str:
@@ -110,12 +117,27 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     data = config.data
     if data.tokenizer_type is None and data.vocab_size is None:
         yield "tokenizer_type=None and vocab_size=None leave the vocabulary open; give one of them"
-    if data.eod_mask_loss and data.tokenizer_type is None:
-        yield "eod_mask_loss=True needs a tokenizer's end-of-document id; give --tokenizer-type or remove it"
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
+        if getattr(data, name) and data.tokenizer_type is None:
+            yield f"{name}=True needs a tokenizer's end-of-document id; give --tokenizer-type or remove it"
     for name in _TOKENIZER_FILES.get(data.tokenizer_type or "", ()):
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
             yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"
+
+
+def _fim_problems(config: RunConfig) -> Iterator[str]:
+    """Rates of fill-in-the-middle that are rates, and settings of it that have their switch."""
+    data = config.data
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        rate = getattr(data, name)
+        if rate is not None and not 0 <= rate <= 1:
+            yield f"{name}={rate} is a share; give a number from 0 to 1"
+    for name, needs in _FIM_NEEDS.items():
+        missing = [need for need in needs if getattr(data, need) in (None, False)]
+        if getattr(data, name) is not None and missing:
+            flag = "--" + missing[0].replace("_", "-")
+            yield f"{name}={getattr(data, name)} has no effect without {missing[0]}; give {flag} or remove it"
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megatron_core.datasets.base import Dataset
+from megatron_core.datasets.packing import Packing
 from megatron_core.errors import ConfigError, DataError
 
 Batch = dict[str, torch.Tensor]
@@ -39,6 +40,7 @@ class BatchLoader:
         data_parallel_rank: int,
         data_parallel_size: int,
         vocab_size: int,
+        packing: Packing | None = None,
         *,
         num_workers: int = 1,
         pin_memory: bool = False,
@@ -53,6 +55,7 @@ class BatchLoader:
         self._rank = data_parallel_rank
         self._size = data_parallel_size
         self._vocab_size = vocab_size
+        self._packing = packing
         self._pin_memory = pin_memory
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="batch_loader") if num_workers else None
         self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
@@ -62,7 +65,8 @@ class BatchLoader:
 
         Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels,
         position_ids int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in
-        the global order. DataError: a token id that the model's vocabulary does not have.
+        the global order. With `packing`, position_ids and document_lengths as `Packing.entries` makes them.
+        DataError: a token id that the model's vocabulary does not have.
         """
         asked = self._asked(consumed_samples, num_microbatches, length)
         ahead, self._ahead = self._ahead, None
@@ -92,6 +96,9 @@ class BatchLoader:
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
         tensors["position_ids"] = torch.arange(tensors["tokens"].shape[1]).repeat(self._micro_batch_size, 1)
         tensors["sample_index"] = torch.tensor(indices, dtype=torch.int64)
+        if self._packing is not None:
+            entries = self._packing.entries(batch["tokens"])
+            tensors |= {name: torch.from_numpy(array) for name, array in entries.items()}
         return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self._pin_memory else tensors
 
     def _check(self, ids: np.ndarray, first: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
+from megatron_core.errors import DataError
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import (
@@ -30,7 +31,7 @@ from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock
 from megatron_core.transformer.block import hidden_coordinates
 from megatron_core.transformer.blueprint import Blueprint
-from megatron_core.transformer.context import KeyValueStore
+from megatron_core.transformer.context import KeyValueStore, PackedDocuments
 from megatron_core.transformer.rotary import rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -180,24 +181,32 @@ class GPTModel(nn.Module):
         hidden_states: Tensor | None = None,
         labels: Tensor | None = None,
         sample_index: Tensor | None = None,
+        document_lengths: Sequence[Sequence[int]] | None = None,
         cache: KeyValueStore | None = None,
         first_position: int = 0,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
-        ``input_ids``, ``position_ids``, ``labels`` ``[b, s]``; ``hidden_states`` is the previous stage's output;
-        ``sample_index`` ``[b]`` keys dropout; ``first_position`` is where the sequence begins when ``cache`` holds
-        what came before.
+        ``input_ids``, ``labels`` ``[b, s]``; ``position_ids`` ``[b, s]``, or ``[1, s]`` for the same in every sequence,
+        or None for 0, 1, 2, ...; learned and rotary positions follow them. ``hidden_states`` is the previous stage's
+        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each sequence: documents of
+        so many tokens, in this order, see nothing of one another. ``first_position`` is where the sequence begins when
+        ``cache`` holds what came before; documents and a cache do not go together.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
-        length = input_ids.shape[1]
+        if position_ids is None:
+            last = first_position + input_ids.shape[1]
+            position_ids = torch.arange(first_position, last, device=input_ids.device)[None, :]
         if self.embedding is not None:
-            if position_ids is None:
-                position_ids = torch.arange(first_position, first_position + length, device=input_ids.device)[None, :]
             hidden_states = self.embedding(input_ids, position_ids, sample_index)
-        rotary = self._rotary(length, first_position, hidden_states.device)
-        context = SequenceContext(rotary, attention_mask, sample_index, cache)
+        context = SequenceContext(
+            rotary=self._rotary(position_ids),
+            attention_mask=attention_mask,
+            documents=self._documents(document_lengths, input_ids, cache),
+            sample_index=sample_index,
+            cache=cache,
+        )
         hidden_states = self.decoder(hidden_states, context)
         if self.output_layer is None:
             return hidden_states
@@ -214,8 +223,17 @@ class GPTModel(nn.Module):
         )
         return losses.transpose(0, 1)
 
-    def _rotary(self, length: int, first_position: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":
             return None
         channels = int(self.config.head_size * self.config.rotary_percent)
-        return rotary_table(length, channels, self.config.rotary_base, offset=first_position, device=device)
+        return rotary_table(position_ids, channels, self.config.rotary_base, self.parallel.params_dtype)
+
+    def _documents(
+        self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None
+    ) -> PackedDocuments | None:
+        if lengths is None:
+            return None
+        if cache is not None:
+            raise DataError("document_lengths say nothing of the positions in a cache; give one of the two")
+        return PackedDocuments.of(lengths, *input_ids.shape, input_ids.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import BatchLoader
+from megatron_core.datasets.packing import packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -23,7 +24,7 @@ from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.training.data import DatasetsProvider, make_loader, make_splits, vocabulary_size
+from megatron_core.training.data import DatasetsProvider, make_splits, vocabulary_size
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans
 from megatron_core.training.state import TrainState, load_state
@@ -51,10 +52,14 @@ class Run:
     optimizer: Optimizer
     schedule: LearningRateSchedule
     splits: Splits
-    train_loader: BatchLoader
     state: TrainState
     total_iterations: int
     """Steps of the whole training, those before a resume included."""
+    train_loader: BatchLoader = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Whoever puts other data in sets another loader."""
+        self.train_loader = self.loader(self.splits.train)
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step that follows so many samples."""
@@ -74,7 +79,16 @@ class Run:
 
     def loader(self, dataset: Dataset) -> BatchLoader:
         """This data-parallel rank's batches of ``dataset``."""
-        return make_loader(self.config, self.groups, self.world, dataset, self.vocab_size)
+        return BatchLoader(
+            dataset,
+            self.config.training.micro_batch_size,
+            self.groups.index("dp"),
+            self.groups.size("dp"),
+            self.vocab_size,
+            packing_of(self.config.data, self.tokenizer),
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.world.device.type == "cuda",
+        )
 
 
 def message_format(config: RunConfig, groups: ParallelGroups, device: torch.device) -> MessageFormat:
@@ -135,6 +149,5 @@ def set_up(config: RunConfig, world: World, datasets_provider: DatasetsProvider 
         schedule=LearningRateSchedule(config.optimizer, total),
         total_iterations=total,
         splits=splits,
-        train_loader=make_loader(config, groups, world, splits.train, vocab_size),
         state=state,
     )

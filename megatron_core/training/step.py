@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.datasets.loader import Batch
+from megatron_core.datasets.packing import DOCUMENT_LENGTHS
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.training.pipeline_trace import traced
@@ -64,8 +65,12 @@ def load_batches(run: Run, size: StepSize) -> list[Batch]:
 
 
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
-    """The batches on ``device``."""
-    return [{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches]
+    """The batches on ``device``, but for what the host has to know of them."""
+
+    def place(name: str, tensor: Tensor) -> Tensor:
+        return tensor if name == DOCUMENT_LENGTHS else tensor.to(device, non_blocking=True)
+
+    return [{name: place(name, tensor) for name, tensor in batch.items()} for batch in batches]
 
 
 def count_tokens(run: Run, batches: list[Batch]) -> float:
@@ -105,21 +110,32 @@ def message_of(run: Run, batches: list[Batch]) -> MessageFormat:
 def forward_step(run: Run, batches: list[Batch], loss_factor: float) -> Callable[[int, int, Tensor | None], Tensor]:
     """The function that computes a stage: hidden states, or on the last one loss_factor x the sum of token losses."""
     last = len(run.layers) - 1
+    # Where no position restarts, one rotary table serves all sequences, and the model makes it itself.
+    rotary = run.config.model.position_embedding_type == "rope"
+    own_positions = run.config.data.reset_position_ids or not rotary
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
         output = run.stages[stage](
             batch["tokens"],
-            batch["position_ids"],
+            batch["position_ids"] if own_positions else None,
             hidden_states=hidden,
             labels=batch["labels"] if stage == last else None,
             sample_index=batch["sample_index"],
+            document_lengths=lengths_of(batch),
         )
         if stage < last:
             return output
         return (output * batch["loss_mask"]).sum() * loss_factor
 
     return forward
+
+
+def lengths_of(batch: Batch) -> list[list[int]] | None:
+    """The documents' lengths in each sequence of a micro-batch; None where they are not told apart."""
+    if DOCUMENT_LENGTHS not in batch:
+        return None
+    return [[length for length in row if length] for row in batch[DOCUMENT_LENGTHS].tolist()]
 
 
 def sum_of(losses: dict[int, Tensor]) -> float:

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.tensor_parallel import KeyedDropout
-from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.context import PackedDocuments, SequenceContext
 
 
 class CoreAttention(nn.Module):
     """Attention of query heads ``[s, b, heads, d]`` over key and value heads ``[t, b, groups, d]``.
 
-    Returns ``[s, b, heads * d]``. The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells
-    the formula out; it serves ``attention_backend='unfused'`` and attention dropout, whose mask has to depend on the
-    global head and not on a generator. ``first_head`` is the global number of this rank's first query head.
+    Returns ``[s, b, heads * d]``. The fused path is torch's ``scaled_dot_product_attention``, called for each document
+    where the context has several. The unfused path spells the formula out; it serves ``attention_backend='unfused'``
+    and attention dropout, whose mask has to depend on the global head and not on a generator. ``first_head`` is the
+    global number of this rank's first query head.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups.
     """
 
@@ -28,22 +29,18 @@ class CoreAttention(nn.Module):
         self.first_head = first_head
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        """Attend; causal unless ``context`` has a mask."""
+        """Attend; causal unless ``context`` has a mask, and inside of each document where it has documents."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = _visible(query.shape[2], key.shape[2], context.attention_mask, query.device)
         if self.unfused or self.dropout.active:
-            out = self._unfused(query, key, value, mask, context)
+            out = self._unfused(query, key, value, context)
+        elif context.documents is not None and context.attention_mask is None:
+            out = _by_documents(query, key, value, context.documents)
         else:
-            causal = mask is None and query.shape[2] > 1
-            grouped = query.shape[1] != key.shape[1]
-            out = nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-            )
+            out = _fused(query, key, value, _visible(query, key, context))
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: SequenceContext
-    ) -> Tensor:
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        mask = _visible(query, key, context)
         sharers = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(sharers, dim=1) for x in (key, value))
         scores = query.matmul(key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
@@ -68,13 +65,38 @@ class CoreAttention(nn.Module):
         return self.dropout(weights, coordinates)
 
 
-def _visible(queries: int, keys: int, attention_mask: Tensor | None, device: torch.device) -> Tensor | None:
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's attention; without a mask causal, unless there is one query, which sees all keys."""
+    causal = mask is None and query.shape[2] > 1
+    grouped = query.shape[1] != key.shape[1]
+    return nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def _by_documents(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> Tensor:
+    """Attention inside of each document: memory grows with s, work with the sum of the squared lengths.
+
+    No mask for short documents: one core, s = 2048, 8 heads of 64, forward and backward take 347 to 357 ms with a
+    mask, whatever it is; by documents 215 ms for one, 47 for 8, 18 for 32, 24 for 512, and 57 for 2048 of one token.
+    """
+    outputs = []
+    # split, not slices: its backward puts all gradients together at once, where each slice would fill a whole tensor.
+    for *sequence, lengths in zip(query.split(1), key.split(1), value.split(1), documents.lengths, strict=True):
+        parts = zip(*(x.split(lengths, dim=2) for x in sequence), strict=True)
+        outputs.append(torch.cat([_fused(*part) for part in parts], dim=2))
+    return torch.cat(outputs)
+
+
+def _visible(query: Tensor, key: Tensor, context: SequenceContext) -> Tensor | None:
     """True where a query sees a key, or None where torch's own causal flag says the same."""
-    if attention_mask is not None:
-        return ~attention_mask
-    if queries in (1, keys):
-        return None
-    return _causal(queries, keys, device)
+    documents = None if context.documents is None else context.documents.visible
+    if context.attention_mask is not None:
+        return ~context.attention_mask if documents is None else ~context.attention_mask & documents
+    if documents is not None:
+        return documents
+    queries, keys = query.shape[2], key.shape[2]
+    return None if queries in (1, keys) else _causal(queries, keys, query.device)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def rotary_table(
-    length: int, rotated_channels: int, base: float, *, offset: int = 0, device: torch.device | str = "cpu"
+    position_ids: Tensor, rotated_channels: int, base: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[length, 1, 1, rotated_channels]`` of the positions ``offset ... offset + length - 1``.
+    """Cosine and sine ``[s, b, 1, rotated_channels]`` of the positions ``[b, s]``; b = 1 serves any batch.
 
-    Computed in float64, so that long positions lose nothing; ``rotate`` casts to its input's dtype.
+    Computed in float64, so that long positions lose nothing, and cast to ``dtype`` here, once for all layers.
     """
-    exponents = torch.arange(0, rotated_channels, 2, dtype=torch.float64, device=device) / rotated_channels
-    positions = torch.arange(offset, offset + length, dtype=torch.float64, device=device)
-    angles = torch.outer(positions, base**-exponents)
-    angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
-    return angles.cos(), angles.sin()
+    exponents = torch.arange(0, rotated_channels, 2, dtype=torch.float64, device=position_ids.device)
+    frequencies = base ** -(exponents / rotated_channels)
+    angles = position_ids.t().to(torch.float64)[:, :, None, None] * frequencies
+    cos, sin = (torch.cat([half, half], dim=-1).to(dtype) for half in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.validate import problems
+from megatron_core.datasets.packing import packing_of
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ragged import RaggedDataset
@@ -52,7 +53,9 @@ def configured(
 def record_training(config: RunConfig, steps: int) -> Record:
     """Train ``steps`` steps as ``pretrain_gpt.py`` would, in the world that this rank is in."""
     run = set_up(config, this_world())
-    run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length))
+    packing = packing_of(config.data, run.tokenizer)
+    eod = None if packing is None else packing.eod
+    run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
     record = Record()
     _record_gradients(run, record)
     for _ in range(steps):

@@ -13,15 +13,18 @@ class RaggedDataset:
 
     Micro-batches and data-parallel ranks then hold different numbers of tokens that count, so that a mean of means, or
     a division in the wrong place, changes the loss and every gradient.
+    With ``eod``, every sixth token on average ends a document.
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int) -> None:
-        self.vocab_size, self.sequence_length = vocab_size, sequence_length
+    def __init__(self, vocab_size: int, sequence_length: int, eod: int | None = None) -> None:
+        self.vocab_size, self.sequence_length, self.eod = vocab_size, sequence_length, eod
 
     def __getitem__(self, index: int) -> Sample:
         """Item ``index`` >= 0 of the endless order."""
         length = self.sequence_length
         text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
+        if self.eod is not None:
+            text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = self.eod
         counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
         mask = (np.arange(length) < counted).astype(np.float32)
         return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

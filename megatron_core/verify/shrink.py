@@ -113,7 +113,12 @@ def small_run() -> dict[str, Any]:
         "test_data_path": (),
         "split": None,
         "eod_mask_loss": False,
-        "tokenizer_type": None,
+        "fim_data": False,
+        "fim_split_sample": None,
+        "fim_fragment_rate": None,
+        "fim_no_prefix": None,
+        "fim_eod_token": None,
+        "tokenizer_type": "NullTokenizer",  # its last id ends a document, for documents that share a sequence
         "tokenizer_model": None,
         "vocab_file": None,
         "merge_file": None,

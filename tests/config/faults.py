@@ -13,6 +13,7 @@ from tests.config.stage_faults import STAGE_FAULTS
 
 FULL = {"recompute_granularity": "full"}
 PP2 = {"pipeline_model_parallel_size": 2}
+FIM = {"tokenizer_type": "NullTokenizer", "fim_data": True}
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     # one setting alone
     ({}, 0, ("world_size=0", "1, 2, 3")),
@@ -259,8 +260,19 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("rampup_batch_size=4 4 100", "pipeline_plan=p", "--pipeline-schedule"),
     ),
+    *(
+        (FIM | {"fim_split_sample": "f", "fim_fragment_rate": 0.5, name: 1.5}, 1, (f"{name}=1.5", "0 to 1"))
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate")
+    ),
+    ({"fim_rate": math.nan}, 1, ("fim_rate=nan", "0 to 1")),
+    (FIM | {"fim_split_sample": "f"}, 1, ("fim_split_sample=f", "--fim-fragment-rate")),
+    (FIM | {"fim_fragment_rate": 0.5}, 1, ("fim_fragment_rate=0.5", "--fim-split-sample")),
+    *(({name: "f"}, 1, (f"{name}=f", "--fim-data")) for name in ("fim_no_prefix", "fim_eod_token")),
     # the vocabulary
-    ({"eod_mask_loss": True}, 1, ("eod_mask_loss=True", "--tokenizer-type")),
+    *(
+        ({name: True}, 1, (f"{name}=True", "--tokenizer-type"))
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data")
+    ),
     ({"vocab_size": None}, 1, ("tokenizer_type=None and vocab_size=None", "give one")),
     *(
         ({"tokenizer_type": kind}, 1, ("tokenizer_model=None", f"tokenizer_type={kind}", "--tokenizer-model"))

@@ -60,6 +60,8 @@ FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "rec
 GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
     {"pipeline_schedule": name} for name in ("gpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 )
+# The last id of the vocabulary ends a document: `RaggedDataset` has about three of them in each sequence.
+PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 SYNCHRONOUS = {"overlap_p2p_communication": False}
 LAYERS8 = {"num_layers": 8}
 GROWING = {"rampup_batch_size": (2, 2, 6), "seq_length_warmup": (8, 4, 6)}  # 2 x 8, 4 x 8, 8 x 16
@@ -155,6 +157,20 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "untied, pp2 zb_v": (2, UNTIED, PP2 | ZB_V),
     "modern, tp2 pp2 sp zb_h2": (4, MODERN, TP2 | PP2 | SP | ZB_H2),
     "selective recompute, tp2": (2, {}, TP2 | {"recompute_granularity": "selective"}),
+    # documents that share a sequence; with dropout through a block mask, without through one attention for each
+    "packed, tp2 sp": (2, PACKED, TP2 | SP),  # C45
+    "packed, pp2 x 2 chunks": (2, PACKED, PP2 | V2),  # C45
+    "packed, dp2": (2, PACKED, {}),  # C45
+    "packed, selective recompute, tp2": (2, PACKED, TP2 | {"recompute_granularity": "selective"}),  # C45
+    "packed, modern, 2 groups, tp2 sp": (2, PACKED | MODERN | GQA2 | SDPA, TP2 | SP),  # C45
+    "packed, modern, pp2 zb_v": (2, PACKED | MODERN | SDPA, PP2 | ZB_V),  # C45
+    "packed, modern, dp2, micro-batches of 4": (2, PACKED | MODERN | SDPA, {"micro_batch_size": 4}),  # C45
+    "positions restart, modern, dp2, micro-batches of 4": (
+        2,
+        PACKED | MODERN | SDPA | {"reset_attention_mask": False},
+        {"micro_batch_size": 4},
+    ),
+    "packed, modern, full recompute, pp2": (2, PACKED | MODERN | SDPA, PP2 | FULL_BLOCK),  # C45
 }
 
 

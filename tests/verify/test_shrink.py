@@ -7,7 +7,9 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
+from megatron_core.datasets.packing import packing_of
 from megatron_core.errors import ConfigError
+from megatron_core.tokenizers import tokenizer_of
 from megatron_core.verify.gpt import configured, fitting_layouts
 from megatron_core.verify.shrink import at_full_size, shrunk
 
@@ -74,6 +76,15 @@ def test_features_stay() -> None:
     assert small.model.num_attention_heads == 4 * small.model.num_query_groups == 8
     assert small.model.ffn_hidden_size == 224  # 3.5 times the hidden size, as in the large one
     assert (small.checkpoint.save, small.checkpoint.load, small.data.data_path) == (None, None, ())
+
+
+def test_packed_documents_stay() -> None:
+    packed = {"reset_position_ids": True, "reset_attention_mask": True, "fim_data": True, "fim_no_prefix": "#"}
+    large = RunConfig.from_flat(LLAMA_8B | packed)
+    for small in (shrunk(large, [Layout(tp=2)]), at_full_size(RunConfig.from_flat(GPT2 | packed))):
+        assert small.data.reset_position_ids and small.data.reset_attention_mask and not small.data.fim_data
+        assert list(problems(configured(small, Layout(tp=2), "float64"), 2)) == []
+        assert packing_of(small.data, tokenizer_of(small.data)).eod == small.data.vocab_size - 1
 
 
 def test_layers_and_heads_up_to_eight_are_kept() -> None:

@@ -1,0 +1,166 @@
+"""Fill in the middle: documents rearranged so that a model learns to write what is missing inside a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_core.config import DataConfig
+from megatron_core.datasets.base import Dataset, Sample
+from megatron_core.datasets.permutation import mix64
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.tokenizers import Tokenizer
+
+# What decides each draw of a document or fragment.
+_REARRANGED, _SUFFIX_FIRST, _FIRST_CUT, _SECOND_CUT = range(4)
+
+BROKEN = "\ufffd"
+"""What stands for bytes that are no character: the border of a sample went through one."""
+
+
+class FIMDataset:
+    """A data set whose documents are rearranged, each with probability `fim_rate`.
+
+    The text of a document, a run of tokens between two ends of document, is cut at two places into prefix, middle and
+    suffix, and becomes, with P, S, M for the sentinel tokens,
+
+        P prefix S suffix M middle    (PSM), or, with probability `fim_spm_rate`,
+        P S suffix M prefix middle    (SPM).
+
+    Cuts lie between characters, not tokens, so that the model meets the broken words that a cursor leaves. The three
+    pieces are tokenized each as a text of its own. A sample keeps its L + 1 tokens: what is too long is cut at its end,
+    what is too short is filled up with `fim_pad_token`. In a sample that changed, loss_mask is 0 where the label is
+    such padding and, with `eod_mask_loss`, where the token is the tokenizer's end of document, else 1.
+
+    Documents that begin with `fim_no_prefix` or hold half a character stay as they are. With `fim_split_sample`, a
+    document that holds this token is chosen with probability `fim_rate`, and then each of its fragments is rearranged
+    with probability `fim_fragment_rate`.
+
+    All draws are functions of (seed, index, number of the document in the sample, number of the fragment in it).
+    ConfigError: a token of the settings that the tokenizer does not have.
+    Source: Bavarian et al. 2022, sections 3 and 4.3; flags, arrangement and lengths as in Megatron-LM's GPTFIMDataset.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, settings: DataConfig, seed: int) -> None:
+        self.sequence_length = dataset.sequence_length
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._seed = seed
+        self._prefix, self._middle, self._suffix, self._pad = _sentinels(settings, tokenizer)
+        self._eod = _eod(settings, tokenizer)
+        split = settings.fim_split_sample
+        self._border = None if split is None else _token_id(tokenizer, "fim_split_sample", split)
+        # What the tokenizer puts before every text, such as a begin-of-text id; a piece is no text of its own there.
+        self._lead = tokenizer.tokenize("")
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` >= 0 of the endless order."""
+        sample = self._dataset[index]
+        text = self._text(sample)
+        rearranged = self._rearranged(text, index)
+        if rearranged == text or len(text) < 2:
+            return sample
+        whole = np.full(self.sequence_length + 1, self._pad, dtype=np.int64)
+        kept = rearranged[: len(whole)]
+        whole[: len(kept)] = kept
+        loss_mask = (np.arange(1, len(whole)) < len(kept)).astype(np.float32)
+        if self._settings.eod_mask_loss:
+            loss_mask[whole[:-1] == self._tokenizer.eod] = 0.0
+        return Sample(tokens=whole[:-1], labels=whole[1:], loss_mask=loss_mask)
+
+    def _text(self, sample: Sample) -> list[int]:
+        """The tokens and the last label, without the padding behind them, which counts nowhere."""
+        text = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+        counts = sample["loss_mask"] != 0
+        if self._settings.eod_mask_loss:
+            counts |= sample["tokens"] == self._tokenizer.eod
+        return text[: 2 + int(np.flatnonzero(counts).max(initial=-1))]
+
+    def _rearranged(self, text: list[int], index: int) -> list[int]:
+        result: list[int] = []
+        for number, document in enumerate(_runs(text, self._eod)):
+            result += [self._eod] * bool(number) + self._document(document, (self._seed, index, number))
+        return result
+
+    def _document(self, tokens: list[int], key: tuple[int, ...]) -> list[int]:
+        rate = self._settings.fim_rate
+        if self._border is None or self._border not in tokens:
+            return self._permuted(tokens, key) if _share(*key, _REARRANGED) < rate else tokens
+        if _share(*key, _REARRANGED) >= rate:
+            return tokens
+        result: list[int] = []
+        for number, fragment in enumerate(_runs(tokens, self._border)):
+            own = (*key, number)
+            chosen = _share(*own, _REARRANGED) < self._settings.fim_fragment_rate
+            result += [self._border] * bool(number) + (self._permuted(fragment, own) if chosen else fragment)
+        return result
+
+    def _permuted(self, tokens: list[int], key: tuple[int, ...]) -> list[int]:
+        """The document or fragment rearranged, unless there is a reason not to."""
+        lead = self._lead if self._lead and tokens[: len(self._lead)] == self._lead else []
+        text = self._tokenizer.detokenize(tokens[len(lead) :])
+        skipped = self._settings.fim_no_prefix
+        if not text or BROKEN in text or (skipped is not None and text.startswith(skipped)):
+            return tokens
+        first, second = sorted(mix64(*key, cut) % (len(text) + 1) for cut in (_FIRST_CUT, _SECOND_CUT))
+        prefix, middle, suffix = map(self._piece, (text[:first], text[first:second], text[second:]))
+        if _share(*key, _SUFFIX_FIRST) < self._settings.fim_spm_rate:
+            return [*lead, self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]
+        return [*lead, self._prefix, *prefix, self._suffix, *suffix, self._middle, *middle]
+
+    def _piece(self, text: str) -> list[int]:
+        return self._tokenizer.tokenize(text)[len(self._lead) :]
+
+
+def _runs(tokens: list[int], border: int) -> Iterator[list[int]]:
+    """The runs between the borders, one more than there are borders."""
+    start = 0
+    for place, token in enumerate(tokens):
+        if token == border:
+            yield tokens[start:place]
+            start = place + 1
+    yield tokens[start:]
+
+
+def _share(*key: int) -> float:
+    """A number in [0, 1), equally likely everywhere."""
+    return (mix64(*key) >> 11) / 2.0**53
+
+
+def _eod(settings: DataConfig, tokenizer: Tokenizer) -> int:
+    if settings.fim_eod_token is not None:
+        return _token_id(tokenizer, "fim_eod_token", settings.fim_eod_token)
+    if tokenizer.eod is None:
+        raise ConfigError("--fim-data needs an end-of-document id, and the tokenizer has none; give --fim-eod-token")
+    return tokenizer.eod
+
+
+def _sentinels(settings: DataConfig, tokenizer: Tokenizer) -> list[int]:
+    """Ids of prefix, middle, suffix and padding."""
+    names = [f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad")]
+    ids = [_token_id(tokenizer, name, getattr(settings, name)) for name in names]
+    for number, name in enumerate(names):
+        if ids[number] in ids[:number]:
+            other = names[ids.index(ids[number])]
+            raise ConfigError(f"{_flag(name)} and {_flag(other)} are both {getattr(settings, name)}; give two tokens")
+    return ids
+
+
+def _token_id(tokenizer: Tokenizer, setting: str, token: str) -> int:
+    """The id of a token that the tokenizer knows as one piece."""
+    try:
+        found = [i for i in tokenizer.tokenize(token) if tokenizer.detokenize([i]).strip() == token]
+    except DataError:  # NullTokenizer reads numbers alone
+        found = []
+    if len(found) != 1:
+        raise ConfigError(
+            f"{_flag(setting)} {token}: the tokenizer has no token of this text; name one that it has, or add it to "
+            "the tokenizer's vocabulary"
+        )
+    return found[0]
+
+
+def _flag(setting: str) -> str:
+    return "--" + setting.replace("_", "-")

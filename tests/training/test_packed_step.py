@@ -1,0 +1,64 @@
+"""The flags reach attention and positions in the step that trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_core.training.step import forward_step, run_training_plan, to_device
+from megatron_core.verify.ragged import RaggedDataset
+from tests.runs import tiny_run
+
+EOD = 60
+PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+
+
+def _losses(settings: dict) -> list[float]:
+    """The loss behind the first end of a document in each sequence, before and after its tokens up to there move."""
+    run = tiny_run(fp64=True, init_method_std=0.3, micro_batch_size=4, **settings)
+    (batch,) = to_device(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1), run.world.device)
+    behind = (batch["tokens"] == EOD).cumsum(1) - (batch["tokens"] == EOD).int() > 0
+    assert behind.any() and not behind.all(1).any()
+    batch["loss_mask"] = behind.float()
+    moved = torch.where(behind | (batch["tokens"] == EOD), batch["tokens"], (batch["tokens"] + 1) % EOD)
+    return [
+        forward_step(run, [batch | {"tokens": tokens}], 1.0)(0, 0, None).item() for tokens in (batch["tokens"], moved)
+    ]
+
+
+@pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
+def test_the_flags_isolate_documents(position_embedding_type: str) -> None:  # C45
+    settings = {"position_embedding_type": position_embedding_type}
+    before, after = _losses(PACKED | settings)
+    assert before == after
+    before, after = _losses(settings)
+    assert before != after
+    before, after = _losses(settings | {"tokenizer_type": "NullTokenizer", "reset_position_ids": True})
+    assert before != after, "positions that restart hide nothing"
+
+
+@pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
+def test_positions_restart_only_if_asked(position_embedding_type: str) -> None:
+    """Without the mask: rotary attention sees distances alone, which inside of a document are the same either way."""
+    settings = PACKED | {"position_embedding_type": position_embedding_type, "reset_attention_mask": False}
+    with_positions, _ = _losses(settings)
+    without, _ = _losses(settings | {"reset_position_ids": False})
+    assert abs(with_positions / without - 1) > 1e-3
+
+
+def test_documents_stay_on_the_host() -> None:
+    """Attention by documents needs the lengths as numbers; to fetch them would wait for the device."""
+    run = tiny_run(micro_batch_size=4, **PACKED)
+    (batch,) = to_device(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1), torch.device("meta"))
+    assert batch["document_lengths"].device.type == "cpu"
+    assert {tensor.device.type for name, tensor in batch.items() if name != "document_lengths"} == {"meta"}
+
+
+def test_a_step_reaches_every_weight() -> None:
+    run = tiny_run(fp64=True, position_embedding_type="rope", init_method_std=0.3, **PACKED)
+    run.data_parallel.zero_grad()
+    run_training_plan(run, run.loader(RaggedDataset(61, 16, EOD)).step(0, run.step_after(0).num_microbatches), 1.0)
+    run.data_parallel.finish()
+    for name, parameter in run.stages[0].named_parameters():
+        if "linear_qkv.bias" not in name:
+            assert parameter.main_grad.abs().amax() > 1e-9, name
