@@ -1,17 +1,24 @@
-"""Learn a byte-level BPE vocabulary from JSON Lines text.
+"""Learn a tokenizer's vocabulary from text.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
-The result is for --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json.
+python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model --algorithm unigram
+
+A .json file is for --tokenizer-type HuggingFaceTokenizer, a .model file for SentencePieceTokenizer.
 """
 
 from __future__ import annotations
 
+import io
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
+import sentencepiece
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -19,66 +26,187 @@ from tqdm import tqdm
 from megatron_core.datasets.aside import writing_aside
 from megatron_core.datasets.jsonl import find_inputs, read_chunks, texts_of
 from megatron_core.errors import ConfigError, DataError, MegatronError
+from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 CHUNK_BYTES = 2 << 20
 
+# sentencepiece's own pieces, which every .model has, and the one that its padding id is for.
+PIECES = ("<unk>", "<s>", "</s>")
+PADDING = "<pad>"
+# It leaves out longer lines without a word (4,192 bytes unless told): these are cut into parts instead. A character
+# has at most 4 bytes.
+LINE_CHARACTERS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Learn a byte-level BPE vocabulary from JSON Lines text."""
+    """Learn a tokenizer's vocabulary from text."""
 
     input: tuple[str, ...]
     """JSON Lines files, or globs in quotes."""
     output: str
-    """The tokenizer.json to write."""
+    """File to write: tokenizer.json (byte-level, by the tokenizers library) or tokenizer.model (by sentencepiece)."""
     vocab_size: int = 8192
-    """Tokens to end up with, the 256 bytes and <|endoftext|> among them."""
+    """Tokens to end up with, the 256 bytes and the special tokens among them."""
+    algorithm: Literal["bpe", "unigram"] = "bpe"
+    """bpe merges frequent pairs; unigram keeps the most useful pieces (in a .json they may differ between runs)."""
+    special_tokens: tuple[str, ...] = ()
+    """Special tokens beside <|endoftext|> (.json) or <unk>, <s> and </s> (.model), in the order of their ids."""
     json_key: str = "text"
     """Key that holds the text."""
 
 
-def texts(paths: Sequence[Path], key: str) -> Iterator[list[str]]:
-    """The texts of the files, some at a time, with a bar that shows how far the reading is."""
-    with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True) as bar:
+def texts(settings: Settings) -> Iterator[list[str]]:
+    """The texts of the inputs, some at a time, with a bar that shows how far the reading is."""
+    paths = find_inputs(settings.input)
+    with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True, desc="reading") as bar:
         for chunk in read_chunks(paths, CHUNK_BYTES):
-            yield [text for (text,) in texts_of(chunk, (key,))]
+            yield [text for (text,) in texts_of(chunk, (settings.json_key,))]
             bar.update(chunk.size)
 
 
 def train(settings: Settings) -> None:
-    """Count, merge and write the file, aside first."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest = len(alphabet) + 1
-    if settings.vocab_size < smallest:
-        raise ConfigError(
-            f"--vocab-size {settings.vocab_size} is too small; bytes and {END_OF_DOCUMENT} make {smallest}"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=alphabet,
-        show_progress=sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator(texts(find_inputs(settings.input), settings.json_key), trainer)
-    if tokenizer.get_vocab_size() == smallest:
-        raise DataError(f"--input {' '.join(settings.input)}: no pair of bytes comes up twice; give more text")
+    """Learn, write the file aside first, and say how it is used."""
+    learn, tokenizer_type = kind(settings)
+    content = learn(settings)
     with writing_aside(settings.output) as file:
-        file.write(tokenizer.to_str(pretty=True).encode("utf-8"))
-    report(settings, tokenizer.get_vocab_size())
-
-
-def report(settings: Settings, size: int) -> None:
-    """Say what was made, and when the text gave fewer tokens than were asked for."""
+        file.write(content)
+    size = build_tokenizer(tokenizer_type, settings.output).vocab_size
     print(f"{settings.output}: {size:,} tokens", flush=True)
     if size < settings.vocab_size:
         print(
-            f"--vocab-size {settings.vocab_size} was not reached: the text has no more pairs to merge",
+            f"--vocab-size {settings.vocab_size} was not reached: the text has no more pieces to learn",
             file=sys.stderr,
         )
+    print(f"use it with --tokenizer-type {tokenizer_type} --tokenizer-model {settings.output}", flush=True)
+
+
+def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
+    """What learns the output's format, and the tokenizer type that reads it."""
+    kinds = {
+        ".json": (train_tokenizers, "HuggingFaceTokenizer"),
+        ".model": (train_sentence_piece, "SentencePieceTokenizer"),
+    }
+    suffix = Path(settings.output).suffix
+    if suffix not in kinds:
+        raise ConfigError(
+            f"--output {settings.output} has the unknown format {suffix or '(no suffix)'}; end it with .json, which "
+            "the tokenizers library writes, or .model, which sentencepiece writes"
+        )
+    return kinds[suffix]
+
+
+def check(settings: Settings, own: Sequence[str]) -> None:
+    """ConfigError for flags that cannot be honoured, before any text is read."""
+    named = [*own, *settings.special_tokens]
+    twice = next((name for name in named if named.count(name) > 1), None)
+    if twice is not None or "" in named:
+        fault = f"names {twice} twice" if twice else "has an empty name"
+        raise ConfigError(
+            f"--special-tokens {' '.join(settings.special_tokens)}: with {' '.join(own)}, which is always there, "
+            f"{fault}; leave it out"
+        )
+    smallest = len(named) + 256
+    if settings.vocab_size < smallest:
+        raise ConfigError(
+            f"--vocab-size {settings.vocab_size} is too small; the 256 bytes and {' '.join(named)} make {smallest}"
+        )
+
+
+def train_tokenizers(settings: Settings) -> bytes:
+    """A byte-level tokenizer.json: any text can be written in its 256 bytes, and comes back unchanged."""
+    check(settings, (END_OF_DOCUMENT,))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    common = {
+        "vocab_size": settings.vocab_size,
+        "special_tokens": [END_OF_DOCUMENT, *settings.special_tokens],
+        "initial_alphabet": alphabet,
+        "show_progress": sys.stderr.isatty(),
+    }
+    if settings.algorithm == "bpe":
+        tokenizer, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(**common)
+    else:
+        tokenizer, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(**common)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts(settings), trainer)
+    if tokenizer.get_vocab_size() == len(alphabet) + len(common["special_tokens"]):
+        raise nothing_to_learn(settings)
+    return tokenizer.to_str(pretty=True).encode("utf-8")
+
+
+def train_sentence_piece(settings: Settings) -> bytes:
+    """A sentencepiece .model as Llama 2's: no text is changed before it is cut, and rare characters become bytes."""
+    check(settings, PIECES)
+    faults: list[BaseException] = []
+    read = remembering(faults, lines(chain.from_iterable(texts(settings))))
+    first = next(read, None)
+    if first is None:
+        raise nothing_to_learn(settings)
+    padding = PADDING in settings.special_tokens
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=chain([first], read),
+            model_writer=model,
+            model_type=settings.algorithm,
+            vocab_size=settings.vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=4 * LINE_CHARACTERS,
+            user_defined_symbols=[name for name in settings.special_tokens if name != PADDING],
+            pad_id=len(PIECES) if padding else -1,
+            pad_piece=PADDING,
+            # Its log is the only progress that it shows.
+            minloglevel=0 if sys.stderr.isatty() else 2,
+        )
+    except RuntimeError as error:
+        raise faults[0] if faults else explained(settings, error) from error
+    return model.getvalue()
+
+
+def remembering(faults: list[BaseException], found: Iterable[str]) -> Iterator[str]:
+    """The same texts; what goes wrong in reading them is kept, since sentencepiece raises another error instead."""
+    try:
+        yield from found
+    except (Exception, KeyboardInterrupt) as error:
+        faults.append(error)
+        raise
+
+
+def lines(found: Iterable[str]) -> Iterator[str]:
+    """The lines of the texts that are not blank, in parts of at most LINE_CHARACTERS."""
+    for text in found:
+        for line in text.splitlines():
+            for start in range(0, len(line), LINE_CHARACTERS):
+                if (part := line[start : start + LINE_CHARACTERS]).strip():
+                    yield part
+
+
+def explained(settings: Settings, error: RuntimeError) -> MegatronError:
+    """A sentence with a way out for what sentencepiece says."""
+    said = str(error)
+    if most := re.search(r"set it to a value <= (\d+)", said):
+        return ConfigError(
+            f"--vocab-size {settings.vocab_size} is too large for the text, which gives {most[1]} pieces at most; "
+            "lower it, or give more text"
+        )
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+        return ConfigError(
+            f"--vocab-size {settings.vocab_size} is too small for the text, whose characters, bytes and special tokens "
+            f"make {least[1]}; raise it"
+        )
+    return DataError(f"--input {' '.join(settings.input)}: sentencepiece learns nothing from it: {said}")
+
+
+def nothing_to_learn(settings: Settings) -> DataError:
+    """The sentence for inputs without text enough."""
+    return DataError(
+        f"--input {' '.join(settings.input)}: no text to learn from under the key {settings.json_key!r}; give more "
+        "text, or choose another --json-key"
+    )
 
 
 def main() -> None:

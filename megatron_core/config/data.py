@@ -100,7 +100,8 @@ class DataConfig:
     tiktoken_num_special_tokens: int = 1000
     """Ids that TikTokenizer keeps for special tokens, before those of the text."""
     vocab_size: int | None = None
-    """Vocabulary size where no tokenizer tells it (NullTokenizer, --mock-data, or data alone)."""
+    """Vocabulary size where no tokenizer tells it (NullTokenizer, --mock-data, or data alone); TikTokenizer is cut to
+    it."""
 
     @property
     def length_ramp(self) -> Ramp:

@@ -10,7 +10,7 @@ from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, parse_blend
 from megatron_core.datasets.cyclic import CyclicDataset
-from megatron_core.datasets.header import check_tokenizer
+from megatron_core.datasets.header import check_tokenizer, check_vocabulary
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.datasets.paths import NAMES, Phase, read_paths
@@ -126,6 +126,8 @@ class _Opener:
         indexed = IndexedDataset(prefix)
         if self._tokenizer is not None:
             check_tokenizer(prefix, self._tokenizer)
+        elif self._data.vocab_size is not None:
+            check_vocabulary(prefix, self._data.vocab_size)
         return indexed
 
 

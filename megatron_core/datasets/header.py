@@ -1,14 +1,23 @@
 """What made a token file, written beside it, so that another tokenizer is noticed before training."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_core.datasets.aside import writing_aside
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
 
-FORMAT = "megatron-native token file 1"
+FAMILY = "megatron-native token file "
+FORMAT = f"{FAMILY}2"
+# Version 1 had no bos, eos and pad; they are read as None.
+READABLE = (f"{FAMILY}1", FORMAT)
+
+SPECIAL_IDS = ("eod", "bos", "eos", "pad")
+
+# Ours have less than 1,000 bytes; a corpus that happens to have the name of a header is not read as a whole.
+LARGEST = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,30 @@ class DatasetHeader:
     """Documents in the file."""
     tokens: int
     """Tokens in the file."""
+    bos: int | None = None
+    """The tokenizer's id at the beginning of a sequence."""
+    eos: int | None = None
+    """The tokenizer's id at the end of a sequence."""
+    pad: int | None = None
+    """The tokenizer's padding id."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, tokenizer_type: str, *, append_eod: bool, documents: int, tokens: int
+    ) -> "DatasetHeader":
+        """The header of a file that the tokenizer made."""
+        return cls(
+            tokenizer_type=tokenizer_type,
+            fingerprint=tokenizer.fingerprint(),
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            bos=tokenizer.bos,
+            eos=tokenizer.eos,
+            pad=tokenizer.pad,
+            append_eod=append_eod,
+            documents=documents,
+            tokens=tokens,
+        )
 
 
 def get_header_path(path_prefix: str) -> str:
@@ -51,19 +84,29 @@ def check_header_path(path_prefix: str) -> None:
 
 
 def read_header(path_prefix: str) -> DatasetHeader | None:
-    """The header of a token file, or None where it has none, as files that Megatron made."""
+    """The header of a token file, or None where it has none, as files that Megatron made.
+
+    DataError: the header is of a version that is not known, lacks a field, or has one of another type.
+    """
     path = Path(get_header_path(path_prefix))
     content = _content(path) if path.is_file() else None
     if content is None:
         return None
-    fields = {key: value for key, value in content.items() if key != "format"}
+    found = content.pop("format")
+    if found not in READABLE:
+        raise DataError(
+            f"{path} is a header of the format {found!r}, expected one of {', '.join(map(repr, READABLE))}; use the "
+            f"version of the package that wrote it, or {_WITHOUT}"
+        )
     try:
-        return DatasetHeader(**fields)
+        header = DatasetHeader(**content)
     except TypeError as error:
         raise DataError(
             f"{path} lacks a field of a token file's header, or has one too many ({error}); prepare the data "
-            "again, or remove the file to go without the check"
+            f"again, or {_WITHOUT}"
         ) from error
+    _check_types(path, header)
+    return header
 
 
 def remove_header(path_prefix: str) -> None:
@@ -74,7 +117,11 @@ def remove_header(path_prefix: str) -> None:
 
 
 def check_tokenizer(path_prefix: str, tokenizer: Tokenizer) -> None:
-    """DataError if the token file was made with another tokenizer; without a header nothing is checked."""
+    """DataError if the token file was made with another tokenizer; without a header nothing is checked.
+
+    Another tokenizer is one of another size or fingerprint, or one that ends documents with another id than the one
+    that the file's documents end with. Its other special ids stand nowhere in the file, and may differ.
+    """
     header = read_header(path_prefix)
     if header is None:
         return
@@ -82,20 +129,62 @@ def check_tokenizer(path_prefix: str, tokenizer: Tokenizer) -> None:
     if header.vocab_size != tokenizer.vocab_size:
         raise DataError(
             f"{path_prefix} was made with a {header.tokenizer_type} of {header.vocab_size} tokens, and the "
-            f"tokenizer of this run has {tokenizer.vocab_size}; {way_out}"
+            f"tokenizer of this run has {tokenizer.vocab_size}{_other_ids(header, tokenizer)}; {way_out}"
         )
     found = tokenizer.fingerprint()
     if header.fingerprint != found:
         raise DataError(
             f"{path_prefix} was made with another {header.tokenizer_type}: fingerprint "
-            f"{header.fingerprint[:12]}, and the tokenizer of this run has {found[:12]}; {way_out}"
+            f"{header.fingerprint[:12]}, and the tokenizer of this run has {found[:12]}"
+            f"{_other_ids(header, tokenizer)}; {way_out}"
+        )
+    if header.append_eod and header.eod != tokenizer.eod:
+        raise DataError(
+            f"the documents of {path_prefix} end with the id {header.eod}, and the tokenizer of this run ends them "
+            f"with {tokenizer.eod}, with the same vocabulary; give all the files of the tokenizer that made the data "
+            "(tokenizer_config.json may name special tokens), or prepare the data again"
         )
 
 
-def _content(path: Path) -> dict | None:
-    """The JSON object of a header, None if the file is something else."""
+def check_vocabulary(path_prefix: str, vocab_size: int) -> None:
+    """DataError if a token file may hold ids beyond a vocabulary; for runs that name no tokenizer."""
+    header = read_header(path_prefix)
+    if header is not None and header.vocab_size > vocab_size:
+        raise DataError(
+            f"{path_prefix} was made with a {header.tokenizer_type} of {header.vocab_size} tokens, and --vocab-size "
+            f"is {vocab_size}; give at least that many, or the tokenizer itself"
+        )
+
+
+_WITHOUT = "remove the file to go without the check"
+
+
+def _other_ids(header: DatasetHeader, tokenizer: Tokenizer) -> str:
+    """Which special ids that the header knows differ, as a part of a sentence."""
+    theirs = {name: getattr(header, name) for name in SPECIAL_IDS if getattr(header, name) is not None}
+    ours = {name: getattr(tokenizer, name) for name in theirs}
+    other = [f"{name} {theirs[name]} there and {ours[name]} here" for name in theirs if theirs[name] != ours[name]]
+    return f" ({', '.join(other)})" if other else ""
+
+
+def _check_types(path: Path, header: DatasetHeader) -> None:
+    for field in fields(header):
+        value = getattr(header, field.name)
+        # A bool is an int for Python, and no id or count.
+        if not isinstance(value, field.type) or (isinstance(value, bool) and field.type is not bool):
+            expected = field.type.__name__ if isinstance(field.type, type) else field.type
+            raise DataError(
+                f"{path} has {field.name}={value!r}, expected {expected}; prepare the data again, or {_WITHOUT}"
+            )
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a header, of any version; None if the file is something else."""
+    if path.stat().st_size > LARGEST:
+        return None
     try:
         content = json.loads(path.read_bytes())
     except ValueError:
         return None
-    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+    ours = isinstance(content, dict) and str(content.get("format")).startswith(FAMILY)
+    return content if ours else None

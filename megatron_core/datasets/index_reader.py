@@ -43,7 +43,7 @@ def _check_size(path: Path, size: int, sequences: int, document_entries: int, mu
     expected = index_bytes(sequences, document_entries, multimodal)
     counts = f"{sequences} sequences and {document_entries} entries of the document index"
     found = f"{path} has {size} bytes, expected {expected} for {counts}"
-    if multimodal and size == index_bytes(sequences, document_entries, multimodal=False):
+    if multimodal and sequences and size == index_bytes(sequences, document_entries, multimodal=False):
         raise DataError(f"{found} with modes: it was not written as multimodal; open it with multimodal=False")
     if size < expected:
         raise DataError(f"{found}: it is cut off; {_AGAIN}")

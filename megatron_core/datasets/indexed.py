@@ -105,8 +105,13 @@ class IndexedDataset:
             return
         first_byte = int(self.sequence_pointers[last])
         needed = first_byte + int(self.sequence_lengths[last]) * self.itemsize
+        if first_byte < 0 or needed < first_byte:
+            raise DataError(
+                f"{get_idx_path(self.path_prefix)}: sequence {last} begins at byte {first_byte} and has "
+                f"{self.sequence_lengths[last]} tokens: the index is damaged; copy it again, or prepare the data again"
+            )
         size = self._bin.stat().st_size
-        if first_byte < 0 or self.sequence_lengths[last] < 0 or size < needed:
+        if size < needed:
             raise DataError(
                 f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it "
                 "is cut off, or the two files are not of one run; copy both again, or prepare the data again"

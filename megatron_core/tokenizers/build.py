@@ -12,14 +12,16 @@ from megatron_core.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_core.tokenizers.null import NullTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS, TikTokenizer
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One name of `--tokenizer-type`: the settings it needs, in the order that `make` takes them."""
+    """One name of `--tokenizer-type`: the settings that `make` takes, in its order: those it needs, then the rest."""
 
     make: Callable[..., Tokenizer]
     needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
 
 def _llama2(path: str | Path) -> Tokenizer:
@@ -34,6 +36,9 @@ _KINDS = {
     "Llama2Tokenizer": _Kind(_llama2, ("tokenizer_model",)),
     "NullTokenizer": _Kind(NullTokenizer, ("vocab_size",)),
     "SentencePieceTokenizer": _Kind(SentencePieceTokenizer, ("tokenizer_model",)),
+    "TikTokenizer": _Kind(
+        TikTokenizer, ("tokenizer_model",), ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size")
+    ),
 }
 
 TOKENIZER_TYPES = tuple(_KINDS)
@@ -46,10 +51,13 @@ def build_tokenizer(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS,
 ) -> Tokenizer:
     """The tokenizer that Megatron's flags of the same names describe.
 
-    `vocab_size` defines NullTokenizer; for the others it is the model's, and has only to hold every token.
+    `vocab_size` defines NullTokenizer and cuts TikTokenizer's ranks; for the others it is the model's, and has only
+    to hold every token.
     ConfigError: unknown type, a setting that the type needs is missing, a file is missing or not readable, or
     `vocab_size` is smaller than the tokenizer's.
     """
@@ -62,11 +70,13 @@ def build_tokenizer(
         "vocab_file": vocab_file,
         "merge_file": merge_file,
         "vocab_size": vocab_size,
+        "tiktoken_pattern": tiktoken_pattern,
+        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
     }
     missing = [f"--{name.replace('_', '-')}" for name in kind.needs if given[name] is None]
     if missing:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}: not given")
-    tokenizer = kind.make(*(given[name] for name in kind.needs))
+    tokenizer = kind.make(*(given[name] for name in kind.needs + kind.takes))
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
@@ -79,4 +89,12 @@ def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """The tokenizer that a configuration names, or None if it names none."""
     if data.tokenizer_type is None:
         return None
-    return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.vocab_size)
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.tokenizer_model,
+        data.vocab_file,
+        data.merge_file,
+        data.vocab_size,
+        data.tiktoken_pattern,
+        data.tiktoken_num_special_tokens,
+    )

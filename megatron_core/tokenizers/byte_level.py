@@ -13,6 +13,9 @@ class ByteLevelTokenizer:
 
     vocab_size = BYTES + 1
     eod: int | None = BYTES
+    bos: int | None = None
+    eos: int | None = BYTES
+    pad: int | None = None
 
     def tokenize(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""

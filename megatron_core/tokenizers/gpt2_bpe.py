@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -16,8 +17,11 @@ END_OF_DOCUMENT = "<|endoftext|>"
 class GPT2BPETokenizer:
     """GPT-2's `vocab.json` and `merges.txt`.
 
-    An `<|endoftext|>` written out in the text is text like any other; its id comes only from `eod`.
+    An `<|endoftext|>` written out in the text is text like any other; its id comes only from `eod` and `eos`.
     """
+
+    bos: int | None = None
+    pad: int | None = None
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         self._vocab_file = _existing("--vocab-file", vocab_file)
@@ -26,6 +30,7 @@ class GPT2BPETokenizer:
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.eod: int | None = vocabulary.get(END_OF_DOCUMENT)
+        self.eos: int | None = self.eod
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -41,14 +46,18 @@ class GPT2BPETokenizer:
 
     def fingerprint(self) -> str:
         """Over the vocabulary and the merges in their order."""
-        vocabulary = json.loads(self._vocab_file.read_text(encoding="utf-8"))
-        merges = self._merge_file.read_text(encoding="utf-8").splitlines()
-        ranked = [line for line in merges if line and not line.startswith("#version")]
-        return digest(b"gpt2 bpe", canonical_json(vocabulary), "\n".join(ranked).encode("utf-8"))
+        return self._fingerprint
 
     def files(self) -> list[Path]:
         """The vocabulary and the merges."""
         return [self._vocab_file, self._merge_file]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        vocabulary = json.loads(self._vocab_file.read_text(encoding="utf-8"))
+        merges = self._merge_file.read_text(encoding="utf-8").splitlines()
+        ranked = [line for line in merges if line and not line.startswith("#version")]
+        return digest(b"gpt2 bpe", canonical_json(vocabulary), "\n".join(ranked).encode("utf-8"))
 
 
 def _existing(flag: str, path: str | Path) -> Path:

@@ -2,26 +2,23 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.fingerprint import canonical_json, digest
+from megatron_core.tokenizers.special_names import (
+    BEGIN_OF_SEQUENCE,
+    END_OF_DOCUMENT,
+    PADDING,
+    first_id,
+    name_files,
+    named_tokens,
+)
 
 FILE_NAME = "tokenizer.json"
-
-# What the published vocabularies call the end of a document. A chat model's vocabulary may hold several; the
-# first here is the one its pre-training used (a turn's end, such as <|im_end|>, ends no document).
-END_OF_DOCUMENT = (
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek writes it with these two look-alike signs
-    "<|eos|>",
-    "<eod>",
-)
 
 # These two keys cut or pad what is encoded, which would lose text without a word; they play no part here.
 IGNORED_KEYS = ("truncation", "padding")
@@ -32,6 +29,10 @@ class HuggingFaceTokenizer:
 
     Special tokens that the file's post-processor would add (a begin-of-text id, say) are not added. A special
     token written out in the text becomes its id, as it does in the `transformers` library.
+
+    `bos`, `eos` and `pad` are what `tokenizer_config.json` or `special_tokens_map.json` beside the file name, else the
+    token of a usual name. `eod` is the token of a usual name before it is `eos`: a chat model's `eos` ends a turn.
+    These two files decide no id of a text: they belong to `files`, and not to the fingerprint.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -40,8 +41,12 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids can have gaps, and the model needs a row for the largest one: this is not the number of entries.
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        known = (vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary)
-        self.eod: int | None = next(known, None)
+        named = named_tokens(self._path.parent)
+        usual_end = first_id(END_OF_DOCUMENT, vocabulary)
+        self.bos = vocabulary.get(named.get("bos_token", ""), first_id(BEGIN_OF_SEQUENCE, vocabulary))
+        self.eos = vocabulary.get(named.get("eos_token", ""), usual_end)
+        self.pad = vocabulary.get(named.get("pad_token", ""), first_id(PADDING, vocabulary))
+        self.eod = self.eos if usual_end is None else usual_end
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -58,13 +63,17 @@ class HuggingFaceTokenizer:
 
     def fingerprint(self) -> str:
         """Over the file's content, whatever its spacing and key order."""
+        return self._fingerprint
+
+    def files(self) -> list[Path]:
+        """The `tokenizer.json`, and the files beside it that name special tokens."""
+        return [self._path, *name_files(self._path.parent)]
+
+    @cached_property
+    def _fingerprint(self) -> str:
         content = json.loads(self._path.read_text(encoding="utf-8"))
         kept = {key: value for key, value in content.items() if key not in IGNORED_KEYS}
         return digest(b"hugging face", canonical_json(kept))
-
-    def files(self) -> list[Path]:
-        """The one `tokenizer.json`."""
-        return [self._path]
 
 
 def _find(path: Path) -> Path:

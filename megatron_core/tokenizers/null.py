@@ -10,8 +10,13 @@ from megatron_core.tokenizers.fingerprint import digest
 class NullTokenizer:
     """Whitespace-separated integers in the text are the ids; the last id of the vocabulary ends a document.
 
-    Older releases of Megatron-LM counted one id more and used `vocab_size` itself as end of document.
+    Older releases of Megatron-LM counted one id more and used `vocab_size` itself as end of document. Nothing begins
+    a sequence, ends one, or pads it.
     """
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:

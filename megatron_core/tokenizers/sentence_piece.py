@@ -1,6 +1,7 @@
 """SentencePiece models, Llama 2's among them."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
@@ -25,8 +26,10 @@ class SentencePieceTokenizer:
                 "every text; use --tokenizer-type SentencePieceTokenizer"
             )
         self.vocab_size = self._processor.get_piece_size()
-        end = self._processor.eos_id()
-        self.eod: int | None = end if end >= 0 else None
+        self.bos = _present(self._processor.bos_id())
+        self.eos = _present(self._processor.eos_id())
+        self.pad = _present(self._processor.pad_id())
+        self.eod = self.eos
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -42,11 +45,20 @@ class SentencePieceTokenizer:
 
     def fingerprint(self) -> str:
         """Over the model file and whether a begin-of-sentence id is added."""
-        return digest(b"sentencepiece", self._path.read_bytes(), b"bos" if self._add_bos else b"")
+        return self._fingerprint
 
     def files(self) -> list[Path]:
         """The one model file."""
         return [self._path]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return digest(b"sentencepiece", self._path.read_bytes(), b"bos" if self._add_bos else b"")
+
+
+def _present(piece: int) -> int | None:
+    """The id of a control piece; the library says -1 where the model has none."""
+    return piece if piece >= 0 else None
 
 
 def _load(path: Path) -> sentencepiece.SentencePieceProcessor:

@@ -114,6 +114,9 @@ def test_tokenizer_is_checked_and_its_end_masked(tmp_path: Path) -> None:
         data_path=[prefix], split="1", sequence_length=6, seed=3, tokenizer=tokenizer, eod_mask_loss=True
     )
     assert splits.train[0]["loss_mask"].sum() == 5
+    with pytest.raises(DataError, match="of 257 tokens, and --vocab-size is 256; give at least"):
+        build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, vocab_size=256)
+    assert build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, vocab_size=257).train is not None
     with pytest.raises(DataError, match="tokenizer of this run has 99"):
         build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, tokenizer=NullTokenizer(99))
 

@@ -1,7 +1,7 @@
 """The JSON beside a token file, and the check of the tokenizer against it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,9 @@ HEADER = DatasetHeader(
     append_eod=True,
     documents=3,
     tokens=40,
+    bos=None,
+    eos=256,
+    pad=None,
 )
 
 
@@ -27,7 +30,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_header(prefix) is None
     write_header(prefix, HEADER)
     assert read_header(prefix) == HEADER
-    write_header(prefix, replace(HEADER, eod=None))
+    write_header(prefix, replace(HEADER, eod=None, append_eod=False))
     assert read_header(prefix).eod is None
     check_tokenizer(prefix, BYTES)
 
@@ -63,3 +66,80 @@ def test_a_header_that_lacks_a_field(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"a\.json lacks a field .*eod"):
         read_header(prefix)
+
+
+def test_the_header_of_a_tokenizer() -> None:
+    header = DatasetHeader.of(BYTES, "ByteLevelTokenizer", append_eod=True, documents=3, tokens=40)
+    assert header == HEADER
+    null = DatasetHeader.of(NullTokenizer(5), "NullTokenizer", append_eod=False, documents=1, tokens=2)
+    assert (null.eod, null.bos, null.eos, null.pad, null.vocab_size) == (4, None, None, None, 5)
+
+
+def write_content(folder: Path, **changes: object) -> str:
+    """A header with other content; the prefix."""
+    content = {"format": "megatron-native token file 2", **asdict(HEADER), **changes}
+    (folder / "a.json").write_text(json.dumps(content))
+    return str(folder / "a")
+
+
+def test_a_header_of_version_1_is_read(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a")
+    old = asdict(HEADER)
+    for name in ("bos", "eos", "pad"):
+        del old[name]
+    (tmp_path / "a.json").write_text(json.dumps({"format": "megatron-native token file 1", **old}))
+    assert read_header(prefix) == replace(HEADER, bos=None, eos=None, pad=None)
+    check_tokenizer(prefix, BYTES)
+    # What it does not know is no difference.
+    with pytest.raises(DataError, match=r"this run has 12 \(eod 256 there and 11 here\); give"):
+        check_tokenizer(prefix, NullTokenizer(12))
+    write_header(prefix, read_header(prefix))
+    assert json.loads((tmp_path / "a.json").read_text())["format"] == "megatron-native token file 2"
+
+
+def test_a_header_of_a_later_version_is_told(tmp_path: Path) -> None:
+    prefix = write_content(tmp_path, format="megatron-native token file 3")
+    with pytest.raises(DataError, match=r"a\.json is a header of the format .* file 3', expected one of .*file 1'.*"):
+        read_header(prefix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": "257"}, r"a\.json has vocab_size='257', expected int; prepare the data again, or remove"),
+        ({"eod": 1.5}, r"eod=1\.5, expected int \| None"),
+        ({"documents": True}, r"documents=True, expected int"),
+        ({"append_eod": 1}, r"append_eod=1, expected bool"),
+        ({"extra": 1}, r"a\.json lacks a field .*or has one too many \(.*extra"),
+    ],
+)
+def test_a_header_with_a_field_of_another_type(changes: dict, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=sentence):
+        read_header(write_content(tmp_path, **changes))
+
+
+def test_special_ids_that_differ_are_named(tmp_path: Path) -> None:
+    prefix = write_content(tmp_path, vocab_size=12, pad=7)
+    with pytest.raises(
+        DataError,
+        match=r"another ByteLevelTokenizer.* \(eod 256 there and 11 here, eos 256 .* None here, pad 7 .*\); give",
+    ):
+        check_tokenizer(prefix, NullTokenizer(12))
+
+
+def test_another_end_of_document_is_told_although_the_vocabulary_is_the_same(tmp_path: Path) -> None:
+    """As when a tokenizer_config.json that names the end is gone: the data's ends would be ordinary tokens."""
+    other = ByteLevelTokenizer()
+    other.eod = 10
+    with pytest.raises(DataError, match=r"documents of .*a end with the id 256, and .* ends them with 10"):
+        check_tokenizer(write_content(tmp_path), other)
+    check_tokenizer(write_content(tmp_path, append_eod=False), other)
+    other.eod, other.pad, other.bos = 256, 3, 4
+    check_tokenizer(write_content(tmp_path), other)
+
+
+def test_a_large_file_of_the_same_name_is_not_read(tmp_path: Path) -> None:
+    write_content(tmp_path, tokenizer_type="x" * 70_000)
+    assert read_header(str(tmp_path / "a")) is None
+    (tmp_path / "a.json").write_bytes(b"")
+    assert read_header(str(tmp_path / "a")) is None

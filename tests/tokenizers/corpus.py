@@ -1,5 +1,6 @@
 """Text and small tokenizer files for the tests."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -38,9 +39,9 @@ def write_gpt2_files(folder: Path) -> tuple[Path, Path]:
     return vocabulary, merges
 
 
-def write_sentence_piece(folder: Path, bos: int = 1) -> Path:
+def write_sentence_piece(folder: Path, bos: int = 1, pad: int = -1, keep_spaces: bool = False) -> Path:
     """A SentencePiece model in the folder; bos=-1 leaves the begin-of-sentence piece out."""
-    text, prefix = folder / "text.txt", folder / f"model{bos}"
+    text, prefix = folder / "text.txt", folder / f"model{bos}{pad}{keep_spaces}"
     text.write_text("\n".join(line for t in TEXTS * 20 for line in t.splitlines() if line.strip()))
     sentencepiece.SentencePieceTrainer.train(
         input=str(text),
@@ -49,8 +50,64 @@ def write_sentence_piece(folder: Path, bos: int = 1) -> Path:
         model_type="bpe",
         byte_fallback=True,
         bos_id=bos,
+        pad_id=pad,
+        remove_extra_whitespaces=not keep_spaces,
         normalization_rule_name="identity",
         minloglevel=2,
         hard_vocab_limit=False,
     )
     return Path(f"{prefix}.model")
+
+
+def make_ranks() -> list[bytes]:
+    """Tokens in the order of their ranks: all bytes, then pairs that come up in the texts."""
+    pairs = [
+        "eT",
+        "th",
+        "he",
+        "at",
+        "the",
+        " the",
+        " a",
+        "the hat",
+        "  ",
+        "TH",
+        "cat",
+        " cat",
+        "12",
+        "//",
+        "\n\n",
+        "世",
+    ]
+    return (
+        [bytes([i]) for i in range(256)]
+        + [b"\xe4\xb8"]
+        + [pair.encode("utf-8") for pair in pairs]
+        + [b"%c%c" % (a, b) for a in b"defx" for b in b"(:+)"]
+        + [b"%c%c%c" % (a, a, b) for a in b"klmnopq" for b in b"uvwxy"]
+    )
+
+
+def write_rank_json(folder: Path) -> Path:
+    """The ranks as Megatron's JSON list."""
+    path = folder / "ranks.json"
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    "rank": rank,
+                    "token_bytes": base64.b64encode(token).decode("ascii"),
+                    "token_str": token.decode("utf-8", errors="replace"),
+                }
+                for rank, token in enumerate(make_ranks())
+            ]
+        )
+    )
+    return path
+
+
+def write_rank_lines(folder: Path) -> Path:
+    """The ranks as lines of text."""
+    path = folder / "ranks.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(make_ranks())))
+    return path

@@ -7,7 +7,7 @@ import pytest
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
-from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
+from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
 
 
 def test_every_type(tmp_path: Path) -> None:
@@ -18,6 +18,7 @@ def test_every_type(tmp_path: Path) -> None:
         "GPT2BPETokenizer": build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges),
         "HuggingFaceTokenizer": build_tokenizer("HuggingFaceTokenizer", write_tokenizer_json(tmp_path)),
         "NullTokenizer": build_tokenizer("NullTokenizer", vocab_size=7),
+        "TikTokenizer": build_tokenizer("TikTokenizer", write_rank_json(tmp_path), tiktoken_pattern="v1"),
     }
     for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         built[name] = build_tokenizer(name, model)
@@ -28,7 +29,7 @@ def test_every_type(tmp_path: Path) -> None:
 
 
 def test_unknown_type_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer-type Tik is not known; known: .*NullTokenizer"):
+    with pytest.raises(ConfigError, match=r"--tokenizer-type Tik is not known; known: .*NullTokenizer.*TikTokenizer"):
         build_tokenizer("Tik")
 
 
@@ -39,6 +40,7 @@ def test_unknown_type_lists_the_known() -> None:
         ("SentencePieceTokenizer", "--tokenizer-model"),
         ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
         ("NullTokenizer", "--vocab-size"),
+        ("TikTokenizer", "--tokenizer-model"),
     ],
 )
 def test_missing_setting_names_the_flag(name: str, flags: str) -> None:
@@ -85,3 +87,18 @@ def test_vocab_size_must_hold_every_token() -> None:
 def test_from_configuration() -> None:
     assert tokenizer_of(DataConfig()) is None
     assert tokenizer_of(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9)).vocab_size == 9
+
+
+def test_tiktoken_from_configuration(tmp_path: Path) -> None:
+    path = str(write_rank_json(tmp_path))
+    data = DataConfig(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=path,
+        tiktoken_pattern="v1",
+        tiktoken_num_special_tokens=5,
+        vocab_size=300,
+    )
+    built = tokenizer_of(data)
+    assert built.vocab_size == 300 and built.tokenize("a") == [5 + ord("a")]
+    expected = build_tokenizer("TikTokenizer", path, None, None, 300, "v1", 5)
+    assert built.fingerprint() == expected.fingerprint()

@@ -16,12 +16,15 @@ from megatron_core.tokenizers import (
     HuggingFaceTokenizer,
     NullTokenizer,
     SentencePieceTokenizer,
+    TikTokenizer,
     Tokenizer,
+    padding_id,
 )
 from tests.tokenizers.corpus import (
     TEXTS,
     train_bpe,
     write_gpt2_files,
+    write_rank_json,
     write_sentence_piece,
     write_tokenizer_json,
 )
@@ -30,6 +33,7 @@ MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
     "hugging face": lambda folder: HuggingFaceTokenizer(write_tokenizer_json(folder)),
     "gpt2": lambda folder: GPT2BPETokenizer(*write_gpt2_files(folder)),
     "sentencepiece": lambda folder: SentencePieceTokenizer(write_sentence_piece(folder)),
+    "tiktoken": lambda folder: TikTokenizer(write_rank_json(folder)),
     "bytes": lambda folder: ByteLevelTokenizer(),
 }
 
@@ -45,7 +49,9 @@ def test_protocol(name: str, tmp_path: Path) -> None:
         assert all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids)
         if name != "sentencepiece":  # which drops and adds spaces by design
             assert tokenizer.detokenize(ids) == text
-    assert tokenizer.eod is not None and 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.eod is not None and tokenizer.eod == tokenizer.eos
+    for special in (tokenizer.eod, tokenizer.bos, tokenizer.eos, tokenizer.pad):
+        assert special is None or 0 <= special < tokenizer.vocab_size
     assert len(tokenizer.fingerprint()) == 64
     assert all(path.is_file() for path in tokenizer.files())
 
@@ -56,6 +62,87 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
     prints.append(SentencePieceTokenizer(write_sentence_piece(tmp_path), add_bos=True).fingerprint())
     assert len(set(prints)) == len(prints)
     assert prints[0] == MAKERS["hugging face"](tmp_path).fingerprint()
+
+
+@pytest.mark.parametrize("name", set(MAKERS) - {"bytes"})
+def test_the_fingerprint_is_computed_once(name: str, tmp_path: Path) -> None:
+    """A run compares it with the header of each of its files, which may be a thousand."""
+    tokenizer = MAKERS[name](tmp_path)
+    first = tokenizer.fingerprint()
+    for path in tokenizer.files():
+        path.unlink()
+    assert tokenizer.fingerprint() == first
+
+
+@pytest.mark.parametrize(
+    ("eod", "bos", "eos", "pad", "expected"),
+    [
+        (0, None, 0, None, None),  # no padding id: nothing may be masked
+        (0, None, 0, 0, None),  # pad is the end of a document: a real token
+        (5, 1, 0, 0, None),
+        (5, 1, 0, 1, None),
+        (None, None, None, 3, 3),
+        (2, 1, 2, 0, 0),  # an id of 0 is an id
+    ],
+)
+def test_padding_may_be_masked_only_where_its_id_means_nothing_else(
+    eod: int | None, bos: int | None, eos: int | None, pad: int | None, expected: int | None
+) -> None:
+    tokenizer = NullTokenizer(10)
+    tokenizer.eod, tokenizer.bos, tokenizer.eos, tokenizer.pad = eod, bos, eos, pad
+    assert padding_id(tokenizer) == expected
+
+
+def write_names(folder: Path, name: str, **tokens: object) -> Path:
+    """A file that names special tokens."""
+    path = folder / name
+    path.write_text(json.dumps(tokens))
+    return path
+
+
+def test_hugging_face_takes_special_ids_from_the_files_beside(tmp_path: Path) -> None:
+    model = write_tokenizer_json(tmp_path, ("<a>", "<b>", "<c>", "<pad>", "<s>"))
+    alone = HuggingFaceTokenizer(model)
+    assert (alone.eod, alone.bos, alone.eos, alone.pad) == (None, 4, None, 3)  # by their usual names
+    map_file = write_names(tmp_path, "special_tokens_map.json", bos_token="<a>", pad_token="<b>")
+    config = write_names(
+        tmp_path, "tokenizer_config.json", eos_token={"content": "<b>"}, pad_token="<c>", bos_token=None
+    )
+    named = HuggingFaceTokenizer(tmp_path)
+    assert (named.eod, named.bos, named.eos, named.pad) == (1, 0, 1, 2)
+    assert named.files() == [model, map_file, config]
+    # They decide no id of a text, so the data that was made without them is still this tokenizer's.
+    assert named.fingerprint() == alone.fingerprint()
+    assert named.tokenize_batch(TEXTS) == alone.tokenize_batch(TEXTS)
+
+
+def test_hugging_face_end_of_a_turn_is_not_the_end_of_a_document(tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|im_end|>"))
+    write_names(
+        tmp_path, "tokenizer_config.json", eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<gone>"
+    )
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert (tokenizer.eod, tokenizer.eos, tokenizer.pad, tokenizer.bos) == (0, 1, 0, None)
+    assert padding_id(tokenizer) is None
+
+
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is no JSON"), ("[]", "holds a list, expected an object")])
+def test_hugging_face_names_file_that_is_broken(content: str, sentence: str, tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json {sentence}.*or remove it to go without"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_hugging_face_agrees_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer_json(tmp_path, ("</s>", "<s>", "<pad>"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    write_names(tmp_path, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **names)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(tmp_path)), HuggingFaceTokenizer(tmp_path)
+    assert ours.tokenize_batch(TEXTS) == [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
+    assert (ours.bos, ours.eos, ours.pad) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
 
 
 def test_hugging_face_fingerprint_is_of_the_content(tmp_path: Path) -> None:
@@ -119,6 +206,21 @@ def test_sentence_piece_puts_bos_first_on_request(tmp_path: Path) -> None:
     assert llama.detokenize(llama.tokenize("the cat")) == "the cat"
 
 
+def test_sentence_piece_special_ids(tmp_path: Path) -> None:
+    tokenizer = SentencePieceTokenizer(write_sentence_piece(tmp_path, pad=3))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (1, 2, 2, 3) and padding_id(tokenizer) == 3
+    without = SentencePieceTokenizer(write_sentence_piece(tmp_path, bos=-1))
+    assert (without.bos, without.pad) == (None, None) and padding_id(without) is None
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_sentence_piece_round_trip(add_bos: bool, tmp_path: Path) -> None:
+    tokenizer = SentencePieceTokenizer(write_sentence_piece(tmp_path, keep_spaces=True), add_bos)
+    ids = tokenizer.tokenize_batch(TEXTS)
+    assert ids == [tokenizer.tokenize(text) for text in TEXTS]
+    assert [tokenizer.detokenize(each) for each in ids] == TEXTS
+
+
 def test_bytes_leave_the_end_out_of_the_text() -> None:
     tokenizer = ByteLevelTokenizer()
     assert tokenizer.vocab_size == 257 and tokenizer.eod == 256
@@ -129,6 +231,7 @@ def test_bytes_leave_the_end_out_of_the_text() -> None:
 def test_null() -> None:
     tokenizer = NullTokenizer(100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (None, None, None)
     assert tokenizer.tokenize(" 1 2\n99 ") == [1, 2, 99]
     assert tokenizer.detokenize([1, 2]) == "1 2"
 

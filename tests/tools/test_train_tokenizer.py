@@ -1,21 +1,34 @@
 """Learning a vocabulary from JSON Lines text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import HuggingFaceTokenizer
+from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.tokenizers.corpus import TEXTS
+from tools import train_tokenizer
 from tools.train_tokenizer import Settings, main, train
 
+UNSEEN = ["any text: Ω 🙂\n\tthe cat", "", "  two  spaces ", "Привет\r\n\x00 мир\u2028"]
+KINDS = [("tokenizer.json", "bpe"), ("tokenizer.json", "unigram"), ("t.model", "bpe"), ("t.model", "unigram")]
+FORMATS = ["tokenizer.json", "t.model"]
 
-def settings(folder: Path, vocab_size: int = 280) -> Settings:
+
+def settings(folder: Path, vocab_size: int = 280, output: str = "tokenizer.json", **changes: object) -> Settings:
     """Settings for a small corpus in the folder."""
     corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS))
-    return Settings(input=(str(corpus),), output=str(folder / "tokenizer.json"), vocab_size=vocab_size)
+    corpus.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 3))
+    given = {"input": (str(corpus),), "output": str(folder / output), "vocab_size": vocab_size}
+    return Settings(**{**given, **changes})
+
+
+def load(given: Settings) -> Tokenizer:
+    """The tokenizer that was written."""
+    kind = HuggingFaceTokenizer if given.output.endswith(".json") else SentencePieceTokenizer
+    return kind(given.output)
 
 
 def test_vocabulary(tmp_path: Path) -> None:
@@ -26,6 +39,43 @@ def test_vocabulary(tmp_path: Path) -> None:
     text = "any text: Ω 🙂\n\tthe cat"
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert len(tokenizer.tokenize("the cat")) < len("the cat")
+
+
+@pytest.mark.parametrize(("output", "algorithm"), KINDS)
+def test_every_format_and_algorithm(
+    output: str, algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = settings(tmp_path, 400, output, algorithm=algorithm, special_tokens=("<pad>", "<|turn|>"))
+    with Path(given.input[0]).open("a") as file:
+        file.write(json.dumps({"text": Path(__file__).read_text()}) + "\n")
+    train(given)
+    tokenizer = load(given)
+    assert tokenizer.vocab_size == 400
+    # Nothing of a text is lost, whether it was learned from or not.
+    for text in [*TEXTS, *UNSEEN]:
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert len(tokenizer.tokenize(" the cat and the hat")) < len("the cat and the hat")
+    own = 1 if output.endswith(".json") else 3
+    assert tokenizer.eod is not None and tokenizer.pad == own
+    assert tokenizer.detokenize([own + 1]) == "<|turn|>" and tokenizer.tokenize("a<|turn|>").count(own + 1) == 1
+    kind = type(tokenizer).__name__
+    assert f"use it with --tokenizer-type {kind} --tokenizer-model {given.output}" in capsys.readouterr().out
+
+
+def test_no_padding_unless_asked_for(tmp_path: Path) -> None:
+    for output in FORMATS:
+        given = settings(tmp_path, 310, output)
+        train(given)
+        assert load(given).pad is None
+
+
+def test_long_lines_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sentencepiece leaves out a line that is too long for it, without a word."""
+    monkeypatch.setattr(train_tokenizer, "LINE_CHARACTERS", 50)
+    given = settings(tmp_path, 290, "t.model")
+    Path(given.input[0]).write_text(json.dumps({"text": "zebra " * 1000}) + "\n")
+    train(replace(given, vocab_size=270))
+    assert len(load(given).tokenize("zebra zebra")) < 5
 
 
 def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path) -> None:
@@ -40,14 +90,53 @@ def test_too_few_merges_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--vocab-size 5000 was not reached" in capsys.readouterr().err
 
 
-def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--vocab-size 256 is too small.* make 257"):
-        train(settings(tmp_path, vocab_size=256))
-    given = settings(tmp_path)
-    Path(given.input[0]).write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="no pair of bytes comes up twice"):
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": 256}, r"--vocab-size 256 is too small; the 256 bytes and <\|endoftext\|> make 257"),
+        ({"vocab_size": 258, "output": "t.model"}, r"258 is too small; the 256 bytes and <unk> <s> </s> make 259"),
+        ({"special_tokens": ("<a>",), "vocab_size": 257}, r"<\|endoftext\|> <a> make 258"),
+        ({"output": "t.bin"}, r"--output .*t\.bin has the unknown format \.bin; end it with \.json"),
+        ({"output": "t"}, r"the unknown format \(no suffix\)"),
+        ({"special_tokens": ("<a>", "<a>")}, r"--special-tokens <a> <a>: with <\|endoftext\|>.*names <a> twice"),
+        ({"special_tokens": ("</s>",), "output": "t.model"}, r"names </s> twice; leave it out"),
+        ({"special_tokens": ("",)}, "has an empty name"),
+        ({"vocab_size": 100_000, "output": "t.model"}, r"100000 is too large for the text, which gives \d+ pieces at"),
+        ({"vocab_size": 260, "output": "t.model"}, r"260 is too small for the text, whose characters.*make \d+; raise"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(changes: dict, sentence: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=sentence):
+        train(given)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize("content", ['{"text": ""}\n', "", '{"text": "\\n"}\n'])
+@pytest.mark.parametrize(("output", "algorithm"), KINDS)
+def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, 290, output, algorithm=algorithm)
+    Path(given.input[0]).write_text(content)
+    with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: no text to learn from under the key 'text'; give"):
         train(given)
     assert not Path(given.output).exists()
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_a_broken_line_is_named(output: str, tmp_path: Path) -> None:
+    """Both libraries read through their own code, which must not hide the error."""
+    given = settings(tmp_path, 290, output)
+    with Path(given.input[0]).open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(DataError, match=r"corpus\.jsonl, line 16 is no JSON"):
+        train(given)
+    assert not Path(given.output).exists()
+
+
+@pytest.mark.parametrize("output", FORMATS)
+def test_a_line_broken_late_is_named(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_tokenizer, "CHUNK_BYTES", 50)
+    test_a_broken_line_is_named(output, tmp_path)
 
 
 def test_error_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,185 @@
+"""Join token files into one.
+
+python tools/merge_datasets.py --input shards --output-prefix corpus_text_document
+
+python tools/merge_datasets.py --input wiki_text_document books_text_document --output-prefix corpus_text_document
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from megatron_core.datasets import (
+    DatasetHeader,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
+    read_header,
+    write_header,
+)
+from megatron_core.datasets.header import check_header_path
+from megatron_core.datasets.index_format import index_bytes
+from megatron_core.errors import ConfigError, DataError, MegatronError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Join token files into one, document after document."""
+
+    input: tuple[str, ...]
+    """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the order given."""
+    output_prefix: str
+    """Where to write: PREFIX.bin and .idx, and the header PREFIX.json if every input has one."""
+    multimodal: bool = False
+    """Keep the mode of each sequence, of inputs that were written as multimodal."""
+
+
+def find_prefixes(inputs: Sequence[str]) -> list[str]:
+    """The prefixes that --input names; DataError if one has no files, or a file has no twin."""
+    if not inputs:
+        raise ConfigError("--input names nothing; give a folder of .bin/.idx pairs, or prefixes of pairs")
+    found: list[str] = []
+    for name in inputs:
+        found += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
+    times = Counter(Path(prefix).resolve() for prefix in found)
+    twice = next((prefix for prefix in found if times[Path(prefix).resolve()] > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--input names {twice} twice; its documents would come twice")
+    return found
+
+
+def folder_prefixes(folder: Path) -> list[str]:
+    """The prefixes of a folder's pairs, sorted."""
+    halves = {suffix: {path.stem for path in folder.glob(f"*{suffix}")} for suffix in (".bin", ".idx")}
+    for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
+        alone = sorted(halves[suffix] - halves[other])
+        if alone:
+            raise DataError(
+                f"--input {folder}: {alone[0]}{suffix} has no {alone[0]}{other} beside it; prepare it again, or move "
+                "it away"
+            )
+    if not halves[".bin"]:
+        raise DataError(f"--input {folder}: no .bin/.idx pair in it; give the folder of the pairs, or their prefixes")
+    return [str(folder / stem) for stem in sorted(halves[".bin"])]
+
+
+def check_output(prefixes: Sequence[str], settings: Settings) -> None:
+    """ConfigError if the output is one of the inputs; DataError if the header's name is taken by another file."""
+    place = Path(settings.output_prefix).resolve()
+    if any(Path(prefix).resolve() == place for prefix in prefixes):
+        raise ConfigError(
+            f"--output-prefix {settings.output_prefix} is one of the inputs; choose another one, or move what an "
+            "earlier run left there out of --input"
+        )
+    check_header_path(settings.output_prefix)
+
+
+def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.number], int]:
+    """The dtype that all inputs have, and the bytes of their tokens; DataError if they cannot be joined."""
+    dtype, size = None, 0
+    closes, open_ended = None, None
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix, multimodal=multimodal)
+        if dtype is not None and dataset.dtype is not dtype:
+            raise DataError(
+                f"{prefix} holds {np.dtype(dataset.dtype).name} and {prefixes[0]} {np.dtype(dtype).name}; prepare "
+                "all of them with one tokenizer"
+            )
+        dtype = dataset.dtype
+        size += Path(get_bin_path(prefix)).stat().st_size
+        if not multimodal and has_modes(dataset):
+            raise DataError(f"{prefix} was written as multimodal, and its modes would be lost; give --multimodal")
+        closes = closes or (prefix if len(dataset.document_indices) > 1 else None)
+        open_ended = open_ended or (prefix if dataset.document_indices[-1] < len(dataset) else None)
+    if closes and open_ended:
+        raise DataError(
+            f"the last sequences of {open_ended} belong to no document, and would become part of another file's; "
+            "prepare it again"
+        )
+    if not size:
+        raise DataError(f"--input {' '.join(prefixes)}: no token in any of the files; prepare them again")
+    return dtype, size
+
+
+def has_modes(dataset: IndexedDataset) -> bool:
+    """Whether the index holds a mode for each sequence, which nothing but its size says."""
+    size = Path(get_idx_path(dataset.path_prefix)).stat().st_size
+    return len(dataset) > 0 and size == index_bytes(len(dataset), len(dataset.document_indices), multimodal=True)
+
+
+def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
+    """What the headers have in common, None if an input has none; DataError if they disagree."""
+    headers = {prefix: read_header(prefix) for prefix in prefixes}
+    without = [prefix for prefix, header in headers.items() if header is None]
+    first, kept = next(((p, h) for p, h in headers.items() if h is not None), (None, None))
+    for prefix, header in headers.items():
+        if header is None:
+            continue
+        if header.fingerprint != kept.fingerprint or header.vocab_size != kept.vocab_size:
+            raise DataError(
+                f"{prefix} was made with a {described(header)}, and {first} with a {described(kept)}; prepare all "
+                "of them with one tokenizer"
+            )
+        if (header.append_eod, header.eod) != (kept.append_eod, kept.eod):
+            raise DataError(
+                f"the documents of {prefix} {ending(header)}, and those of {first} {ending(kept)}; prepare all of "
+                "them alike"
+            )
+    if without and kept is not None:
+        print(f"no header is written: {without[0]} has none, so its tokenizer is not known", file=sys.stderr)
+    return None if without else kept
+
+
+def described(header: DatasetHeader) -> str:
+    """A tokenizer in a few words."""
+    return f"{header.tokenizer_type} of {header.vocab_size:,} tokens (fingerprint {header.fingerprint[:12]})"
+
+
+def ending(header: DatasetHeader) -> str:
+    """How documents end, in a few words."""
+    return f"end with the id {header.eod}" if header.append_eod else "have no end-of-document id"
+
+
+def merge(settings: Settings) -> None:
+    """Check everything, then copy; nothing has its final name before all of it is there."""
+    prefixes = find_prefixes(settings.input)
+    check_output(prefixes, settings)
+    dtype, size = check_inputs(prefixes, settings.multimodal)
+    header = common_header(prefixes)
+    with (
+        IndexedDatasetBuilder(get_bin_path(settings.output_prefix), dtype, settings.multimodal) as builder,
+        tqdm(total=size, unit="B", unit_scale=True, mininterval=0.5) as bar,
+    ):
+        for prefix in prefixes:
+            bar.set_postfix_str(Path(prefix).name, refresh=False)
+            builder.add_index(prefix)
+            bar.update(Path(get_bin_path(prefix)).stat().st_size)
+        documents, tokens = builder.num_documents, builder.num_tokens
+        builder.finalize(get_idx_path(settings.output_prefix))
+    if header is not None:
+        write_header(settings.output_prefix, replace(header, documents=documents, tokens=tokens))
+    print(f"{settings.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} files", flush=True)
+
+
+def main() -> None:
+    """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
+    settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        merge(settings)
+    except (MegatronError, OSError) as error:
+        sys.exit(f"merge_datasets: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
