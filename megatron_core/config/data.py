@@ -46,6 +46,8 @@ class DataConfig:
     megatron is Megatron-LM's for the same seed, so that a training begun there goes on with the same batches."""
     data_cache_path: str | None = None
     """Folder in which --data-order megatron keeps its indices; default none are kept."""
+    mid_level_dataset_surplus: float = 0.005
+    """What --data-order megatron asks of each file of a blend beyond its share, as a part of it."""
     num_dataset_builder_threads: int = 1
     """Threads that open the files of a blend, and build their indices, at the same time."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"

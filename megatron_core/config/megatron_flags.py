@@ -129,7 +129,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     grad_reduce_in_bf16 heterogeneous_layers_config_path hierarchical_context_parallel_sizes
     hybrid_layer_pattern init_method_xavier_uniform is_hybrid_model iterations_to_skip kv_lora_rank
     log_energy log_max_attention_logit log_straggler lr_decay_samples lr_warmup_samples memory_snapshot_path
-    microbatch_group_size_per_virtual_pipeline_stage mid_level_dataset_surplus mscale mscale_all_dim
+    microbatch_group_size_per_virtual_pipeline_stage mscale mscale_all_dim
     mtp_loss_scaling_factor mtp_num_layers multi_latent_attention multiple_validation_sets
     nccl_communicator_config_path no_pad_vocab_size no_rope_freq non_persistent_ckpt_type
     non_persistent_save_interval num_experts object_storage_cache_path offload_modules optimizer_cpu_offload

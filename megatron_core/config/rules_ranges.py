@@ -57,7 +57,7 @@ _ABOVE_ZERO = (
     "initial_loss_scale",
     "min_loss_scale",
 )
-_NOT_NEGATIVE = ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad")
+_NOT_NEGATIVE = ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "mid_level_dataset_surplus")
 _BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
 
 

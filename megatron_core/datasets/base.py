@@ -18,7 +18,7 @@ class Sample(TypedDict):
 
 
 class Dataset(Protocol):
-    """Samples in an endless order: item i is a pure function of i, for every i >= 0."""
+    """Samples in an order: item i is a pure function of i, for every i >= 0 or until a DataError names the end."""
 
     sequence_length: int
 

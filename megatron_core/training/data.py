@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
+from megatron_core.datasets.megatron_order import samples_wanted
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import Tokenizer
 
@@ -23,15 +24,23 @@ def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
 
 
 def make_splits(
-    config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int, provider: DatasetsProvider | None = None
+    config: RunConfig,
+    data_parallel_size: int,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    provider: DatasetsProvider | None = None,
 ) -> Splits:
     """The data sets of training, validation and test; those of ``provider`` with ``dataloader_type=external``."""
-    splits = _sources(config, tokenizer, vocab_size, provider)
+    splits = _sources(config, data_parallel_size, tokenizer, vocab_size, provider)
     return fill_in_the_middle(splits, config, tokenizer) if config.data.fim_data else splits
 
 
 def _sources(
-    config: RunConfig, tokenizer: Tokenizer | None, vocab_size: int, provider: DatasetsProvider | None
+    config: RunConfig,
+    data_parallel_size: int,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    provider: DatasetsProvider | None,
 ) -> Splits:
     data, seed = config.data, config.training.seed
     if (data.dataloader_type == "external") != (provider is not None):
@@ -45,7 +54,21 @@ def _sources(
     if data.mock_data:
         mocks = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
         return Splits(*mocks)
-    return build_datasets(data, seed=seed, tokenizer=tokenizer)
+    return build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
+
+
+def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]:
+    """What Megatron-LM would ask of each split; without an ``eval_interval`` there is one evaluation, at the end."""
+    training = config.training
+    iterations = training.num_iterations(data_parallel_size)
+    numbers = samples_wanted(
+        global_batch_size=training.final_batch_size(data_parallel_size),
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
+        eval_interval=training.eval_interval or iterations + 1,
+        eval_iters=training.eval_iters,
+    )
+    return dict(zip(("train", "valid", "test"), numbers, strict=True))
 
 
 def fill_in_the_middle(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:

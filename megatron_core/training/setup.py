@@ -112,7 +112,7 @@ def set_up(config: RunConfig, world: World, datasets_provider: DatasetsProvider 
     groups = parallel_state.make_groups(parallel, world, ends=(plans.place[0], plans.place[-1]))
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits = make_splits(config, tokenizer, vocab_size, datasets_provider)
+    splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
     if splits.train is None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
     layers, stages = build_stages(config, groups, vocab_size, world.device, place=plans.place)

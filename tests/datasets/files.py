@@ -58,3 +58,8 @@ class FakeIndexed:
         """Tokens of the text."""
         assert first >= 0 and first + count <= int(self.sequence_lengths.sum(dtype=np.int64))
         return (np.arange(count, dtype=np.int64) + first % 1000) % 1000
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of a sequence."""
+        assert offset >= 0 and int(self.sequence_lengths[idx]) >= offset + length
+        return self.tokens(int(self.sequence_pointers[idx]) + offset, length)

@@ -16,15 +16,25 @@ from megatron_core.datasets import (
     write_header,
 )
 from megatron_core.datasets import build_datasets as build
+from megatron_core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron_core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron_core.datasets.split_names import get_blend_from_list
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting
 
 
-def build_datasets(*, sequence_length: int, seed: int, tokenizer: Tokenizer | None = None, **flags: object) -> Splits:
+def build_datasets(
+    *,
+    sequence_length: int,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    wanted: dict[str, int] | None = None,
+    **flags: object,
+) -> Splits:
     """The splits of the given flags."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-    return build(DataConfig(seq_length=sequence_length, **given), seed=seed, tokenizer=tokenizer)
+    return build(DataConfig(seq_length=sequence_length, **given), seed=seed, tokenizer=tokenizer, wanted=wanted)
 
 
 def test_default_split(tmp_path: Path) -> None:
@@ -195,3 +205,35 @@ def test_phases_go_on_where_a_file_was(tmp_path: Path) -> None:
         seen.append(name)
     shares = [seen[:30].count(a) / 30, seen[30:50].count(a) / 20, seen[50:].count(a) / 100]
     assert shares == pytest.approx([0.5, 1.0, 0.25], abs=0.04)
+
+
+def test_megatrons_order_is_that_of_its_builder(tmp_path: Path) -> None:
+    """Through the flags, and through Megatron's own classes: the same samples of a blend, split by split."""
+    a, b = write_counting(tmp_path / "a", [37] * 90), write_counting(tmp_path / "b", [53] * 40, start=9000)
+    tokenizer, paths, wanted = NullTokenizer(20000), ["0.3", a, "0.7", b], {"train": 400, "valid": 60, "test": 20}
+    splits = build_datasets(
+        data_path=paths, split="90,8,2", sequence_length=16, seed=7, data_order="megatron", wanted=wanted,
+        tokenizer=tokenizer, data_cache_path=str(tmp_path / "cache"), num_dataset_builder_threads=2,
+    )  # fmt: skip
+    config = GPTDatasetConfig(
+        random_seed=7, sequence_length=16, blend=get_blend_from_list(paths), split="90,8,2", tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+    )  # fmt: skip
+    built = BlendedMegatronDatasetBuilder(GPTDataset, list(wanted.values()), lambda: True, config).build()
+    for name, theirs in zip(wanted, built, strict=True):
+        ours = getattr(splits, name)
+        assert len(ours) == len(theirs) >= wanted[name]
+        for i in range(len(ours)):
+            for key in ("tokens", "labels", "loss_mask"):
+                np.testing.assert_array_equal(ours[i][key], theirs[i][key].numpy())
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} >= {".npy"}
+    with pytest.raises(DataError, match=r"--train-iters or --train-samples.*--data-order keyed"):
+        splits.train[len(splits.train)]
+
+
+def test_megatrons_order_leaves_out_what_has_too_few_tokens(tmp_path: Path) -> None:
+    prefix = write_counting(tmp_path / "a", [20] * 40)
+    flags = {"data_path": [prefix], "split": "98,1,1", "sequence_length": 30, "seed": 3, "data_order": "megatron"}
+    splits = build_datasets(**flags)
+    assert splits.train is not None and splits.valid is None and splits.test is None
+    assert len(splits.notes) == 2 and "the valid split has 20 tokens" in splits.notes[0]
