@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.results import append
+from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.health import Health
@@ -87,7 +87,7 @@ def measure(layout: dict[str, object], repeats: int) -> dict[str, float]:
 def main() -> int:
     """Measure, print, append."""
     settings = tyro.cli(Settings, description=__doc__)
-    rows: list[list[object]] = []
+    rows: list[Row] = []
     print(f"{'':12}{'step':>10}{'comparison':>12}{'of the time':>13}{'first step':>12}")
     for name, (world_size, flags) in LAYOUTS.items():
         ranks = run_ranks(world_size, measure, flags, settings.repeats, timeout=600.0)
@@ -99,7 +99,7 @@ def main() -> int:
         )
         tokens = world_size * SHAPE["micro_batch_size"] * SHAPE["seq_length"]
         checked = tokens / (seconds["step"] + seconds["comparison"] / settings.interval)
-        rows.append([f"{name} compared every {settings.interval} steps", f"{checked:.1f}", "", "", f"{share:.6f}"])
+        rows.append(Row(f"{name} compared every {settings.interval} steps", checked, "tokens/s", ratio=share))
     append("bench_checks", rows)
     return 0
 

@@ -1,6 +1,7 @@
-"""How long the indices of Megatron's data order take to build: of one file, and of blends.
+"""How long the orders of samples take to begin.
 
-One file of 10^6 documents, read three times in samples of 2,048 tokens; blends of 10^6 samples. Prints medians.
+Megatron's order: one file of 10^6 documents, read three times in samples of 2,048 tokens, and blends of 10^6 samples.
+The keyed order: 1,000 files of 10^6 samples each, opened. Prints medians and appends them to benchmarks/results.csv.
 
     python -m benchmarks.bench_data_order
 """
@@ -10,12 +11,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import tyro
 
+from benchmarks.results import Row, append
+from megatron_core.config import DataConfig
+from megatron_core.datasets import build_datasets, get_bin_path, get_idx_path
+from megatron_core.datasets.index_format import Index, write_index
 from megatron_core.datasets.megatron_order.blend_index import build_blend_index, normalize
 from megatron_core.datasets.megatron_order.order import OrderOptions, build_order
 from megatron_core.datasets.megatron_order.sample_index import build_sample_index, count_samples
@@ -49,9 +56,22 @@ def median_seconds(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def main() -> int:
-    """Measure and print."""
-    settings = tyro.cli(Settings, description=__doc__)
+def open_keyed(folder: Path, files: int, samples: int, length: int) -> Callable[[], object]:
+    """What opens ``files`` sparse files of so many samples each and reads the last sample of an epoch."""
+    prefixes = tuple(str(folder / f"part{number}") for number in range(files))
+    tokens = samples * length + 1
+    index = Index(np.uint16, np.array([tokens]), np.array([0]), np.array([0, 1]))
+    for prefix in prefixes:
+        with open(get_idx_path(prefix), "wb") as file:
+            write_index(file, index)
+        with open(get_bin_path(prefix), "wb") as file:
+            file.truncate(2 * tokens)
+    data = DataConfig(data_path=prefixes, seq_length=length, split="1")
+    return lambda: build_datasets(data, seed=1).train[files * samples - 1]
+
+
+def measure(settings: Settings) -> Iterator[tuple[str, float]]:
+    """What was measured, and its median seconds."""
     length, repeats = settings.sequence_length, settings.repeats
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, 1331, settings.documents).astype(np.int32)
@@ -59,14 +79,26 @@ def main() -> int:
     rng.shuffle(documents)
     samples = count_samples(settings.epochs * int(sizes.sum(dtype=np.int64)), length, extra_tokens=1)
     seconds = median_seconds(lambda: build_sample_index(sizes, documents, length, samples), repeats)
-    print(f"sample index, {len(documents):,} documents, {samples:,} samples: {seconds:.3f} s")
+    yield f"sample index, {len(documents):,} documents, {samples:,} samples", seconds
     options = OrderOptions(length, samples, seed=1)
     seconds = median_seconds(lambda: build_order(sizes, range(settings.documents), options), repeats)
-    print(f"document, sample and shuffle index: {seconds:.3f} s")
+    yield "document, sample and shuffle index of these", seconds
     for number in settings.data_sets:
         weights = normalize((rng.random(number) + 0.01).tolist())
         seconds = median_seconds(lambda weights=weights: build_blend_index(weights, settings.samples), repeats)
-        print(f"blend of {number:,} data sets, {settings.samples:,} samples: {seconds:.3f} s")
+        yield f"blend of {number:,} data sets, {settings.samples:,} samples", seconds
+    with TemporaryDirectory() as folder:
+        seconds = median_seconds(open_keyed(Path(folder), 1000, 10**6, 64), repeats)
+        yield "keyed order, 1,000 files of 1,000,000 samples", seconds
+
+
+def main() -> int:
+    """Measure, print, append."""
+    rows = []
+    for name, seconds in measure(tyro.cli(Settings, description=__doc__)):
+        print(f"{name}: {seconds:.3f} s", flush=True)
+        rows.append(Row(name, seconds, "s"))
+    append("bench_data_order", rows, rival=f"numpy {np.__version__}")
     return 0
 
 

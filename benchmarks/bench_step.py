@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 import tyro
 
-from benchmarks.results import append
+from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.monitor.flops import flops_per_token
 from megatron_core.monitor.memory import peak_memory_bytes
@@ -177,9 +177,10 @@ def main() -> int:
         rate = entry.tokens_per_second
         of_peak = rate * per_token / (peak * entry.world_size)
         rival = found.get(f"transformers {name}")
-        ratio = f"{rate / rival.tokens_per_second:.2f}" if rival else ""
-        print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{ratio:>17}")
-        rows.append([name, f"{rate:.1f}", f"{of_peak:.4f}", entry.memory, ratio])
+        ratio = rate / rival.tokens_per_second if rival else None
+        shown = f"{ratio:.2f}" if ratio else ""
+        print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{shown:>17}")
+        rows.append(Row(name, rate, "tokens/s", of_peak, entry.memory, ratio))
     append("bench_step", rows, rival=f"transformers {transformers.__version__}")
     return 0
 

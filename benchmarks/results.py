@@ -6,24 +6,41 @@ import csv
 import datetime
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
 
-COLUMNS = ("date", "benchmark", "contender", "tokens_per_second", "of_peak")
-COLUMNS += ("memory_bytes", "ratio", "machine", "versions")
 RESULTS = Path(__file__).with_name("results.csv")
 
 
-def append(benchmark: str, rows: Iterable[Sequence[object]], *, rival: str | None = None) -> None:
-    """Add rows, from ``contender`` to ``ratio``, with what they were measured with; ``rival`` as ``NAME VERSION``."""
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    contender: str
+    value: float
+    unit: str
+    """Of ``value``: tokens/s, MB/s, s."""
+    of_peak: float | None = None
+    """``value`` as a part of what the machine can do."""
+    memory_bytes: int | None = None
+    """The largest peak of a process."""
+    ratio: float | None = None
+    """``value`` to the rival's, or what else the benchmark says."""
+
+
+def append(benchmark: str, rows: Iterable[Row], *, rival: str | None = None) -> None:
+    """Add rows, with what they were measured with; ``rival`` as ``NAME VERSION``."""
     machine = f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores, 1 thread a rank"
     versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {rival}" if rival else "")
+    columns = ("date", "benchmark", *(field.name for field in fields(Row)), "machine", "versions")
     new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if new:
-            writer.writerow(COLUMNS)
+            writer.writerow(columns)
         for row in rows:
-            writer.writerow([datetime.date.today(), benchmark, *row, machine, versions])
+            cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in astuple(row))
+            writer.writerow([datetime.date.today(), benchmark, *cells, machine, versions])
