@@ -166,7 +166,7 @@ IN_STEPS = (
     ),
     Defect(  # C31
         "data-parallel ranks read the same samples",
-        "datasets.loader:BatchLoader._read",
+        "datasets.loader:BatchLoader._micro_batch",
         "self._rank * self._micro_batch_size",
         "0",
         "dp2",
