@@ -24,12 +24,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from megatron_core.datasets.aside import writing_aside
-from megatron_core.datasets.jsonl import find_inputs, read_chunks, texts_of
+from megatron_core.datasets.prepare import find_inputs, read_texts
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
-CHUNK_BYTES = 2 << 20
 
 # sentencepiece's own pieces, which every .model has, and the one that its padding id is for.
 PIECES = ("<unk>", "<s>", "</s>")
@@ -44,7 +43,8 @@ class Settings:
     """Learn a tokenizer's vocabulary from text."""
 
     input: tuple[str, ...]
-    """JSON Lines files, or globs in quotes."""
+    """Files, folders, or globs in quotes; by their suffixes JSON Lines (.jsonl, .json), Parquet (.parquet), or
+    plain text (all others), each also packed (.gz, .zst)."""
     output: str
     """File to write: tokenizer.json (byte-level, by the tokenizers library) or tokenizer.model (by sentencepiece)."""
     vocab_size: int = 8192
@@ -53,17 +53,17 @@ class Settings:
     """bpe merges frequent pairs; unigram keeps the most useful pieces (in a .json they may differ between runs)."""
     special_tokens: tuple[str, ...] = ()
     """Special tokens beside <|endoftext|> (.json) or <unk>, <s> and </s> (.model), in the order of their ids."""
-    json_key: str = "text"
-    """Key that holds the text."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys (columns of Parquet) that hold the text."""
 
 
 def texts(settings: Settings) -> Iterator[list[str]]:
     """The texts of the inputs, some at a time, with a bar that shows how far the reading is."""
     paths = find_inputs(settings.input)
     with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True, desc="reading") as bar:
-        for chunk in read_chunks(paths, CHUNK_BYTES):
-            yield [text for (text,) in texts_of(chunk, (settings.json_key,))]
-            bar.update(chunk.size)
+        for found, size in read_texts(paths, settings.json_keys):
+            yield found
+            bar.update(size)
 
 
 def train(settings: Settings) -> None:
@@ -204,8 +204,8 @@ def explained(settings: Settings, error: RuntimeError) -> MegatronError:
 def nothing_to_learn(settings: Settings) -> DataError:
     """The sentence for inputs without text enough."""
     return DataError(
-        f"--input {' '.join(settings.input)}: no text to learn from under the key {settings.json_key!r}; give more "
-        "text, or choose another --json-key"
+        f"--input {' '.join(settings.input)}: no text to learn from under --json-keys "
+        f"{' '.join(settings.json_keys)}; give more text, or choose another key"
     )
 
 

@@ -1,10 +1,23 @@
 """Files that are either whole or not there: written under another name, then renamed."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from megatron_core.errors import DataError
+
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file may not become larger here (a limit such as ulimit -f)",
+}
+
+
+class DiskFullError(DataError):
+    """The disk had no more room; what was written before is kept for the same command to go on with."""
 
 
 def aside(path: str | Path) -> Path:
@@ -26,9 +39,34 @@ def writing_aside(path: str | Path) -> Iterator[BinaryIO]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = aside(path).open("wb")
     try:
-        yield file
-        publish(file, path)
+        with naming_the_place(file):
+            yield file
+            publish(file, path)
     except BaseException:
-        file.close()
+        close_quietly(file)
         aside(path).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming_the_place(file: BinaryIO) -> Iterator[None]:
+    """A disk that fills up while the file is written becomes a DataError that names file and byte."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        place = os.fstat(file.fileno()).st_size
+        close_quietly(file)
+        raise DiskFullError(
+            f"{file.name}: {FULL[error.errno]} at byte {place:,}; free space and run the same command again: it goes on"
+        ) from error
+
+
+def close_quietly(file: BinaryIO) -> None:
+    """Close a file whose buffered bytes find no place on the disk any more."""
+    try:
+        file.close()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise

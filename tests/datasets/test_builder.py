@@ -1,6 +1,7 @@
 """Writing token files: whole or not at all, and never a wrapped number."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,12 @@ from megatron_core.datasets import (
     get_bin_path,
     get_idx_path,
     read_header,
+    token_writer,
     write_header,
 )
+from megatron_core.datasets.aside import aside
+from megatron_core.datasets.index_reader import read_index
+from megatron_core.datasets.token_writer import BLOCK_BYTES, TokenWriter
 from megatron_core.errors import DataError
 from tests.datasets.files import write
 
@@ -54,6 +59,72 @@ def test_lengths_must_add_up(tmp_path: Path) -> None:
         pytest.raises(DataError, match=r"3 tokens cannot have sequences of \[1, 1\]"),
     ):
         builder.add_document([1, 2, 3], [1, 1])
+
+
+def test_many_documents_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4]], [[], [5, 6, 7]]]
+    one_by_one, at_once = str(tmp_path / "a"), str(tmp_path / "b")
+    with IndexedDatasetBuilder(get_bin_path(one_by_one)) as builder:
+        for document in documents:
+            builder.add_document([token for s in document for token in s], [len(s) for s in document])
+        builder.finalize(get_idx_path(one_by_one))
+    with IndexedDatasetBuilder(get_bin_path(at_once)) as builder:
+        builder.add_documents([1, 2, 3, 4, 5, 6, 7], [2, 1, 1, 0, 3], [2, 0, 1, 2])
+        with pytest.raises(DataError, match="3 tokens cannot be 2 sequences of 2 tokens together"):
+            builder.add_documents([1, 2, 3], [1, 1], [2])
+        with pytest.raises(DataError, match="documents of 3 sequences together"):
+            builder.add_documents([1, 2], [1, 1], [3])
+        builder.finalize(get_idx_path(at_once))
+    for path in (get_bin_path, get_idx_path):
+        assert Path(path(one_by_one)).read_bytes() == Path(path(at_once)).read_bytes()
+
+
+def test_memory_does_not_grow_with_the_sequences(tmp_path: Path) -> None:
+    peaks = []
+    for documents in (1_000, 100_000):
+        tracemalloc.start()
+        with IndexedDatasetBuilder(str(tmp_path / "a.bin"), np.uint16) as builder:
+            for _ in range(documents):
+                builder.add_document([1, 2, 3], [1, 2])
+            builder.finalize(str(tmp_path / "a.idx"))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # In memory 100,000 documents would be 1.6 MB; the blocks in which the index is written are 1 MiB.
+    assert IndexedDataset(str(tmp_path / "a")).document_indices[-1] == 200_000
+    assert peaks[1] < peaks[0] + 6 * BLOCK_BYTES
+
+
+def test_pointers_run_on_from_block_to_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C46
+    monkeypatch.setattr(token_writer, "BLOCK_BYTES", 16)
+    lengths = np.random.default_rng(0).integers(0, 2**31 - 1, 50).astype(np.int32)
+    writer = TokenWriter(tmp_path / "a.bin", np.int32)
+    writer.note_sequences(lengths)
+    writer.end_documents(np.arange(1, 51))
+    writer.write_index(tmp_path / "a.idx")
+    index = read_index(aside(tmp_path / "a.idx"), multimodal=False, mmap=False)
+    expected = [4 * sum(lengths[:n].tolist()) for n in range(50)]
+    assert index.sequence_pointers.tolist() == expected and expected[-1] > 2**34
+    assert index.document_indices.tolist() == list(range(51))
+    writer.discard()
+
+
+def test_a_writer_goes_on_from_what_was_synced(tmp_path: Path) -> None:
+    first = TokenWriter(tmp_path / "a.bin", np.uint16)
+    first.append(np.array([1, 2, 3], np.uint16), np.array([2, 1]), np.array([1, 1]))
+    extent = first.sync()
+    first.append(np.array([9] * 50, np.uint16), np.array([50]), np.array([1]))
+    first.close()
+    again = TokenWriter(tmp_path / "a.bin", np.uint16, resume=extent)
+    again.append(np.array([4], np.uint16), np.array([1]), np.array([0, 1]))
+    again.finalize(tmp_path / "a.idx")
+    dataset = IndexedDataset(str(tmp_path / "a"))
+    assert [sequence.tolist() for sequence in dataset[:]] == [[1, 2], [3], [4]]
+    assert dataset.document_indices.tolist() == [0, 1, 2, 2, 3]
+    aside(tmp_path / "b.bin").write_bytes(b"")
+    for name in ("lengths", "documents"):
+        aside(tmp_path / f"b.bin.{name}").write_bytes(b"")
+    with pytest.raises(DataError, match=r"b\.bin\.partial is shorter than the 6 bytes that an interrupted run"):
+        TokenWriter(tmp_path / "b.bin", np.uint16, resume=extent)
 
 
 def test_add_index_appends_documents(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron_core.datasets.prepare import Limits
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.tokenizers.corpus import TEXTS
@@ -117,7 +119,7 @@ def test_settings_that_cannot_be_honoured(changes: dict, sentence: str, tmp_path
 def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: Path) -> None:
     given = settings(tmp_path, 290, output, algorithm=algorithm)
     Path(given.input[0]).write_text(content)
-    with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: no text to learn from under the key 'text'; give"):
+    with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: no text to learn from under --json-keys text; give"):
         train(given)
     assert not Path(given.output).exists()
 
@@ -135,7 +137,7 @@ def test_a_broken_line_is_named(output: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("output", FORMATS)
 def test_a_line_broken_late_is_named(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_tokenizer, "CHUNK_BYTES", 50)
+    monkeypatch.setattr("megatron_core.datasets.prepare.readers.Limits", partial(Limits, batch_bytes=50))
     test_a_broken_line_is_named(output, tmp_path)
 
 

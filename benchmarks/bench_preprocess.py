@@ -1,0 +1,175 @@
+"""Data preparation beside its tokenization alone, on 50 MB of JSON Lines and a byte-level BPE of 16,000 entries.
+
+Back end: a new tokenizer encodes the list of all texts with its own threads, in a new process each time, whose loading
+is not counted. Prepared: what tools/preprocess_data.py takes from the start of its work to the published files:
+workers, loading, reading and writing included. Speeds are MB of text a second, medians; in benchmarks/results.csv ratio
+is that to the back end alone.
+
+    python -m benchmarks.bench_preprocess
+    python -m benchmarks.bench_preprocess --corpus corpus.jsonl --tokenizer tokenizer.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import tyro
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from benchmarks.results import Row, append
+from megatron_core.datasets import get_bin_path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time data preparation beside its back end."""
+
+    corpus: str | None = None
+    """JSON Lines with the key text; made of Python sources unless given."""
+    tokenizer: str | None = None
+    """A tokenizer.json; trained on the corpus unless given."""
+    megabytes: int = 50
+    """Size of the corpus that is made."""
+    vocab_size: int = 16_000
+    """Size of the vocabulary that is trained."""
+    workers: int = 2
+    """Worker processes."""
+    repeats: int = 7
+    """How often each is timed; medians are reported."""
+
+
+def make_corpus(path: Path, size: int) -> Path:
+    """Python sources of the standard library and of installed packages, in random order."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    sources = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+    Random(0).shuffle(sources)
+    seen: set[str] = set()
+    with path.open("w", encoding="utf-8") as file:
+        for source in sources:
+            text = source.read_text(encoding="utf-8", errors="replace")
+            if text not in seen:
+                seen.add(text)
+                file.write(json.dumps({"text": text}) + "\n")
+            if file.tell() > size:
+                break
+    return path
+
+
+def train(path: Path, texts: list[str], vocab_size: int) -> Path:
+    """A byte-level BPE, trained on a third of the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts[::3], trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def read_texts(corpus: Path) -> list[str]:
+    """The texts of the corpus."""
+    with corpus.open("rb") as file:
+        return [json.loads(line)["text"] for line in file if line.strip()]
+
+
+def gigatoken_seconds(corpus: Path, tokenizer: Path) -> float:
+    """Seconds in which a new gigatoken encodes all texts."""
+    import awkward  # noqa: F401  # what gigatoken makes its result of; importing it is no tokenization
+    import gigatoken
+
+    texts = read_texts(corpus)
+    fresh = gigatoken.Tokenizer(str(tokenizer))
+    began = time.perf_counter()
+    fresh.encode_batch(texts, parallel=True)
+    return time.perf_counter() - began
+
+
+def tokenizers_seconds(corpus: Path, tokenizer: Path) -> float:
+    """Seconds in which a new tokenizer of the tokenizers library encodes all texts."""
+    texts = read_texts(corpus)
+    fresh = Tokenizer.from_file(str(tokenizer))
+    began = time.perf_counter()
+    fresh.encode_batch_fast(texts, add_special_tokens=False)
+    return time.perf_counter() - began
+
+
+def alone(measure: Callable[[Path, Path], float], corpus: Path, tokenizer: Path) -> float:
+    """A measurement in a process of its own, where nothing is warm."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, corpus, tokenizer).result()
+
+
+def prepared_seconds(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> tuple[float, float]:
+    """Seconds by the tool's own report, and of its whole process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
+        command += ["--input", str(corpus), "--output-prefix", f"{folder}/out", "--tokenizer-model", str(tokenizer)]
+        command += ["--append-eod", "--workers", str(settings.workers), "--tokenization-backend", backend]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        began = time.perf_counter()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seconds = time.perf_counter() - began
+        assert Path(get_bin_path(f"{folder}/out_text_document")).stat().st_size
+        return float(re.search(r"MB in ([\d.]+) s", done.stdout)[1]), seconds
+
+
+def compare(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> list[Row]:
+    """Measure the back end and the preparation in turns, print, and make the rows."""
+    size = sum(len(text.encode()) for text in read_texts(corpus)) / 1e6
+    measure = gigatoken_seconds if backend == "gigatoken" else tokenizers_seconds
+    raw, reported, whole = [], [], []
+    for _ in range(settings.repeats):
+        raw.append(alone(measure, corpus, tokenizer))
+        by_report, by_clock = prepared_seconds(settings, corpus, tokenizer, backend)
+        reported.append(by_report)
+        whole.append(by_clock)
+    base = statistics.median(raw)
+    rows: list[Row] = []
+    for name, seconds in ((f"{backend} alone", base), ("prepared", statistics.median(reported)),
+                          ("prepared, whole process", statistics.median(whole))):  # fmt: skip
+        print(
+            f"{name:28}{seconds:8.3f} s{size / seconds:9.1f} MB/s{base / seconds:8.2f} of {backend} alone", flush=True
+        )
+        label = name if name.startswith(backend) else f"{name} by {backend}"
+        rows.append(Row(f"{label}, {size:.0f} MB", size / seconds, "MB/s", ratio=base / seconds))
+    return rows
+
+
+def main() -> int:
+    """Measure, print, append."""
+    settings = tyro.cli(Settings, description=__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(settings.corpus or make_corpus(Path(folder, "corpus.jsonl"), settings.megabytes * 10**6))
+        texts = read_texts(corpus)
+        tokenizer = Path(settings.tokenizer or train(Path(folder, "tokenizer.json"), texts, settings.vocab_size))
+        # A slice will do for the slow one: its speed does not depend on the size.
+        few = Path(folder, "few.jsonl")
+        few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[: max(1, len(texts) // 5)]))
+        rows = compare(settings, corpus, tokenizer, "gigatoken")
+        rows += compare(settings, few, tokenizer, "tokenizers")
+    print(f"prepared by gigatoken {rows[1].value / rows[3].value:.1f} times as fast as tokenizers alone")
+    append("bench_preprocess", rows, rival=f"gigatoken {version('gigatoken')}, tokenizers {version('tokenizers')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The workers and their tasks: what is asked of them, and what they have made."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_core.datasets.prepare.dispatch import Dispatcher
+from megatron_core.datasets.prepare.documents import Limits
+from megatron_core.datasets.prepare.encode import Layout
+from megatron_core.datasets.prepare.inputs import Source
+from megatron_core.datasets.prepare.parts import Group, part_path, parts_in
+from megatron_core.datasets.prepare.pool import Pool
+from megatron_core.datasets.prepare.settings import PrepareSettings
+from megatron_core.datasets.prepare.worker import Begin, Loaded, Sample, Task, run_workers
+
+# One that is made and one that waits: so a worker need not wait until the parent has joined a part.
+TASKS_EACH = 2
+
+
+class Crew:
+    """Asks without waiting: `ask_for`, then `begin`; `answer` says which back end was loaded, and its answer."""
+
+    def __init__(
+        self, backend: str, settings: PrepareSettings, sources: Sequence[Source], limits: Limits, folder: Path
+    ) -> None:
+        self._limits = limits
+        self._folder = folder
+        self._pool = Pool(settings.processes, run_workers, (backend, settings, sources, limits, folder))
+        self._given = [0] * len(self._pool)
+        self._groups: Sequence[Group] = ()
+        self._dispatcher = Dispatcher((), (0, 0), 0)
+
+    def ask_for(self, texts: Sequence[str]) -> None:
+        """Have one worker tokenize a sample."""
+        self._pool.send(0, Sample(list(texts)))
+
+    def begin(self, layout: Layout, groups: Sequence[Group], position: tuple[int, int]) -> None:
+        """Have parts made, from a position on, except those that are there."""
+        self._groups = groups
+        self._dispatcher = Dispatcher(groups, position, self._limits.parts_ahead)
+        for group, index, last in parts_in(self._folder):
+            self._dispatcher.found(group, index, last)
+        for worker in range(len(self._pool)):
+            self._pool.send(worker, Begin(layout))
+        self._give()
+
+    def answer(self) -> tuple[str, str, np.ndarray, np.ndarray]:
+        """The back end's name, why it is not a faster one, and the sample's ids and lengths."""
+        loaded: Loaded = self._pool.receive(0)
+        return (loaded.name, loaded.reason, *self._pool.receive(0))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Group and index of the part that `ready` gives next."""
+        return self._dispatcher.position
+
+    @property
+    def finished(self) -> bool:
+        """Whether `ready` has given all parts."""
+        return self._dispatcher.finished
+
+    def ready(self) -> Iterator[Path]:
+        """The files of the parts that are made, in order, up to the first that is not."""
+        self._give()
+        while self._dispatcher.ready():
+            yield part_path(self._folder, *self._dispatcher.pop())
+        self._give()
+
+    def receive(self) -> Iterator[tuple[str, list[int]]]:
+        """Wait for a part to be made; the texts that it has for comparison, with their ids."""
+        assert any(self._given), f"no worker has anything to do, and part {self.position} is missing"
+        for worker, made in self._pool.receive_any(1.0):
+            self._given[worker] -= 1
+            self._dispatcher.returned()
+            self._dispatcher.found(made.group, made.index, made.last)
+            if made.probe is not None:
+                yield made.probe
+
+    def stop(self) -> None:
+        """End the workers."""
+        self._pool.stop()
+
+    def _give(self) -> None:
+        for worker in sorted(range(len(self._pool)), key=self._given.__getitem__):
+            while self._given[worker] < TASKS_EACH and (part := self._dispatcher.take(worker)) is not None:
+                self._pool.send(worker, Task(*part, self._groups[part[0]].pieces(part[1])))
+                self._given[worker] += 1

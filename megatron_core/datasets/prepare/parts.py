@@ -1,0 +1,153 @@
+"""The parts that the input is cut into, and the file that a worker makes of each.
+
+A part file holds blocks, one for each batch: a line of JSON, then for each key its tokens, its sequence lengths (int32)
+and its documents' numbers of sequences (int32). A last line says that it is whole.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_core.datasets.aside import aside, close_quietly, naming_the_place
+from megatron_core.datasets.prepare.documents import Piece
+from megatron_core.datasets.prepare.encode import Encoded
+from megatron_core.datasets.prepare.inputs import Source
+
+WHOLE = b'{"whole": true}\n'
+MOST_FILES = 1000
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is cut into parts together: some small files, which are one part, or one large one.
+
+    parts: how many; None where only reading to the end tells. step: how far the ranges of two parts are apart.
+    """
+
+    first: int
+    last: int
+    parts: int | None
+    step: int | None
+
+    def pieces(self, index: int) -> list[Piece]:
+        """The ranges of files that make up a part."""
+        if self.step is None:
+            return [Piece(source, 0, None) for source in range(self.first, self.last)]
+        return [Piece(self.first, index * self.step, (index + 1) * self.step)]
+
+
+def make_groups(sources: Sequence[Source], separator: str | None, part_bytes: int) -> list[Group]:
+    """The groups of all files, in order."""
+    groups: list[Group] = []
+    begin, held = 0, 0
+    for number, source in enumerate(sources):
+        whole = source.compression is None and source.kind != "parquet"
+        whole = whole and (source.size <= part_bytes or (source.kind == "text" and separator is None))
+        if not whole or held + source.size > part_bytes or number - begin >= MOST_FILES:
+            groups += [Group(begin, number, 1, None)] if number > begin else []
+            begin, held = number, 0
+        if whole:
+            held += source.size
+            continue
+        groups.append(_large(number, source, separator, part_bytes))
+        begin = number + 1
+    return groups + ([Group(begin, len(sources), 1, None)] if len(sources) > begin else [])
+
+
+def _large(number: int, source: Source, separator: str | None, part_bytes: int) -> Group:
+    if source.kind == "parquet":
+        return Group(number, number + 1, None, 1)
+    if source.kind == "text" and separator is None:
+        return Group(number, number + 1, 1, None)
+    known = source.compression is None and source.kind == "jsonl"
+    return Group(number, number + 1, -(-source.size // part_bytes) if known else None, part_bytes)
+
+
+@dataclass(frozen=True)
+class BlockHead:
+    """What a block says of itself.
+
+    source: number of the file. lines: passed in it. at: bytes of the file on the disk done when this is done.
+    size: bytes of text. tokens, sequences, documents: of each key. remarks: place, kind and sentence.
+    """
+
+    source: int
+    lines: int
+    at: int
+    size: int
+    tokens: list[int]
+    sequences: list[int]
+    documents: int
+    remarks: list[tuple[int, str, str]]
+
+
+def part_path(folder: Path, group: int, index: int, last: bool) -> Path:
+    """The name of a part file, which says whether it is its group's last."""
+    return folder / f"{group:06d}-{index:08d}.{'last' if last else 'part'}"
+
+
+def parts_in(folder: Path) -> Iterator[tuple[int, int, bool]]:
+    """Group, index and lastness of the whole part files in the folder; other part files are removed."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".part", ".last") and _is_whole(path):
+            group, index = path.stem.split("-")
+            yield int(group), int(index), path.suffix == ".last"
+        elif path.suffix in (".part", ".last", ".partial"):
+            path.unlink()
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove all part files in the folder, whole or not."""
+    for path in folder.iterdir():
+        if path.suffix in (".part", ".last", ".partial"):
+            path.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(WHOLE)))
+        return file.read() == WHOLE
+
+
+class PartWriter:
+    """Writes a part file; `finish` gives it its name."""
+
+    def __init__(self, folder: Path, group: int, index: int) -> None:
+        self._folder, self._group, self._index = folder, group, index
+        self._path = aside(folder / f"{group:06d}-{index:08d}")
+        self._file = self._path.open("wb")
+
+    def add(self, head: BlockHead, encoded: Sequence[Encoded]) -> None:
+        """Append a block."""
+        with naming_the_place(self._file):
+            self._file.write(json.dumps(asdict(head)).encode("ascii") + b"\n")
+            for part in encoded:
+                for array in (part.tokens, part.lengths, part.counts):
+                    self._file.write(array)
+
+    def finish(self, last: bool) -> None:
+        """Give the file its name."""
+        with naming_the_place(self._file):
+            self._file.write(WHOLE)
+            self._file.close()
+        os.replace(self._path, part_path(self._folder, self._group, self._index, last))
+
+    def close(self) -> None:
+        """Close the file, whole or not."""
+        close_quietly(self._file)
+
+
+def read_part(path: Path, dtype: str) -> Iterator[tuple[BlockHead, list[Encoded]]]:
+    """The blocks of a part file."""
+    with path.open("rb") as file:
+        while (line := file.readline()) != WHOLE:
+            head = BlockHead(**json.loads(line))
+            keys = []
+            for tokens, sequences in zip(head.tokens, head.sequences, strict=True):
+                arrays = ((dtype, tokens), ("int32", sequences), ("int32", head.documents))
+                keys.append(Encoded(*(np.frombuffer(file.read(n * np.dtype(d).itemsize), dtype=d) for d, n in arrays)))
+            yield head, keys

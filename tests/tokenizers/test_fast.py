@@ -1,0 +1,115 @@
+"""Back ends give the tokenizer's own ids, as arrays, or say why they do not serve."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_core.errors import ConfigError
+from megatron_core.tokenizers import fast
+from megatron_core.tokenizers.fast import TokenizerBackend, TokenizerFiles, disagreement, load_backend, odd_texts
+from tests.tokenizers.corpus import TEXTS, write_gpt2_files, write_sentence_piece, write_tokenizer_json
+
+KINDS = ["HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "ByteLevelTokenizer"]
+SPECIAL = ["<|endoftext|>", "x<|endoftext|>y <|endoftext|>", " <|endoftext|>\n"]
+
+
+def files_of(kind: str, folder: Path) -> TokenizerFiles:
+    """A tokenizer of the kind, written to the folder."""
+    if kind == "HuggingFaceTokenizer":
+        return TokenizerFiles(kind, tokenizer_model=str(write_tokenizer_json(folder)))
+    if kind == "folder":
+        write_tokenizer_json(folder)
+        return TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if kind == "GPT2BPETokenizer":
+        vocabulary, merges = write_gpt2_files(folder)
+        return TokenizerFiles(kind, vocab_file=str(vocabulary), merge_file=str(merges))
+    if kind == "SentencePieceTokenizer":
+        return TokenizerFiles(kind, tokenizer_model=str(write_sentence_piece(folder)))
+    return TokenizerFiles(kind)
+
+
+def compare(backend: fast.Backend, files: TokenizerFiles, texts: Sequence[str]) -> None:
+    """Every text's ids, one by one."""
+    tokenizer = files.load()
+    ids, lengths = backend.encode(texts)
+    assert lengths.tolist() == [len(tokenizer.tokenize(text)) for text in texts]
+    assert ids.tolist() == [token for text in texts for token in tokenizer.tokenize(text)]
+    assert disagreement(tokenizer, texts, ids, lengths) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_gives_the_tokenizers_ids(kind: str, tmp_path: Path) -> None:
+    files = files_of(kind, tmp_path)
+    backend, reason = load_backend(files, "tokenizers")
+    assert (backend.name, reason) == ("tokenizers", "")
+    compare(backend, files, TEXTS + SPECIAL)
+    ids, lengths = backend.encode([])
+    assert len(ids) == len(lengths) == 0
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "folder", "GPT2BPETokenizer"])
+@pytest.mark.parametrize("singly", [0, 10**6])
+def test_gigatoken_gives_the_tokenizers_ids(
+    kind: str, singly: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gigatoken")
+    monkeypatch.setattr(fast, "SINGLY", singly)
+    files = files_of(kind, tmp_path)
+    backend, reason = load_backend(files)
+    assert (backend.name, reason) == ("gigatoken", "")
+    compare(backend, files, TEXTS + SPECIAL + odd_texts(files))
+    ids, lengths = backend.encode([])
+    assert len(ids) == len(lengths) == 0
+    ids, lengths = backend.encode(["", ""])
+    assert len(ids) == 0 and lengths.tolist() == [0, 0]
+
+
+def test_a_tokenizer_that_gigatoken_does_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    path = write_tokenizer_json(tmp_path)
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    path.write_text(json.dumps(content))
+    files = TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path))
+    backend, reason = load_backend(files)
+    assert backend.name == "tokenizers"
+    assert reason.startswith("gigatoken does not read this tokenizer (") and "\n" not in reason
+    with pytest.raises(
+        ConfigError, match=r"gigatoken does not read this tokenizer .*--tokenization-backend tokenizers"
+    ):
+        load_backend(files, "gigatoken")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    files = TokenizerFiles("ByteLevelTokenizer")
+    backend, reason = load_backend(files)
+    assert (backend.name, reason) == ("tokenizers", "")
+    with pytest.raises(ConfigError, match="the package is not installed; pip install gigatoken"):
+        load_backend(files, "gigatoken")
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(ConfigError, match="--tokenization-backend fast is not known; known: auto, tokenizers, g"):
+        load_backend(TokenizerFiles("ByteLevelTokenizer"), "fast")
+    with pytest.raises(ConfigError, match="--tokenizer-type Foo is not known"):
+        load_backend(TokenizerFiles("Foo"))
+
+
+def test_a_disagreement_is_quoted() -> None:
+    tokenizer = TokenizerFiles("ByteLevelTokenizer").load()
+    ids, lengths = TokenizerBackend(tokenizer).encode(["abc", "de", ""])
+    assert disagreement(tokenizer, ["abc", "de", ""], ids, lengths) is None
+    wrong = np.array(ids)
+    wrong[3] += 1
+    assert disagreement(tokenizer, ["abc", "de", ""], wrong, lengths) == "'de'"
+    assert disagreement(tokenizer, ["abc", "de", ""], ids, np.array([2, 3, 0])) == "'abc'"
+
+
+def test_odd_texts_have_the_added_tokens_in_them(tmp_path: Path) -> None:
+    path = write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|mine|>"))
+    texts = odd_texts(TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path)))
+    assert "<|mine|>" in texts and "a<|mine|> b" in texts and "" in texts
