@@ -63,6 +63,22 @@ def naming_the_place(file: BinaryIO) -> Iterator[None]:
         ) from error
 
 
+def put_on_disk(file: BinaryIO) -> None:
+    """Return when all that was written to the file is on the disk."""
+    with naming_the_place(file):
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def start_writing(file: BinaryIO) -> None:
+    """Have the system begin to write what it holds of the file, and then forget it.
+
+    Else a file of terabytes would push all others out of its memory, and the last `put_on_disk` would take long.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def close_quietly(file: BinaryIO) -> None:
     """Close a file whose buffered bytes find no place on the disk any more."""
     try:

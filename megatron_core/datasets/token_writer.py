@@ -13,13 +13,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_core.datasets.aside import aside, close_quietly, naming_the_place
+from megatron_core.datasets.aside import aside, close_quietly, naming_the_place, put_on_disk, start_writing
 from megatron_core.datasets.header import remove_header
 from megatron_core.datasets.index_format import HEADER, MAGIC, VERSION, DType
 from megatron_core.errors import DataError
 
 # Large enough that a block's system calls cost nothing beside its copying; memory is a few of them.
 BLOCK_BYTES = 1 << 20
+# Of tokens that the system may hold back before it is told to write them.
+HELD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class TokenWriter:
         self.bin_path = Path(bin_path)
         self.dtype = np.dtype(dtype)
         self.extent = resume or Extent()
+        self._held = 0
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         mode = "wb" if resume is None else "r+b"
         self._tokens = aside(self.bin_path).open(mode)
@@ -66,8 +69,13 @@ class TokenWriter:
     def append_tokens(self, tokens: Any) -> None:
         """Append the bytes of some tokens, whose sequences are still to be noted."""
         size = memoryview(tokens).nbytes
+        self._held += size
         with naming_the_place(self._tokens):
             self._tokens.write(tokens)
+            if self._held >= HELD_BYTES:
+                self._tokens.flush()
+                start_writing(self._tokens)
+                self._held = 0
         self._grow(tokens=size // self.dtype.itemsize)
 
     def note_sequences(self, lengths: np.ndarray, modes: np.ndarray | None = None) -> None:
@@ -89,21 +97,19 @@ class TokenWriter:
     def sync(self) -> Extent:
         """Put all of it on the disk; from the extent that is returned a later process can go on."""
         for file in self._files():
-            with naming_the_place(file):
-                file.flush()
-                os.fsync(file.fileno())
+            put_on_disk(file)
         return self.extent
 
     def write_index(self, idx_path: str | Path) -> None:
-        """Write the index aside: `publish_pair` gives it its name."""
-        with aside(idx_path).open("wb") as file, naming_the_place(file):
-            self._stream_index(file)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write the index aside and put both files on the disk: what is left is `publish_pair`."""
+        with aside(idx_path).open("wb") as file:
+            with naming_the_place(file):
+                self._stream_index(file)
+            put_on_disk(file)
+        put_on_disk(self._tokens)
 
     def finalize(self, idx_path: str | Path) -> None:
         """Write the index and give both files their names."""
-        self.sync()
         self.write_index(idx_path)
         self.close()
         publish_pair(self.bin_path, idx_path)

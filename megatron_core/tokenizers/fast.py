@@ -6,7 +6,7 @@ tokenizers only, and is trusted only where it agrees with the tokenizer itself: 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -23,6 +23,14 @@ from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS
 
 BACKENDS = ("auto", "tokenizers", "gigatoken")
 """The values that `--tokenization-backend` can have."""
+
+READ_BY_GIGATOKEN = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+)
+"""The values of `--tokenizer-type` that gigatoken may serve."""
 
 WAY_OUT = "use --tokenization-backend tokenizers"
 
@@ -130,7 +138,7 @@ def load_gigatoken(files: TokenizerFiles) -> GigatokenBackend:
             return GigatokenBackend(gigatoken.Tokenizer.from_json(_json_of(Path(files.tokenizer_model))))
         if files.tokenizer_type == "GPT2BPETokenizer":
             return GigatokenBackend(gigatoken.Tokenizer.from_json(_gpt2_json(files)))
-        if files.tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer") and files.tokenizer_model:
+        if files.tokenizer_type in READ_BY_GIGATOKEN and files.tokenizer_model:
             return GigatokenBackend(gigatoken.Tokenizer.from_sentencepiece(files.tokenizer_model))
     except ConfigError:
         raise
@@ -149,11 +157,11 @@ def odd_texts(files: TokenizerFiles) -> list[str]:
     return [*ODD_TEXTS, *(form for token in written for form in (token, f"a{token} b"))]
 
 
-def disagreement(tokenizer: Tokenizer, texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray) -> str | None:
-    """The beginning of the first text that a back end gave other ids than the tokenizer gives, quoted; None if none."""
+def disagreement(expected: Mapping[str, list[int]], ids: np.ndarray, lengths: np.ndarray) -> str | None:
+    """The beginning of the first text that a back end gave other ids than are expected, quoted; None if none."""
     start = 0
-    for text, length in zip(texts, lengths.tolist(), strict=True):
-        if tokenizer.tokenize(text) != ids[start : start + length].tolist():
+    for (text, right), length in zip(expected.items(), lengths.tolist(), strict=True):
+        if right != ids[start : start + length].tolist():
             return repr(text[:60])
         start += length
     return None

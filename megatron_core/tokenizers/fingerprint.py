@@ -1,8 +1,9 @@
 """One way to turn what defines a tokenizer into a short identity."""
 
 import hashlib
-import json
 from typing import Any
+
+import orjson
 
 
 def digest(*parts: bytes) -> str:
@@ -16,4 +17,4 @@ def digest(*parts: bytes) -> str:
 
 def canonical_json(value: Any) -> bytes:
     """The JSON text of a value with sorted keys, so that neither spacing nor key order counts."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

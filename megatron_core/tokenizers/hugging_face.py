@@ -1,10 +1,10 @@
 """Tokenizers in the `tokenizer.json` format, through the `tokenizers` library."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import orjson
 import tokenizers
 
 from megatron_core.errors import ConfigError
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _fingerprint(self) -> str:
-        content = json.loads(self._path.read_text(encoding="utf-8"))
+        content = orjson.loads(self._path.read_bytes())
         kept = {key: value for key, value in content.items() if key not in IGNORED_KEYS}
         return digest(b"hugging face", canonical_json(kept))
 

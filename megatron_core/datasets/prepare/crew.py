@@ -12,14 +12,14 @@ from megatron_core.datasets.prepare.inputs import Source
 from megatron_core.datasets.prepare.parts import Group, part_path, parts_in
 from megatron_core.datasets.prepare.pool import Pool
 from megatron_core.datasets.prepare.settings import PrepareSettings
-from megatron_core.datasets.prepare.worker import Begin, Loaded, Sample, Task, run_workers
+from megatron_core.datasets.prepare.worker import Begin, Loaded, Made, Sample, Task, run_workers
 
 # One that is made and one that waits: so a worker need not wait until the parent has joined a part.
 TASKS_EACH = 2
 
 
 class Crew:
-    """Asks without waiting: `ask_for`, then `begin`; `answer` says which back end was loaded, and its answer."""
+    """Asks without waiting, by `begin` and `ask_for`; `answer` says which back end was loaded, and its answer."""
 
     def __init__(
         self, backend: str, settings: PrepareSettings, sources: Sequence[Source], limits: Limits, folder: Path
@@ -30,6 +30,7 @@ class Crew:
         self._given = [0] * len(self._pool)
         self._groups: Sequence[Group] = ()
         self._dispatcher = Dispatcher((), (0, 0), 0)
+        self._probes: list[tuple[str, list[int]]] = []
 
     def ask_for(self, texts: Sequence[str]) -> None:
         """Have one worker tokenize a sample."""
@@ -48,7 +49,9 @@ class Crew:
     def answer(self) -> tuple[str, str, np.ndarray, np.ndarray]:
         """The back end's name, why it is not a faster one, and the sample's ids and lengths."""
         loaded: Loaded = self._pool.receive(0)
-        return (loaded.name, loaded.reason, *self._pool.receive(0))
+        while isinstance(answer := self._pool.receive(0), Made):
+            self._note(0, answer)
+        return (loaded.name, loaded.reason, *answer)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -67,19 +70,28 @@ class Crew:
             yield part_path(self._folder, *self._dispatcher.pop())
         self._give()
 
-    def receive(self) -> Iterator[tuple[str, list[int]]]:
-        """Wait for a part to be made; the texts that it has for comparison, with their ids."""
+    def receive(self) -> list[tuple[str, list[int]]]:
+        """Wait for a part to be made; the texts that parts had for comparison, with their ids."""
         assert any(self._given), f"no worker has anything to do, and part {self.position} is missing"
         for worker, made in self._pool.receive_any(1.0):
-            self._given[worker] -= 1
-            self._dispatcher.returned()
-            self._dispatcher.found(made.group, made.index, made.last)
-            if made.probe is not None:
-                yield made.probe
+            self._note(worker, made)
+        probes, self._probes = self._probes, []
+        return probes
+
+    def dismiss(self) -> None:
+        """Let the workers end, which have nothing left to do."""
+        self._pool.dismiss()
 
     def stop(self) -> None:
         """End the workers."""
         self._pool.stop()
+
+    def _note(self, worker: int, made: Made) -> None:
+        self._given[worker] -= 1
+        self._dispatcher.returned()
+        self._dispatcher.found(made.group, made.index, made.last)
+        if made.probe is not None:
+            self._probes.append(made.probe)
 
     def _give(self) -> None:
         for worker in sorted(range(len(self._pool)), key=self._given.__getitem__):

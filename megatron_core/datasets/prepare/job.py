@@ -7,7 +7,7 @@ no further) and 200 bytes for each input file. Nothing grows with the number of 
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_core.datasets.aside import DiskFullError
@@ -27,7 +27,7 @@ from megatron_core.datasets.prepare.sentences import sentence_splitter
 from megatron_core.datasets.prepare.settings import PrepareSettings, check_settings
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
-from megatron_core.tokenizers.fast import disagreement, odd_texts
+from megatron_core.tokenizers.fast import READ_BY_GIGATOKEN, disagreement, odd_texts
 
 # Of 5 parts, 2 workers make 3 and 2, which is 20% longer than half of them each; of 32 parts it is 3% at most.
 PARTS_EACH = 16
@@ -78,15 +78,16 @@ class Job:
 
     def _run(self) -> None:
         crew = self._new_crew(self._settings.tokenization_backend)
-        texts = sample_texts(self._settings, self._sources, self._work.path)
-        texts += odd_texts(self._settings.tokenizer_files)
-        crew.ask_for(texts)
         tokenizer = self._settings.tokenizer_files.load()
         layout = self._layout(tokenizer)
         part_bytes = self._part_bytes()
         if self._fresh:
             # Before what is to be known of the run is written down: nothing of it is joined before that.
             crew.begin(layout, make_groups(self._sources, self._settings.separator, part_bytes), (0, 0))
+        texts = self._texts_to_compare()
+        crew.ask_for(texts)
+        # While the back end is being loaded.
+        expected = {text: tokenizer.tokenize(text) for text in texts}
         run = identity(self._settings, self._sources, tokenizer.fingerprint())
         part_bytes = self._work.adopt(run, part_bytes)
         joiner = self._joiner = Joiner(
@@ -98,7 +99,7 @@ class Job:
             if not self._fresh:
                 print(f"{self._work.path}: going on after {joiner.state.documents:,} documents", file=sys.stderr)
                 crew.begin(layout, groups, (joiner.state.group, joiner.state.index))
-            self._choose_backend(tokenizer, texts, layout, groups)
+            self._choose_backend(expected, layout, groups)
             self._join_all(tokenizer)
         joiner.publish()
         self._write_headers(tokenizer)
@@ -136,13 +137,19 @@ class Job:
         dtype = DType.optimal_dtype(tokenizer.vocab_size)
         return Layout(dtype.__name__, tokenizer.vocab_size, tokenizer.eod if settings.append_eod else None)
 
-    def _choose_backend(
-        self, tokenizer: Tokenizer, texts: Sequence[str], layout: Layout, groups: Sequence[Group]
-    ) -> None:
+    def _texts_to_compare(self) -> list[str]:
+        """Texts of the input, and odd ones, without repetition; none where only the tokenizer itself can serve."""
+        settings = self._settings
+        if settings.tokenization_backend == "tokenizers" or settings.tokenizer_type not in READ_BY_GIGATOKEN:
+            return []
+        texts = sample_texts(settings, self._sources, self._work.path) + odd_texts(settings.tokenizer_files)
+        return list(dict.fromkeys(texts))
+
+    def _choose_backend(self, expected: Mapping[str, list[int]], layout: Layout, groups: Sequence[Group]) -> None:
         """Keep the faster back end if it is there and gives the tokenizer's ids on a sample."""
         crew = self._crew
         self._backend, reason, ids, lengths = crew.answer()
-        differing = disagreement(tokenizer, texts, ids, lengths) if self._backend == "gigatoken" else None
+        differing = disagreement(expected, ids, lengths) if self._backend == "gigatoken" else None
         if differing is not None:
             reason = f"gigatoken gives other tokens for the text that begins {differing}"
             if self._settings.tokenization_backend == "gigatoken":
@@ -173,6 +180,7 @@ class Job:
                         f"gigatoken gives other tokens than the tokenizer for the text {text[:60]!r}; use "
                         "--tokenization-backend tokenizers"
                     )
+        crew.dismiss()
         progress.close()
         state.group, state.index = crew.position
         self._check_something()

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_core.datasets.aside import aside, close_quietly, naming_the_place
+from megatron_core.datasets.aside import aside, close_quietly, naming_the_place, put_on_disk
 from megatron_core.datasets.index_format import get_bin_path, get_idx_path
 from megatron_core.datasets.prepare.inputs import Source
 from megatron_core.datasets.prepare.journal import State, WorkFolder
 from megatron_core.datasets.prepare.parts import BlockHead, read_part
 from megatron_core.datasets.prepare.readers import PLACE_WORDS
-from megatron_core.datasets.token_writer import TokenWriter, publish_pair
+from megatron_core.datasets.token_writer import Extent, TokenWriter, publish_pair
 
 SHOWN = 5
 
@@ -85,15 +85,7 @@ class Joiner:
     def checkpoint(self, position: tuple[int, int]) -> None:
         """Put all that is joined on the disk, note it in the journal, and remove the parts' files."""
         self.state.group, self.state.index = position
-        self.state.extents = [writer.sync() for writer in self._writers]
-        with naming_the_place(self._remarks):
-            self._remarks.flush()
-            os.fsync(self._remarks.fileno())
-            self.state.remarks = self._remarks.tell()
-        self._work.write(self.state)
-        for path in self._used:
-            path.unlink(missing_ok=True)
-        self._used.clear()
+        self._note([writer.sync() for writer in self._writers])
 
     def publish(self) -> None:
         """Write the indices and give all files their names; called again after an interruption, it does the rest."""
@@ -110,8 +102,17 @@ class Joiner:
         for prefix, writer in zip(self._prefixes, self._writers, strict=True):
             writer.write_index(get_idx_path(prefix))
         self.state.publishing = True
-        self.checkpoint((self.state.group, self.state.index))
+        self._note([writer.extent for writer in self._writers])
         self.close()
+
+    def _note(self, extents: list[Extent]) -> None:
+        self.state.extents = extents
+        put_on_disk(self._remarks)
+        self.state.remarks = self._remarks.tell()
+        self._work.write(self.state)
+        for path in self._used:
+            path.unlink(missing_ok=True)
+        self._used.clear()
 
     def close(self) -> None:
         """Close the growing files and leave them as they are."""

@@ -68,6 +68,11 @@ class Pool:
             worker = self._connections.index(connection)
             yield worker, self.receive(worker)
 
+    def dismiss(self) -> None:
+        """Let all workers end by themselves: there is nothing left to ask."""
+        for connection in self._connections:
+            connection.close()
+
     def stop(self) -> None:
         """End all workers, whatever they are doing."""
         self._process.kill()
@@ -75,7 +80,7 @@ class Pool:
         for connection in self._connections:
             # A connection ends when its process, killed with the first one, is gone.
             with suppress(EOFError, OSError):
-                while connection.poll(END_SECONDS):
+                while not connection.closed and connection.poll(END_SECONDS):
                     connection.recv()
             connection.close()
 

@@ -87,7 +87,7 @@ def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int,
     size = state.size - resumed
     lines.append(
         f"{state.documents:,} documents, {sum(extent.tokens for extent in state.extents):,} tokens, "
-        f"{state.size / 1e6:,.1f} MB; {size / 1e6:,.1f} MB in {seconds:.2f} s, {size / seconds / 1e6:,.1f} MB/s, "
+        f"{state.size / 1e6:,.1f} MB; {size / 1e6:,.1f} MB in {seconds:.3g} s, {size / seconds / 1e6:,.1f} MB/s, "
         f"by {name}"
     )
     if state.broken or state.empty:
