@@ -167,8 +167,8 @@ IN_STEPS = (
     Defect(  # C31
         "data-parallel ranks read the same samples",
         "datasets.loader:BatchLoader._micro_batch",
-        "self._rank * self._micro_batch_size",
-        "0",
+        "micro * self._size + self._rank",
+        "micro * self._size",
         "dp2",
         "C31",
     ),

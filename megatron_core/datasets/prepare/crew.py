@@ -79,7 +79,7 @@ class Crew:
         return probes
 
     def dismiss(self) -> None:
-        """Let the workers end, which have nothing left to do."""
+        """Have the workers end, which have nothing left to do; `stop` waits for it."""
         self._pool.dismiss()
 
     def stop(self) -> None:

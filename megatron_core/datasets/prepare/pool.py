@@ -69,18 +69,17 @@ class Pool:
             yield worker, self.receive(worker)
 
     def dismiss(self) -> None:
-        """Let all workers end by themselves: there is nothing left to ask."""
-        for connection in self._connections:
-            connection.close()
+        """Have all workers end, whatever they are doing, without waiting for it."""
+        self._process.kill()
 
     def stop(self) -> None:
-        """End all workers, whatever they are doing."""
-        self._process.kill()
+        """End all workers, and wait until they are gone."""
+        self.dismiss()
         self._process.join()
         for connection in self._connections:
             # A connection ends when its process, killed with the first one, is gone.
             with suppress(EOFError, OSError):
-                while not connection.closed and connection.poll(END_SECONDS):
+                while connection.poll(END_SECONDS):
                     connection.recv()
             connection.close()
 

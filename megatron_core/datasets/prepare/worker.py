@@ -103,7 +103,7 @@ class Worker:
         self._opened: tuple[int, Reader] | None = None
 
     def serve(self) -> None:
-        """Answer until the other side closes the connection."""
+        """Answer until the other side is gone."""
         if self._settings.split_sentences:
             self._splitter = sentence_splitter(self._settings.keep_newlines)
         while True:
