@@ -156,6 +156,7 @@ def compare(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> 
 def main() -> int:
     """Measure, print, append."""
     settings = tyro.cli(Settings, description=__doc__)
+    rival = f"gigatoken {version('gigatoken')}, tokenizers {version('tokenizers')}"
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(settings.corpus or make_corpus(Path(folder, "corpus.jsonl"), settings.megabytes * 10**6))
         texts = read_texts(corpus)
@@ -166,7 +167,7 @@ def main() -> int:
         rows = compare(settings, corpus, tokenizer, "gigatoken")
         rows += compare(settings, few, tokenizer, "tokenizers")
     print(f"prepared by gigatoken {rows[2].value / rows[4].value:.1f} times as fast as tokenizers alone")
-    append("bench_preprocess", rows, rival=f"gigatoken {version('gigatoken')}, tokenizers {version('tokenizers')}")
+    append("bench_preprocess", rows, rival=rival)
     return 0
 
 

@@ -16,14 +16,15 @@ import sys
 import tyro
 
 from megatron_core.datasets.prepare import PrepareSettings, prepare
+from megatron_core.datasets.prepare.megatron_flags import translate
 from megatron_core.errors import MegatronError
 
 
 def main() -> None:
     """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
-    settings = tyro.cli(PrepareSettings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     try:
-        prepare(settings)
+        given = translate(sys.argv[1:])
+        prepare(tyro.cli(PrepareSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
     except (MegatronError, OSError) as error:
         sys.exit(f"preprocess_data: {error}")
     except KeyboardInterrupt:

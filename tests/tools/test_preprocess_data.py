@@ -38,6 +38,7 @@ def test_command_line(tmp_path: Path) -> None:
     done = run(
         "--input", corpus, "--output-prefix", tmp_path / "new" / "out", "--keep-sequential-samples",
         "--tokenizer_type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path, "--append-eod", "--partitions", 2,
+        "--dataset-impl", "mmap",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     dataset = IndexedDataset(str(tmp_path / "new" / "out_text_document"))
@@ -72,6 +73,8 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("preprocess_data: --tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
     assert done.stderr.count("\n") == 1
+    done = run("--input", corpus, "--output-prefix", tmp_path / "out", "--max-documents", 5)
+    assert done.returncode == 1 and done.stderr.startswith("preprocess_data: --max-documents 5: all documents are")
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
     help_text = run("--help").stdout
     assert "--append-eod" in help_text and "--no-append-eod" not in help_text

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_core.datasets.aside import DiskFullError
-from megatron_core.datasets.header import DatasetHeader, check_header_path, write_header
-from megatron_core.datasets.index_format import DType
+from megatron_core.datasets.aside import DiskFullError, aside
+from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path, write_header
+from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
 from megatron_core.datasets.prepare.crew import Crew
 from megatron_core.datasets.prepare.documents import Limits
 from megatron_core.datasets.prepare.encode import Layout
@@ -25,6 +25,7 @@ from megatron_core.datasets.prepare.report import Progress, backend_sentence, su
 from megatron_core.datasets.prepare.sample import sample_texts
 from megatron_core.datasets.prepare.sentences import sentence_splitter
 from megatron_core.datasets.prepare.settings import PrepareSettings, check_settings
+from megatron_core.datasets.token_writer import unfinished
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import READ_BY_GIGATOKEN, disagreement, odd_texts
@@ -41,7 +42,7 @@ def prepare(settings: PrepareSettings, limits: Limits | None = None) -> None:
     ConfigError for settings that cannot be honoured, DataError for input that cannot be read.
     """
     check_settings(settings)
-    sources = [describe(path) for path in find_inputs(settings.input)]
+    sources = [describe(path) for path in find_inputs(settings.input, written(settings))]
     for prefix in settings.prefixes:
         check_header_path(prefix)
     work = WorkFolder(settings.output_prefix)
@@ -93,16 +94,23 @@ class Job:
         joiner = self._joiner = Joiner(
             self._work, self._sources, self._settings.prefixes, remarks_path(self._settings), layout.dtype
         )
+        if self._settings.strict:
+            joiner.check_strict()
         resumed = joiner.state.size
         if not joiner.state.publishing:
             groups = make_groups(self._sources, self._settings.separator, part_bytes)
             if not self._fresh:
                 print(f"{self._work.path}: going on after {joiner.state.documents:,} documents", file=sys.stderr)
+                if self._settings.tokenization_backend == "tokenizers":
+                    # Those that are not joined may be of another back end, which nobody has compared yet.
+                    remove_parts(self._work.path)
                 crew.begin(layout, groups, (joiner.state.group, joiner.state.index))
             self._choose_backend(expected, layout, groups)
             self._join_all(tokenizer)
         joiner.publish()
         self._write_headers(tokenizer)
+        # A worker may still be making a part behind the end of a packed file.
+        self._stop()
         self._work.remove()
         self._report(resumed)
 
@@ -168,7 +176,7 @@ class Job:
         checkpoints = Interval(self._limits.journal_seconds)
         while True:
             for path in crew.ready():
-                self._append(path)
+                joiner.append(path, self._settings.strict)
             progress.update(joiner.done, state.documents, joiner.tokens)
             if crew.finished:
                 break
@@ -185,12 +193,6 @@ class Job:
         state.group, state.index = crew.position
         self._check_something()
         self._show_broken()
-
-    def _append(self, path: Path) -> None:
-        try:
-            self._joiner.append(path, self._settings.strict)
-        except BrokenDocument as error:
-            raise DataError(f"{error} (--strict)") from error
 
     def _check_something(self) -> None:
         if not self._joiner.tokens:
@@ -224,7 +226,18 @@ class Job:
 
     def _is_faulty(self, error: Exception) -> bool:
         """Whether it is the data: with other flags a run that an earlier one began may go on."""
-        return isinstance(error, DataError) and self._joiner is not None
+        return isinstance(error, DataError) and not isinstance(error, BrokenDocument) and self._joiner is not None
+
+
+def written(settings: PrepareSettings) -> list[Path]:
+    """All that a run writes, and the work folder: the input's folder may be the output's."""
+    remarks = remarks_path(settings)
+    paths = [WorkFolder.place(settings.output_prefix), remarks, aside(remarks)]
+    for prefix in settings.prefixes:
+        header = Path(get_header_path(prefix))
+        finished = [Path(get_bin_path(prefix)), Path(get_idx_path(prefix)), header]
+        paths += [*finished, *unfinished(get_bin_path(prefix)), aside(get_idx_path(prefix)), aside(header)]
+    return paths
 
 
 def remarks_path(settings: PrepareSettings) -> Path:

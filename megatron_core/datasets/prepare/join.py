@@ -12,12 +12,13 @@ from megatron_core.datasets.prepare.journal import State, WorkFolder
 from megatron_core.datasets.prepare.parts import BlockHead, read_part
 from megatron_core.datasets.prepare.readers import PLACE_WORDS
 from megatron_core.datasets.token_writer import Extent, TokenWriter, publish_pair
+from megatron_core.errors import DataError
 
 SHOWN = 5
 
 
-class BrokenDocument(Exception):
-    """The first broken document, for `--strict`."""
+class BrokenDocument(DataError):
+    """The first broken document, for `--strict`; without that flag the same run goes on."""
 
 
 class Joiner:
@@ -68,6 +69,11 @@ class Joiner:
             self.state.size += head.size
             self.state.at = max(self.state.at, head.at)
         self._used.append(path)
+
+    def check_strict(self) -> None:
+        """BrokenDocument if an earlier run, which was not strict, met one."""
+        if self.state.broken:
+            raise BrokenDocument(f"{self.state.first[0]} (--strict)")
 
     @property
     def tokens(self) -> int:
@@ -145,7 +151,7 @@ class Joiner:
                 self.state.empty += 1
                 continue
             if strict:
-                raise BrokenDocument(words)
+                raise BrokenDocument(f"{words} (--strict)")
             self.state.broken += 1
             if len(self.state.first) < SHOWN:
                 self.state.first.append(words)

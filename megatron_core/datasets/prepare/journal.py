@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from megatron_core.datasets.prepare.parts import remove_parts
 from megatron_core.datasets.prepare.settings import PrepareSettings
 from megatron_core.datasets.token_writer import Extent
 from megatron_core.errors import DataError
+
+# The workers of a run that was killed hold the lock too, until they are gone, some milliseconds later.
+LOCK_SECONDS = 1.0
 
 
 @dataclass
@@ -50,11 +54,18 @@ class WorkFolder:
     """
 
     def __init__(self, output_prefix: str) -> None:
-        self.path = Path(f"{output_prefix}.work")
+        self.path = self.place(output_prefix)
         self._lock = self._locked()
         self.fresh = not (self.path / "run.json").exists()
         if self.fresh:
+            # Left where the removal of the folder was interrupted: they belong to no run.
+            (self.path / "journal.json").unlink(missing_ok=True)
             remove_parts(self.path)
+
+    @staticmethod
+    def place(output_prefix: str) -> Path:
+        """Where the folder is."""
+        return Path(f"{output_prefix}.work")
 
     def adopt(self, run: dict[str, Any], part_bytes: int) -> int:
         """Check that an interrupted run in the folder is this run, or begin one; the size of its parts, in bytes.
@@ -90,6 +101,8 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Remove the folder."""
+        # First what the rest belongs to: interrupted here, the next run finds a folder of no run.
+        (self.path / "run.json").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -98,16 +111,25 @@ class WorkFolder:
 
     def _locked(self) -> int:
         path = self.path / "lock"
+        began = time.monotonic()
         while True:
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise self._unwritable(error) from error
             try:
                 lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
             except FileNotFoundError:  # removed in between by a run that ended
                 continue
+            except OSError as error:
+                raise self._unwritable(error) from error
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(lock)
+                if time.monotonic() - began < LOCK_SECONDS:
+                    time.sleep(0.01)
+                    continue
                 raise DataError(
                     f"{self.path} is in use by another process that writes the same output; wait for it, or choose "
                     "another --output-prefix"
@@ -115,6 +137,12 @@ class WorkFolder:
             if path.exists() and os.stat(path).st_ino == os.fstat(lock).st_ino:
                 return lock
             os.close(lock)
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be made ({error.strerror}); "
+            "choose a folder that can be written to"
+        )
 
 
 def identity(settings: PrepareSettings, sources: Sequence[Source], fingerprint: str) -> dict[str, Any]:
@@ -140,10 +168,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     ]
     old, new = before.get("--input", []), now["--input"]
     if [file[0] for file in old] != [file[0] for file in new]:
-        found.append(f"other --input files ({len(old)}, now {len(new)})")
+        pairs = zip_longest((file[0] for file in old), (file[0] for file in new), fillvalue="none")
+        place, (was, is_now) = next(item for item in enumerate(pairs, 1) if item[1][0] != item[1][1])
+        found.append(f"other --input files (number {place} was {was}, now {is_now})")
     else:
         changed = [file[0] for file, other in zip(old, new, strict=True) if file != other]
-        found += [f"an older {changed[0]}"] if changed else []
+        found += [f"another state of {changed[0]}, which has changed since"] if changed else []
     return " and ".join(found)
 
 

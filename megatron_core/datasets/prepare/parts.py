@@ -133,7 +133,8 @@ class PartWriter:
         """Give the file its name."""
         with naming_the_place(self._file):
             self._file.write(WHOLE)
-            self._file.close()
+            self._file.flush()
+        self._file.close()
         os.replace(self._path, part_path(self._folder, self._group, self._index, last))
 
     def close(self) -> None:

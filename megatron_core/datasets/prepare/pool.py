@@ -69,17 +69,20 @@ class Pool:
             yield worker, self.receive(worker)
 
     def dismiss(self) -> None:
-        """Have all workers end, whatever they are doing, without waiting for it."""
-        self._process.kill()
+        """Let all workers end by themselves: there is nothing left to ask, which they are told by None."""
+        for connection in self._connections:
+            # Not closed, so that `stop` sees each of them end: until then it holds the lock of the work folder.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.send(None)
 
     def stop(self) -> None:
-        """End all workers, and wait until they are gone."""
-        self.dismiss()
+        """End all workers, whatever they are doing, and return when they are gone."""
+        self._process.kill()
         self._process.join()
         for connection in self._connections:
             # A connection ends when its process, killed with the first one, is gone.
             with suppress(EOFError, OSError):
-                while connection.poll(END_SECONDS):
+                while not connection.closed and connection.poll(END_SECONDS):
                     connection.recv()
             connection.close()
 

@@ -113,12 +113,18 @@ def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
     except (ValueError, RecursionError):
         return f"is no JSON ({error}); mend or remove the line"
     if not isinstance(document, dict):
-        return f'holds a {type(document).__name__}, expected an object such as {{"text": ...}}'
+        return f'holds {_kind(document)}, expected an object such as {{"text": ...}} on each line'
     missing = [key for key in keys if key not in document]
     if missing:
         there = ", ".join(sorted(document)[:10]) or "none"
         return f"has no key {missing[0]!r}; its keys: {there}; choose with --json-keys"
     for key in keys:
         if not isinstance(document[key], str):
-            return f"has a {type(document[key]).__name__} under {key!r}, expected a string"
+            return f"has {_kind(document[key])} under {key!r}, expected a string"
     return "has half of a surrogate pair in its text, which is no text; mend it"
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_core.datasets.aside import naming_the_place, put_on_disk
 from megatron_core.datasets.prepare.documents import Batch, Limits
 from megatron_core.datasets.prepare.inputs import Source
 from megatron_core.datasets.prepare.read_lines import too_long
@@ -103,14 +104,18 @@ def unpacked(source: Source, folder: Path) -> Path:
     """The file itself, or its unpacked copy in the work folder: Parquet is read from its end."""
     if source.compression is None:
         return Path(source.path)
-    name = hashlib.sha256(source.path.encode("utf-8", "surrogateescape")).hexdigest()
+    # With its size and date: a run that was killed may have left the copy of an older file.
+    identity = f"{source.path} {source.size} {source.mtime_ns}"
+    name = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     path = folder / f"{name}.unpacked"
     if not path.exists():
         partial = path.with_suffix(f".{os.getpid()}.partial")
         stream = Stream(source)
         with partial.open("wb") as file:
             while data := stream.read(BUFFER_BYTES):
-                file.write(data)
+                with naming_the_place(file):
+                    file.write(data)
+            put_on_disk(file)
         stream.close()
         os.replace(partial, path)
     return path

@@ -22,7 +22,8 @@ class PrepareSettings:
     json_keys: tuple[str, ...] = ("text",)
     """Keys (columns of Parquet) that hold the text; each gets files of its own."""
     tokenizer_type: str = "HuggingFaceTokenizer"
-    """Kind of tokenizer, by Megatron's name."""
+    """Kind of tokenizer, by Megatron's name: HuggingFaceTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
+    Llama2Tokenizer, TikTokenizer, ByteLevelTokenizer or NullTokenizer."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer."""
     vocab_file: str | None = None

@@ -103,11 +103,10 @@ class Worker:
         self._opened: tuple[int, Reader] | None = None
 
     def serve(self) -> None:
-        """Answer until the other side is gone."""
+        """Answer until there is nothing left to ask, or the other side closes the connection."""
         if self._settings.split_sentences:
             self._splitter = sentence_splitter(self._settings.keep_newlines)
-        while True:
-            message = self._connection.recv()
+        while (message := self._connection.recv()) is not None:
             if isinstance(message, Sample):
                 # The tokenizer itself has nothing to prove.
                 texts = message.texts if self._backend.name != TokenizerBackend.name else []

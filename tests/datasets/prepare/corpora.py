@@ -2,7 +2,9 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import zstandard
@@ -67,3 +69,15 @@ def sequences(tokenizer: Tokenizer, documents: Sequence[str], eod: bool) -> tupl
             found.append([*ids, tokenizer.eod] if eod else ids)
         index.append(len(found))
     return found, index
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond some bytes: as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores SIGXFSZ: writing on gives EFBIG.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -7,10 +7,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_core.datasets.aside import DiskFullError
 from megatron_core.datasets.prepare.documents import Limits
 from megatron_core.datasets.prepare.inputs import describe
 from megatron_core.datasets.prepare.read_parquet import ParquetReader
 from megatron_core.errors import DataError
+from tests.datasets.prepare.corpora import file_size_limit
 
 ROWS = ["a", None, "", "Gr\u00fc\u00dfe", "x" * 100] * 20
 
@@ -41,6 +43,23 @@ def test_rows_become_texts(kind: pyarrow.DataType, tmp_path: Path) -> None:
     packed = tmp_path / "a.parquet.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read(packed) == expected
+
+
+def test_the_unpacked_copy_of_an_older_file_is_not_read(tmp_path: Path) -> None:
+    for rows in (["old"] * 3, ["new"] * 4):
+        path = write(tmp_path / "plain.parquet", pyarrow.array(rows))
+        packed = tmp_path / "a.parquet.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        assert read(packed) == list(enumerate(rows, 1))
+
+
+def test_a_disk_without_room_for_the_unpacked_copy_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "plain.parquet", pyarrow.array(["a"] * 3))
+    packed = tmp_path / "a.parquet.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with file_size_limit(100), pytest.raises(DiskFullError, match=r"\.partial: the file may not become larger here"):
+        read(packed)
+    assert read(packed) == [(1, "a"), (2, "a"), (3, "a")]
 
 
 def test_broken_rows_are_left_out(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Plain text is cut at its separators, wherever ranges of the file begin."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_a_long_document_is_left_out_and_the_next_is_found(tmp_path: Path) -> No
         expected = [(n, text if len(text) <= 10 else None) for n, text in enumerate(documents, 1)]
         for cuts in ([], [2], [5, 65_536], [size]):
             assert read(path, "--", cuts, Limits(document_bytes=10)) == expected
+
+
+def test_the_time_for_a_long_document_is_in_proportion_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"word " * 8_000_000 + b"--last")
+    begun = time.process_time()
+    found = read(path, "--", [], Limits())
+    # 0.3 s; where what was read before is copied at each read, 5 s.
+    assert time.process_time() - begun < 2.5
+    assert [(number, len(text)) for number, text in found] == [(1, 40_000_000), (2, 4)]
 
 
 def test_without_a_separator_the_file_is_one_document(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def journal_says_publishing(folder: Path) -> bool:
     return '"publishing": true' in (folder / "out.work" / "journal.json").read_text()
 
 
-def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int, **changes: object) -> None:
     """A run that is interrupted from the keyboard when some parts are joined."""
     from megatron_core.datasets.prepare.join import Joiner
 
@@ -106,7 +106,7 @@ def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> 
     with monkeypatch.context() as patch:
         patch.setattr(Joiner, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare(settings(folder), SMALL)
+            prepare(settings(folder, **changes), SMALL)
 
 
 def test_what_is_made_is_not_made_again(
@@ -123,6 +123,16 @@ def test_what_is_made_is_not_made_again(
     # Neither the number of workers nor other part sizes matter for going on.
     assert outcome(tmp_path, Limits(), workers=3) == expected
     assert "out.work: going on after" in capfd.readouterr().err
+
+
+def test_parts_that_nobody_compared_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(200))
+    expected = outcome(tmp_path)
+    stopped_after(tmp_path, monkeypatch, 1)
+    for path in (tmp_path / "out.work").glob("*.part"):
+        # What a back end that gives other ids might have left.
+        path.write_bytes(path.read_bytes().replace(b"y", b"z"))
+    assert outcome(tmp_path, tokenization_backend="tokenizers") == expected
 
 
 @pytest.mark.parametrize(
@@ -149,10 +159,10 @@ def test_changed_input_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     stopped_after(tmp_path, monkeypatch, 5)
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(DataError, match=r"an older .*a\.jsonl; give the same again"):
+    with pytest.raises(DataError, match=r"another state of .*a\.jsonl, which has changed since; give the same again"):
         prepare(settings(tmp_path), SMALL)
     write_jsonl(tmp_path / "b.jsonl", ["x"])
-    with pytest.raises(DataError, match=r"other --input files \(1, now 2\)"):
+    with pytest.raises(DataError, match=r"other --input files \(number 2 was none, now .*b\.jsonl\)"):
         prepare(settings(tmp_path), SMALL)
 
 
@@ -188,6 +198,54 @@ def test_interrupted_while_names_are_given(tmp_path: Path, monkeypatch: pytest.M
             with pytest.raises(KeyboardInterrupt):
                 prepare(settings(tmp_path, **changes), SMALL)
         assert outcome(tmp_path, **changes) == expected
+
+
+def test_interrupted_while_the_folder_is_removed_it_says_nothing_of_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    expected = outcome(tmp_path, append_eod=True)
+    journals: list[bytes] = []
+    remove = WorkFolder.remove
+
+    def remembering(self: WorkFolder) -> None:
+        journals.append((self.path / "journal.json").read_bytes())
+        remove(self)
+
+    monkeypatch.setattr(WorkFolder, "remove", remembering)
+    assert outcome(tmp_path) != expected
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "journal.json").write_bytes(journals[0])
+    assert outcome(tmp_path, append_eod=True) == expected
+
+
+def test_output_in_the_folder_of_the_input_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    (tmp_path / "b.jsonl").write_text("{\n")
+    expected = outcome(tmp_path)
+    changes = {"input": (str(tmp_path),)}
+    assert outcome(tmp_path, **changes) == expected
+    stopped_after(tmp_path, monkeypatch, 5, **changes)
+    assert outcome(tmp_path, **changes) == expected
+
+
+def test_strict_going_on_sees_what_was_broken_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["a", *texts(200)])
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{\n" + path.read_bytes())
+    expected = outcome(tmp_path)
+    stopped_after(tmp_path, monkeypatch, 30)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 is no JSON .*\(--strict\)"):
+        prepare(settings(tmp_path, strict=True), SMALL)
+    # What was done without the flag is not lost by trying it.
+    assert (tmp_path / "out.work" / "journal.json").exists()
+    assert outcome(tmp_path) == expected
+
+
+def test_an_output_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(DataError, match=r"--output-prefix .*a\.jsonl/out: .*out\.work cannot be made \(Not a dir"):
+        prepare(settings(tmp_path, output_prefix=f"{path}/out"))
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
