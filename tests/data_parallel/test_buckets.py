@@ -85,7 +85,7 @@ def test_frozen_parameters_take_no_part() -> None:
 def _reduced_before_finish(overlap: bool) -> tuple[int, int]:
     """How many buckets are under way when backward has ended."""
     run = tiny_run(overlap_grad_reduce=overlap, ddp_bucket_size=2000)
-    batches = load_batches(run)
+    batches = load_batches(run, run.step_after(0))
     run.data_parallel.zero_grad()
     run_training_plan(run, batches, 1.0 / count_tokens(run, batches))
     started = sum(bucket.reduced for bucket in run.data_parallel.buckets)
