@@ -51,7 +51,7 @@ class Settings:
     """Size of the vocabulary that is trained."""
     workers: int = 2
     """Worker processes."""
-    repeats: int = 7
+    repeats: int = 15
     """How often each is timed; medians are reported."""
 
 
