@@ -3,7 +3,11 @@
 # verify-all: every layout of 2, 4 and 8 ranks, and every schedule, against one process; writes docs/layouts*.md
 # docs:       the pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style
+# cuda-check: the CUDA kernels through nvcc, with registers and spills; fails where registers spill
+# wheel:      dist/*.whl, with the native libraries in it
+# doctor:     what this machine offers, and what to install for more
 # bench:      speed, side by side with transformers and torch's DDP
+# bench-ops:  speed of the fused operations, side by side with torch eager and torch.compile
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,8 +15,9 @@ BIN := $(VENV)/bin
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # A CPU build where the index has one; the range is pyproject.toml's.
 TORCH ?= torch>=2.8,<2.14
+NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: quickstart test verify-all docs check bench install install-test clean
+.PHONY: quickstart test verify-all docs check cuda-check wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -40,8 +45,20 @@ check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+cuda-check: install
+	$(BIN)/python tools/cuda_check.py
+
+wheel: $(BIN)/python
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+doctor: install
+	$(BIN)/python tools/doctor.py
+
 bench: install-test
 	$(BIN)/python -m benchmarks.bench_step
+
+bench-ops: install-test
+	$(BIN)/python -m benchmarks.bench_ops
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -49,7 +66,7 @@ install-test: $(VENV)/installed-test
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python pyproject.toml
+$(VENV)/installed: $(BIN)/python pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
@@ -59,4 +76,5 @@ $(VENV)/installed-test: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build dist megatron_core/ops/lib *.egg-info
+	find csrc/editable -mindepth 1 -maxdepth 1 ! -name CMakeLists.txt -exec rm -rf {} +

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
@@ -13,6 +15,7 @@ from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
+from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
 from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.training.data import DatasetsProvider
@@ -43,6 +46,7 @@ def introduce(run: Run) -> None:
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
     print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.place))
+    print(f"kernels: {kernels(run)}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
@@ -50,6 +54,12 @@ def introduce(run: Run) -> None:
     sys.stdout.flush()
     if run.config.checkpoint.save:
         keep_config(run.config, Path(run.config.checkpoint.save))
+
+
+def kernels(run: Run) -> str:
+    """Which bodies of the fused operations serve, and where it is the slower one, why."""
+    dtype = getattr(torch, run.config.training.compute_dtype)
+    return backend.describe(run.config.model.kernel_backend, run.world.device.type, dtype)
 
 
 def notes(run: Run) -> Iterator[str]:

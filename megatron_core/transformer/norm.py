@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops import layer_norm, rms_norm
+from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.blueprint import Blueprint
 
@@ -13,7 +15,8 @@ class Norm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
 
     ``x`` is ``[..., size]``. ``partial_grad`` says that each tensor-parallel rank sees only a part of what is
-    normalized, so that the weights' gradients are parts of the whole.
+    normalized, so that the weights' gradients are parts of the whole. The configuration's ``kernel_backend`` says which
+    body of the operation computes it.
     Source: Ba et al. 2016; Zhang and Sennrich 2019.
     """
 
@@ -28,7 +31,9 @@ class Norm(nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
-        self.rms = config.normalization == "RMSNorm"
+        self.backend = config.kernel_backend
+        op = "rms_norm" if self.bias is None else "layer_norm"
+        serving(op, self.backend, self.weight.device.type, self.weight.dtype)  # fails now, not at the first step
         self.reset_parameters()
 
     @torch.no_grad()
@@ -40,6 +45,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim of ``x``."""
-        if self.rms:
-            return nn.functional.rms_norm(x, (self.size,), self.weight, self.epsilon)
-        return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.epsilon)
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.epsilon, backend=self.backend)
+        return layer_norm(x, self.weight, self.bias, self.epsilon, backend=self.backend)

@@ -1,0 +1,158 @@
+"""The native bodies of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
+
+One run, one machine: in every round each contender takes its turn on the same tensors, some calls of its own after one
+that is not timed, and medians over all rounds are compared. Prints a table and appends it to benchmarks/results.csv;
+``ratio`` there is the time to torch eager's.
+
+    python -m benchmarks.bench_ops
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks.results import Row, append
+from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
+
+OPS: dict[str, Callable] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "add_rms_norm": add_rms_norm,
+    "add_layer_norm": add_layer_norm,
+}
+EPSILON = 1e-5
+LIMITS = {"rms_norm": 0.8, "layer_norm": 1.0, "add_rms_norm": 0.8, "add_layer_norm": 0.8}
+"""What the time may be as a part of torch eager's; its LayerNorm alone is one pass as well."""
+CONTENDERS = ("eager", "compiled", "native")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time the fused operations, side by side."""
+
+    ops: tuple[str, ...] = tuple(OPS)
+    """Operations to time."""
+    shapes: tuple[str, ...] = ("2048x1024", "512x4096")
+    """Rows x columns."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    """Data types, by torch's names."""
+    threads: tuple[int, ...] = (1, 2)
+    """Threads that torch and the native bodies may use."""
+    rounds: int = 12
+    """How often each contender takes its turn."""
+    calls: int = 5
+    """Timed calls in each turn."""
+    compiled: bool = True
+    """Time torch.compile too, which compiles each case for some seconds first."""
+    keep: bool = True
+    """Append to benchmarks/results.csv."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one kind of tensors."""
+
+    op: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    threads: int
+
+    def __str__(self) -> str:
+        rows, columns = self.shape
+        return f"{self.op} {rows}x{columns} {str(self.dtype).removeprefix('torch.')} {self.threads}t"
+
+
+def contender(case: Case, name: str) -> Callable:
+    """The function that takes the case's tensors."""
+    if name == "native":
+        return lambda *tensors: OPS[case.op](*tensors, EPSILON, backend="native")
+    plain = getattr(reference, case.op)
+    torch.compiler.reset()  # what was compiled for another shape would count as a recompilation
+    compiled = torch.compile(plain, dynamic=False) if name == "compiled" else plain
+    return lambda *tensors: compiled(*tensors, EPSILON)
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """x, the residual where there is one, and the parameters; all want gradients."""
+    rows = 2 if case.op.startswith("add_") else 1
+    parameters = 2 if case.op.endswith("layer_norm") else 1
+    shapes = [case.shape] * rows + [case.shape[1:]] * parameters
+    return [torch.randn(shape).to(case.dtype).requires_grad_() for shape in shapes]
+
+
+def seconds(work: Callable[[], object], calls: int) -> list[float]:
+    """Time of each call, after one that gets memory and fills caches."""
+    times = []
+    for _ in range(calls + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def measure(case: Case, names: tuple[str, ...], settings: Settings) -> dict[tuple[str, str], float]:
+    """Median seconds by (contender, pass)."""
+    torch.set_num_threads(case.threads)
+    tensors = inputs(case)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    functions = {name: contender(case, name) for name in names}
+    for _ in range(settings.rounds):
+        for name, function in functions.items():
+            times[name, "forward"] += seconds(partial(function, *tensors), settings.calls)
+            outputs = as_tuple(function(*tensors))
+            grads = [torch.randn_like(y) for y in outputs]
+            backward = partial(torch.autograd.grad, outputs, tensors, grads, retain_graph=True)
+            times[name, "backward"] += seconds(backward, settings.calls)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One or more outputs as a tuple."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
+    """Print a line for each pass, and give the rows for the table of results."""
+    rows = []
+    for way in ("forward", "backward"):
+        eager, native = times["eager", way], times["native", way]
+        cells = [f"{times[name, way] * 1e3:8.3f}" if (name, way) in times else " " * 8 for name in CONTENDERS]
+        compiled = times.get(("compiled", way))
+        verdict = "ok" if native <= LIMITS[case.op] * eager else f"more than {LIMITS[case.op]} of eager"
+        if compiled and native > compiled:
+            verdict += ", slower than compiled"
+        print(f"{case!s:38} {way:9}", *cells, f"{native / eager:6.2f}", f" {verdict}", flush=True)
+        rows += [
+            Row(f"{name} {case} {way}", times[name, way], "s", ratio=times[name, way] / eager)
+            for name in CONTENDERS
+            if (name, way) in times
+        ]
+    return rows
+
+
+def main(settings: Settings) -> None:
+    """Time every case and print the table, in milliseconds."""
+    names = CONTENDERS if settings.compiled else ("eager", "native")
+    print(f"{'ms':48}", *(f"{name:>8}" for name in CONTENDERS), "native/eager")
+    for op in settings.ops:
+        for shape in settings.shapes:
+            rows, columns = map(int, shape.split("x"))
+            for dtype in settings.dtypes:
+                for threads in settings.threads:
+                    case = Case(op, (rows, columns), getattr(torch, dtype), threads)
+                    found = report(case, measure(case, names, settings))
+                    if settings.keep:
+                        append("bench_ops", found)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

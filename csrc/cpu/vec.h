@@ -1,0 +1,177 @@
+// Vectors as wide as the processor's registers, loads and stores that convert, and sums over a row.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "common/half.h"
+#include "common/interface.h"
+
+#define MEGATRON_INLINE inline __attribute__((always_inline))
+
+namespace megatron {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// All arithmetic on T is done in Wide<T>.
+template <typename T> struct WideOf { using type = float; };
+template <> struct WideOf<double> { using type = double; };
+template <typename T> using Wide = typename WideOf<T>::type;
+
+constexpr int kFloats = kVectorBytes / 4;
+typedef float FloatVec __attribute__((vector_size(kVectorBytes)));
+typedef double DoubleVec __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+
+template <typename T> struct VecOf { using type = FloatVec; };
+template <> struct VecOf<double> { using type = DoubleVec; };
+template <typename T> using Vec = typename VecOf<T>::type;
+template <typename T> constexpr int kLanes = kVectorBytes / sizeof(Wide<T>);
+
+// How many lanes of a vector a load or store touches: All, or the `n` of a row's end (others load as zero).
+struct All {};
+struct Some { int n; };
+
+template <typename V, typename T> MEGATRON_INLINE V raw_load(const T* p, All) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <typename V, typename T> MEGATRON_INLINE V raw_load(const T* p, Some some) {
+  V v{};
+  std::memcpy(&v, p, some.n * sizeof(T));
+  return v;
+}
+template <typename V, typename T> MEGATRON_INLINE void raw_store(T* p, V v, All) { std::memcpy(p, &v, sizeof v); }
+template <typename V, typename T> MEGATRON_INLINE void raw_store(T* p, V v, Some some) {
+  std::memcpy(p, &v, some.n * sizeof(T));
+}
+
+template <typename To, typename From> MEGATRON_INLINE To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// 16 bits of each lane, widened with zeros, and the lower 16 of each. For the wider registers GCC 12 makes four
+// instructions of the first and a table look-up of the second where there is one instruction.
+MEGATRON_INLINE Bits widened(HalfBits v) {
+#if defined(__AVX512F__)
+  return (Bits)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  return (Bits)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, Bits);
+#endif
+}
+MEGATRON_INLINE HalfBits narrowed(Bits v) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+  return __builtin_convertvector(v, HalfBits);
+#endif
+}
+
+template <typename N> MEGATRON_INLINE FloatVec load(const float* p, N n) { return raw_load<FloatVec>(p, n); }
+template <typename N> MEGATRON_INLINE DoubleVec load(const double* p, N n) { return raw_load<DoubleVec>(p, n); }
+template <typename N> MEGATRON_INLINE FloatVec load(const bf16* p, N n) {
+  return same_bits<FloatVec>(widened(raw_load<HalfBits>(p, n)) << 16);
+}
+// The exponent moves by a multiplication with 2^112, which also normalises fp16's subnormal numbers.
+template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
+  Bits half = widened(raw_load<HalfBits>(p, n));
+  Bits magnitude = (half & 0x7fff) << 13;
+  Bits scaled = same_bits<Bits>(same_bits<FloatVec>(magnitude) * 0x1p112f);
+  Bits infinite = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : scaled;
+  return same_bits<FloatVec>(infinite | ((half & 0x8000) << 16));
+}
+
+template <typename N> MEGATRON_INLINE void store(float* p, FloatVec v, N n) { raw_store(p, v, n); }
+template <typename N> MEGATRON_INLINE void store(double* p, DoubleVec v, N n) { raw_store(p, v, n); }
+// Rounds to nearest, ties to even, as everywhere; NaN stays NaN.
+template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) {
+  Bits bits = same_bits<Bits>(v);
+  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Bits kept = v == v ? rounded : Bits{} + 0x7fc0;
+  raw_store(p, narrowed(kept), n);
+}
+// Below 2^-14 the sum with 0.5 leaves the rounded subnormal number in the lowest bits.
+template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) {
+  Bits bits = same_bits<Bits>(v), magnitude = bits & 0x7fffffff;
+  Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  Bits subnormal = same_bits<Bits>(same_bits<FloatVec>(magnitude) + 0.5f) - 0x3f000000;
+  Bits kept = magnitude < 0x38800000 ? subnormal : normal;
+  kept = magnitude >= 0x477ff000 ? Bits{} + 0x7c00 : kept;
+  kept = magnitude > 0x7f800000 ? Bits{} + 0x7e00 : kept;
+  raw_store(p, narrowed(kept | ((bits >> 16) & 0x8000)), n);
+}
+
+// Says that the memory at `offset` will be needed soon; null is no memory, and what lies behind a tensor is harmless.
+// Passes over a row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
+template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) {
+  if (p) __builtin_prefetch(p + offset, 0, 2);
+}
+
+// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
+template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= columns; i += kLanes<T>) f(i, All{});
+  if (i < columns) f(i, Some{static_cast<int>(columns - i)});
+}
+
+// The first lanes of v, the others zero: what a sum may count at a row's end.
+template <typename V> MEGATRON_INLINE V only(V v, All) { return v; }
+template <typename V> MEGATRON_INLINE V only(V v, Some some) {
+  V kept{};
+  std::memcpy(&kept, &v, some.n * sizeof v[0]);
+  return kept;
+}
+
+template <typename A, int K> struct Sums { A of[K]; };
+
+// Sums over a row: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because an addition
+// takes four cycles and two can begin in each.
+template <typename T, int K, typename F> MEGATRON_INLINE Sums<Wide<T>, K> sum_row(int64_t columns, F f) {
+  constexpr int kTurns = 4, kStep = kLanes<T>;
+  Vec<T> sums[kTurns][K] = {};
+  int64_t i = 0;
+  for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
+    f(i, All{}, sums[0]);
+    f(i + kStep, All{}, sums[1]);
+    f(i + 2 * kStep, All{}, sums[2]);
+    f(i + 3 * kStep, All{}, sums[3]);
+  }
+  for (; i + kStep <= columns; i += kStep) f(i, All{}, sums[0]);
+  if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums[1]);
+  Sums<Wide<T>, K> totals{};
+  for (int k = 0; k < K; ++k) {
+    Vec<T> together = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+    for (int lane = 0; lane < kStep; ++lane) totals.of[k] += together[lane];
+  }
+  return totals;
+}
+
+// Calls f(type()) with the C++ type of a dtype.
+template <typename F> const char* with_dtype(int64_t dtype, F f) {
+  switch (dtype) {
+    case Float32: f(float{}); return nullptr;
+    case Float64: f(double{}); return nullptr;
+    case BFloat16: f(bf16{}); return nullptr;
+    case Float16: f(fp16{}); return nullptr;
+  }
+  return kWrongDType;
+}
+
+}  // namespace megatron

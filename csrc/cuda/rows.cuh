@@ -1,0 +1,118 @@
+// What the row-wise kernels share: a row spread over a block's threads, sums over the block, sums over rows.
+#pragma once
+#include "common/interface.h"
+#include "cuda/platform.cuh"
+
+namespace megatron {
+
+// Calls f(slot, column) for each pack of N columns that is this thread's. A thread holds up to kHeld of them in
+// registers, and slot is a constant then; with kHeld = 0 it loads them again for each pass.
+template <int kHeld, int N, typename F> __device__ inline void for_packs(int64_t columns, F f) {
+  if constexpr (kHeld > 0) {
+#pragma unroll
+    for (int slot = 0; slot < kHeld; ++slot) {
+      const int64_t column = (int64_t(slot) * blockDim.x + threadIdx.x) * N;
+      if (column < columns) f(slot, column);
+    }
+  } else {
+    for (int64_t column = int64_t(threadIdx.x) * N; column < columns; column += int64_t(blockDim.x) * N) f(0, column);
+  }
+}
+
+// The part of a row of T that is this thread's, with the residual's row added in T's precision where there is one.
+// fetch() reads what is held; load() then gives pack after pack.
+template <typename T, int N, int kHeld> struct Row {
+  Array<T> tensor, residual;
+  int64_t begin, residual_begin;
+  Pack<T, N> held[kHeld > 0 ? kHeld : 1];
+
+  __device__ Row(Array<T> tensor, int64_t begin) : Row(tensor, begin, Array<T>(nullptr, 0), 0) {}
+  __device__ Row(Array<T> tensor, int64_t begin, Array<T> residual, int64_t residual_begin)
+      : tensor(tensor), residual(residual), begin(begin), residual_begin(residual_begin) {}
+
+  __device__ void fetch(int64_t columns) {
+    if constexpr (kHeld > 0) for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { held[slot] = read(i); });
+  }
+  __device__ Pack<T, N> load(int slot, int64_t i) const {
+    if constexpr (kHeld > 0) return held[slot];
+    return read(i);
+  }
+
+ private:
+  __device__ Pack<T, N> read(int64_t i) const {
+    Pack<T, N> v = tensor.template load<N>(begin + i);
+    if (residual) {
+      const Pack<T, N> r = residual.template load<N>(residual_begin + i);
+      for (int k = 0; k < N; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) + to_float(r.of[k]));
+    }
+    return v;
+  }
+};
+
+// A block's sums for the columns that are this thread's, kept in registers where packs are held, else in `partial`.
+template <int N, int kHeld> struct ColumnSums {
+  Array<float> partial;
+  int64_t begin;
+  Pack<float, N> held[kHeld > 0 ? kHeld : 1];
+
+  __device__ ColumnSums(Array<float> partial, int64_t begin) : partial(partial), begin(begin) {}
+  __device__ void clear(int64_t columns) {
+    for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { put(slot, i, Pack<float, N>{}); });
+  }
+  __device__ void add(int slot, int64_t i, Pack<float, N> v) {
+    Pack<float, N> sum = kHeld > 0 ? held[slot] : get(i);
+    for (int k = 0; k < N; ++k) sum.of[k] += v.of[k];
+    put(slot, i, sum);
+  }
+  __device__ void write(int64_t columns) {
+    if constexpr (kHeld > 0) for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { set(i, held[slot]); });
+  }
+
+ private:
+  __device__ void put(int slot, int64_t i, Pack<float, N> v) {
+    if (kHeld > 0) held[slot] = v; else set(i, v);
+  }
+  __device__ Pack<float, N> get(int64_t i) const {
+    Pack<float, N> v;
+    for (int k = 0; k < N; ++k) v.of[k] = partial.get(begin + i + k);
+    return v;
+  }
+  __device__ void set(int64_t i, Pack<float, N> v) const {
+    for (int k = 0; k < N; ++k) partial.set(begin + i + k, v.of[k]);
+  }
+};
+
+// The sums of two numbers over all threads of a block, in every thread; `scratch` is free again afterwards.
+struct Two { float a, b; };
+using Scratch = Shared<Two, 32>;
+
+__device__ inline Two warp_sum(Two v) {
+  for (int lane = 16; lane > 0; lane /= 2) {
+    v.a += __shfl_xor_sync(0xffffffffu, v.a, lane);
+    v.b += __shfl_xor_sync(0xffffffffu, v.b, lane);
+  }
+  return v;
+}
+
+__device__ inline Two block_sum(Two v, Scratch& scratch) {
+  v = warp_sum(v);
+  if (blockDim.x <= 32) return v;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : Two{0, 0};
+  __syncthreads();
+  return warp_sum(v);
+}
+
+// total[i] = sum over parts of partial[part * width + i], one thread a column.
+template <typename T>
+__global__ void sum_partials(Array<float> partial, int64_t num_partials, int64_t width, int64_t first,
+                             Array<T> total, int64_t columns) {
+  const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  float sum = 0;
+  for (int64_t part = 0; part < num_partials; ++part) sum += partial.get(part * width + first + column);
+  total.set(column, from_float<T>(sum));
+}
+
+}  // namespace megatron

@@ -1,0 +1,127 @@
+"""LayerNorm over the last dim, also of a sum with the residual; native bodies as torch operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
+    """y = (x - mean) / sqrt(variance + epsilon) * weight + bias; ``x`` ``[..., n]``, the others ``[n]`` (Ba et al.
+    2016)."""
+    if serving("layer_norm", backend, x.device.type, x.dtype) == "reference":
+        check("layer_norm", x, {}, weight=weight, bias=bias)
+        return reference.layer_norm(x, weight, bias, epsilon)
+    return torch.ops.megatron_core.layer_norm(x, weight, bias, epsilon)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """sum = x + residual -> (layer_norm(sum), sum) in one pass; ``x`` and ``residual`` ``[..., n]``."""
+    if serving("layer_norm", backend, x.device.type, x.dtype) == "reference":
+        check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
+        return reference.add_layer_norm(x, residual, weight, bias, epsilon)
+    return torch.ops.megatron_core.add_layer_norm(x, residual, weight, bias, epsilon)[:2]
+
+
+@torch.library.custom_op("megatron_core::layer_norm", mutates_args=())
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    y, _, mean, rstd = _forward(x, None, weight, bias, epsilon)
+    return y, mean, rstd
+
+
+@torch.library.custom_op("megatron_core::add_layer_norm", mutates_args=())
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward(x, residual, weight, bias, epsilon)
+
+
+@torch.library.custom_op("megatron_core::layer_norm_backward", mutates_args=())
+def _layer_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    check("layer_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dsum_rows = None if dsum is None else as_rows(dsum)
+    dx, dweight, dbias = x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
+    partial = partials(rows, 2)
+    native.call(
+        "layer_norm_backward",
+        x.device,
+        *(x.dtype, *rows.shape, dy_rows, dy_rows.stride(0), dsum_rows, 0 if dsum is None else dsum_rows.stride(0)),
+        *(rows, rows.stride(0), weight.contiguous(), mean, rstd, dx, dweight, dbias, partial, len(partial)),
+    )
+    return dx, dweight, dbias
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> (y, sum, mean, rstd), the sum being ``x`` where there is no residual."""
+    check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
+    rows = as_rows(x)
+    added = None if residual is None else as_rows(residual)
+    y, mean, rstd = x.new_empty(x.shape), statistics(x), statistics(x)
+    total = None if residual is None else torch.empty_like(y)
+    native.call(
+        "layer_norm",
+        x.device,
+        *(x.dtype, *rows.shape, rows, rows.stride(0), added, 0 if added is None else added.stride(0)),
+        *(weight.contiguous(), bias.contiguous(), epsilon, y, total, mean, rstd),
+    )
+    return y, x if total is None else total, mean, rstd
+
+
+@_layer_norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), statistics(x), statistics(x)
+
+
+@_add_layer_norm.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), statistics(x), statistics(x)
+
+
+@_layer_norm_backward.register_fake
+def _(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight, _, _ = inputs
+    _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
+
+
+def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, _, weight, _, _ = inputs
+    _, total, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(total, weight, mean, rstd)
+
+
+def _backward(ctx: Any, dy: Tensor, dmean: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.megatron_core.layer_norm_backward(dy, None, *ctx.saved_tensors), None
+
+
+def _add_backward(ctx: Any, dy: Tensor, dsum: Tensor, dmean: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight, dbias = torch.ops.megatron_core.layer_norm_backward(dy, dsum, *ctx.saved_tensors)
+    return dx, dx, dweight, dbias, None
+
+
+_layer_norm.register_autograd(_backward, setup_context=_save)
+_add_layer_norm.register_autograd(_add_backward, setup_context=_save_sum)
+_layer_norm_backward.register_autograd(_backward, setup_context=refuse_gradients)

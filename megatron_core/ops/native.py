@@ -1,0 +1,106 @@
+"""The native libraries: where they are, whether they load, and calls into them through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("lib")
+"""Where the build puts the libraries."""
+
+INTERFACE = 1
+"""The version of csrc/common/interface.h that this file calls."""
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+"""The numbers of csrc/common/interface.h."""
+
+Value = Tensor | torch.dtype | int | float | None
+"""What a native function takes; None is a tensor that is absent."""
+
+
+def library_path(device_type: str) -> Path:
+    """The library for a kind of device; for a CPU the one for the vector instructions that torch uses too."""
+    if device_type != "cpu":
+        return FOLDER / f"libmegatron_{device_type}.so"
+    path = FOLDER / f"libmegatron_cpu_{torch.backends.cpu.get_cpu_capability().lower()}.so"
+    return path if path.exists() else FOLDER / "libmegatron_cpu_default.so"
+
+
+@cache
+def library(device_type: str) -> ctypes.CDLL:
+    """The loaded library for ``cpu`` or ``cuda``; ConfigError says what is missing and how to get it."""
+    path = library_path(device_type)
+    if not path.exists():
+        needs = "a C++ compiler (GCC or Clang)" + (" and nvcc" if device_type == "cuda" else "")
+        raise ConfigError(f"{path} was not built; install {needs}, then run pip install . (or -e .) again")
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} does not load: {error}; run pip install . (or -e .) again") from None
+    version = loaded.megatron_interface() if hasattr(loaded, "megatron_interface") else 0
+    if version != INTERFACE:
+        raise ConfigError(f"{path} has interface {version}, this code {INTERFACE}; run pip install . (or -e .) again")
+    return loaded
+
+
+@cache
+def why_not(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why there is no native body of ``op`` for tensors of a kind; None if there is one."""
+    if device_type not in ("cpu", "cuda"):
+        return f"native bodies are for cpu and cuda, not {device_type}"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        library(device_type)
+    except ConfigError as error:
+        return str(error)
+    if dtype not in DTYPES or (device_type == "cuda" and dtype == torch.float64):
+        return f"it is not built for {dtype} on {device_type}"
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0, for which it is built"
+    return None
+
+
+def architecture(device_type: str) -> str:
+    """What the library for ``cpu`` or ``cuda`` was compiled for, as ``avx512`` or ``sm_80 sm_90a and PTX of
+    compute_90``."""
+    if device_type == "cpu":
+        return library_path("cpu").stem.rpartition("_")[2]
+    entry = library(device_type).megatron_architectures
+    entry.restype = ctypes.c_char_p
+    return entry().decode()
+
+
+def call(function: str, device: torch.device, *values: Value) -> None:
+    """Run ``megatron_<function>`` on tensors that are all on ``device``, with torch's threads, on torch's stream."""
+    threads, stream, guard = _place(device)
+    with guard:
+        entry = getattr(library(device.type), f"megatron_{function}")
+        entry.restype = ctypes.c_char_p
+        error = entry(*map(_as_c, values), ctypes.c_int64(threads), ctypes.c_void_p(stream))
+    if error is not None:
+        raise RuntimeError(f"{function} on {device}: {error.decode()}")
+
+
+def _place(device: torch.device) -> tuple[int, int | None, AbstractContextManager]:
+    if device.type == "cuda":
+        return 1, torch.cuda.current_stream(device).cuda_stream, torch.cuda.device(device)
+    return torch.get_num_threads(), None, nullcontext()
+
+
+def _as_c(value: Value) -> ctypes._SimpleCData:
+    """Tensors as pointers, other numbers as int64 or double: the interface has nothing else."""
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(None)
+    if isinstance(value, torch.dtype):
+        return ctypes.c_int64(DTYPES[value])
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_double(value)

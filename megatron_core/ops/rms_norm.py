@@ -1,0 +1,117 @@
+"""RMSNorm over the last dim, also of a sum with the residual; native bodies as torch operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
+    """y = x / sqrt(mean(x^2) + epsilon) * weight; ``x`` ``[..., n]``, ``weight`` ``[n]`` (Zhang and Sennrich 2019)."""
+    if serving("rms_norm", backend, x.device.type, x.dtype) == "reference":
+        check("rms_norm", x, {}, weight=weight)
+        return reference.rms_norm(x, weight, epsilon)
+    return torch.ops.megatron_core.rms_norm(x, weight, epsilon)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """sum = x + residual -> (rms_norm(sum), sum) in one pass; ``x`` and ``residual`` ``[..., n]``."""
+    if serving("rms_norm", backend, x.device.type, x.dtype) == "reference":
+        check("rms_norm", x, {"residual": residual}, weight=weight)
+        return reference.add_rms_norm(x, residual, weight, epsilon)
+    return torch.ops.megatron_core.add_rms_norm(x, residual, weight, epsilon)[:2]
+
+
+@torch.library.custom_op("megatron_core::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _forward(x, None, weight, epsilon)
+    return y, rstd
+
+
+@torch.library.custom_op("megatron_core::add_rms_norm", mutates_args=())
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(x, residual, weight, epsilon)
+
+
+@torch.library.custom_op("megatron_core::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    check("rms_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dsum_rows = None if dsum is None else as_rows(dsum)
+    dx, dweight, partial = x.new_empty(x.shape), torch.empty_like(weight), partials(rows, 1)
+    native.call(
+        "rms_norm_backward",
+        x.device,
+        *(x.dtype, *rows.shape, dy_rows, dy_rows.stride(0), dsum_rows, 0 if dsum is None else dsum_rows.stride(0)),
+        *(rows, rows.stride(0), weight.contiguous(), rstd, dx, dweight, partial, len(partial)),
+    )
+    return dx, dweight
+
+
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (y, sum, rstd), the sum being ``x`` where there is no residual."""
+    check("rms_norm", x, {"residual": residual}, weight=weight)
+    rows = as_rows(x)
+    added = None if residual is None else as_rows(residual)
+    y, rstd = x.new_empty(x.shape), statistics(x)
+    total = None if residual is None else torch.empty_like(y)
+    native.call(
+        "rms_norm",
+        x.device,
+        *(x.dtype, *rows.shape, rows, rows.stride(0), added, 0 if added is None else added.stride(0)),
+        *(weight.contiguous(), epsilon, y, total, rstd),
+    )
+    return y, x if total is None else total, rstd
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), statistics(x)
+
+
+@_add_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), statistics(x)
+
+
+@_rms_norm_backward.register_fake
+def _(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight, _ = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(x, weight, rstd)
+
+
+def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, _, weight, _ = inputs
+    _, total, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(total, weight, rstd)
+
+
+def _backward(ctx: Any, dy: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.megatron_core.rms_norm_backward(dy, None, *ctx.saved_tensors), None
+
+
+def _add_backward(ctx: Any, dy: Tensor, dsum: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight = torch.ops.megatron_core.rms_norm_backward(dy, dsum, *ctx.saved_tensors)
+    return dx, dx, dweight, None
+
+
+_rms_norm.register_autograd(_backward, setup_context=_save)
+_add_rms_norm.register_autograd(_add_backward, setup_context=_save_sum)
+_rms_norm_backward.register_autograd(_backward, setup_context=refuse_gradients)

@@ -1,0 +1,61 @@
+"""What operations on rows share: tensors as rows, their checks, and room for sums over rows."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+
+
+def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tensor) -> None:
+    """``x`` is ``[..., n]``, those of ``like`` have its shape, each parameter is ``[n]``; all of one dtype, on one
+    device."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements, which are normalized")
+    expected = {name: (tensor, x.shape[-1:]) for name, tensor in parameters.items()}
+    expected |= {name: (tensor, x.shape) for name, tensor in like.items() if tensor is not None}
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ConfigError(f"{op}: {name} is {list(tensor.shape)}; for x {list(x.shape)} it has to be {list(shape)}")
+        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            there, here = (f"{t.dtype} on {t.device}" for t in (tensor, x))
+            raise ConfigError(f"{op}: {name} is {there} and x {here}; both have to be the same")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``[..., n]`` as ``[rows, n]`` whose rows are contiguous: a view where strides allow it, else a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums and statistics: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def statistics(x: Tensor) -> Tensor:
+    """New memory for one number for each row of ``x``."""
+    return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+
+def partials(rows: Tensor, sums: int) -> Tensor:
+    """New memory ``[parts, sums, n]`` in which parts of the rows ``[rows, n]`` are added up before they are joined.
+
+    Their number follows from the shape and the kind of device alone, so that threads do not change a sum's bits: at
+    least 32 rows a part keep this memory small beside the rows; a GPU takes two blocks a multiprocessor.
+    """
+    count = len(rows) // 32
+    limit = 64
+    if rows.device.type == "cuda":
+        count, limit = len(rows), 2 * torch.cuda.get_device_properties(rows.device).multi_processor_count
+    return rows.new_empty((max(1, min(count, limit)), sums, rows.shape[1]), dtype=wide(rows.dtype))
+
+
+def refuse_gradients(ctx: object, inputs: tuple, output: object) -> NoReturn:
+    """A ``setup_context`` for operations without a backward: torch calls it where a gradient would be needed."""
+    raise NotImplementedError(
+        "this operation has no backward (it is one itself); for second derivatives take backend='reference'"
+    )

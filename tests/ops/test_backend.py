@@ -1,0 +1,100 @@
+"""Which body serves, what is said of it, and what happens where the one that was asked for is absent."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.cli import parse_run_config
+from megatron_core.errors import ConfigError
+from megatron_core.ops import backend, native, reference, rms_norm
+from tests.ops import libraries
+from tests.runs import tiny_run
+
+
+@pytest.fixture
+def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A machine without a compiler: the folder of the libraries, which is empty."""
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    native.library.cache_clear()
+    native.why_not.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+    native.why_not.cache_clear()
+
+
+def test_auto_takes_the_reference_where_nothing_was_built(nothing_built: Path) -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    said = backend.describe("auto", "cpu", torch.float32)
+    assert said.startswith("reference (PyTorch) for layer_norm, rms_norm")
+    assert "was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .) again" in said
+
+
+def test_what_is_asked_for_and_absent_is_an_error(nothing_built: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kernel_backend='native'.*rms_norm.*was not built.*kernel_backend='auto'"):
+        rms_norm(torch.randn(3, 8), torch.randn(8), backend="native")
+
+
+def test_a_model_fails_when_it_is_built_not_at_its_first_step(nothing_built: Path) -> None:
+    with pytest.raises(ConfigError, match="kernel_backend='native'"):
+        tiny_run(kernel_backend="native")
+    tiny_run(kernel_backend="auto")
+
+
+def test_a_library_that_does_not_load_is_named(nothing_built: Path) -> None:
+    (nothing_built / "libmegatron_cpu_default.so").write_bytes(b"no library")
+    with pytest.raises(ConfigError, match=r"libmegatron_cpu_default.so does not load"):
+        native.library("cpu")
+
+
+def test_a_library_of_another_version_is_named(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = libraries.cpu()
+    (nothing_built / "libmegatron_cpu_default.so").touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
+    assert native.library("cpu") is library
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    with pytest.raises(ConfigError, match=f"has interface {native.INTERFACE - 1}, this code {native.INTERFACE}"):
+        native.library("cpu")
+
+
+def test_both_sides_have_the_same_version_of_the_interface() -> None:
+    header = (libraries.CSRC / "common" / "interface.h").read_text()
+    assert re.search(r"kInterface = (\d+);", header)[1] == str(native.INTERFACE)
+    assert dict(re.findall(r"(Float32|Float64|BFloat16|Float16) = (\d)", header)) == {
+        "Float32": "0",
+        "Float64": "1",
+        "BFloat16": "2",
+        "Float16": "3",
+    }
+
+
+def test_a_data_type_without_a_native_body() -> None:
+    obstacle = native.why_not("rms_norm", "cpu", torch.int32)
+    assert obstacle is not None
+    assert "native bodies are for cpu and cuda" in native.why_not("rms_norm", "mps", torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    assert native.why_not("rms_norm", "cuda", torch.float32) == "torch sees no CUDA device"
+
+
+def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.use(libraries.cpu(), monkeypatch)
+    assert re.fullmatch(r"native \(libmegatron_cpu_\w+\.so\)", backend.describe("auto", "cpu", torch.float32))
+    assert backend.describe("reference", "cpu", torch.float32) == "reference (PyTorch), as asked for"
+
+
+def test_the_flag() -> None:
+    assert ModelConfig().kernel_backend == "auto"
+    assert parse_run_config(["--mock-data", "--kernel-backend", "reference"]).model.kernel_backend == "reference"
+    with pytest.raises(SystemExit):
+        parse_run_config(["--mock-data", "--kernel-backend", "apex"])

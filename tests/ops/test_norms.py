@@ -1,0 +1,294 @@
+"""rms_norm and layer_norm, plain and fused with the residual: both native bodies against the definition in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
+from megatron_core.parallel import poison
+from tests.ops import libraries
+from tests.runs import tiny_run
+
+PLAIN = {"rms_norm": rms_norm, "layer_norm": layer_norm}
+ADDED = {"rms_norm": add_rms_norm, "layer_norm": add_layer_norm}
+NORMS = pytest.mark.parametrize("norm", sorted(PLAIN))
+EPSILON = 1e-3
+# Relative error of what is rounded once to each type, with room for a sum in float32.
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def definition(norm: str, x: Tensor, *parameters: Tensor) -> Tensor:
+    """The formulas of the papers, in whatever precision the arguments have."""
+    centered = x - x.mean(-1, keepdim=True) if norm == "layer_norm" else x
+    normed = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + EPSILON)
+    return normed * parameters[0] + (parameters[1] if norm == "layer_norm" else 0)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def parameters_of(norm: str, size: int, dtype: torch.dtype) -> list[Tensor]:
+    count = 2 if norm == "layer_norm" else 1
+    return [(draw((size,), dtype, 10 + i) + 0.5).requires_grad_() for i in range(count)]
+
+
+def results(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """Output and all gradients."""
+    x = x.detach().requires_grad_()
+    y = function(x, *parameters)
+    return [y, *torch.autograd.grad(y, [x, *parameters], dy.to(y.dtype))]
+
+
+def exact(norm: str, x: Tensor, parameters: list[Tensor], dy: Tensor) -> list[Tensor]:
+    wide = [p.detach().double().requires_grad_() for p in parameters]
+    return results(lambda *args: definition(norm, *args), x.double(), wide, dy)
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], bound: float, slack: float = 0.0) -> None:
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.shape == right.shape
+        assert (mine.double() - right).norm() <= bound * right.norm() + slack
+
+
+def check_plain(norm: str, x: Tensor, dy: Tensor) -> None:
+    parameters = parameters_of(norm, x.shape[-1], x.dtype)
+    native = results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy)
+    assert all(tensor.dtype == x.dtype for tensor in native)
+    # In rows of a few elements dx is what is left of terms that cancel, each as large as dy / sqrt(EPSILON).
+    slack = 1e-6 * dy.double().norm().item() / EPSILON**0.5 if x.shape[-1] < 8 else 0.0
+    assert_near(native, exact(norm, x, parameters, dy), BOUND[x.dtype], slack)
+
+
+SHAPES = [(1, 1), (5, 7), (3, 2, 64), (2, 3, 2, 33), (70, 130), (2, 4096), (2, 65536), (3, 16391), (0, 8)]
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_those_of_the_definition(
+    body: str, norm: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:  # C55
+    check_plain(norm, draw(shape, dtype), draw(shape, dtype, 1))
+
+
+@NORMS
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), size=st.integers(1, 300), dtype=st.sampled_from(LOW))
+def test_any_shape(body: str, norm: str, shape: list[int], size: int, dtype: torch.dtype) -> None:
+    check_plain(norm, draw((*shape, size), dtype), draw((*shape, size), dtype, 1))
+
+
+def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors ``[4, 6, 32]`` with the values of ``x``, none of them contiguous."""
+    yield "transposed", x.transpose(0, 1).contiguous().transpose(0, 1)
+    yield "columns of a wider one", torch.cat([x, x], -1)[..., :32]
+    yield "columns that begin off 16 bytes", torch.cat([x[..., :1], x, x[..., :3]], -1)[..., 1:33]
+    yield "every second column", x.repeat_interleave(2, -1)[..., ::2]
+    yield "every second row", x.repeat_interleave(2, 1)[:, ::2]
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_inputs_and_gradients_need_not_be_contiguous(body: str, norm: str, dtype: torch.dtype) -> None:  # C22, C55
+    x, dy = draw((4, 6, 32), dtype), draw((4, 6, 32), dtype, 1)
+    parameters = parameters_of(norm, 32, dtype)
+    expected = exact(norm, x, parameters, dy)
+    for (name, x_view), (_, dy_view) in zip(views(x), views(dy), strict=True):
+        assert not x_view.is_contiguous() and torch.equal(x_view, x), name
+        for a, b in ((x_view, dy), (x, dy_view), (x_view, dy_view)):
+            native = results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), a, parameters, b)
+            assert_near(native, expected, BOUND[dtype])
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 64), (2, 4096), (2, 65536)], ids=str)
+def test_the_fused_addition_is_the_addition_and_then_the_norm(
+    body: str, norm: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, residual, dy, dsum = (draw(shape, dtype, seed) for seed in range(4))
+    parameters = parameters_of(norm, shape[-1], dtype)
+    leaves = [x.requires_grad_(), residual.requires_grad_(), *parameters]
+    y, total = ADDED[norm](*leaves, EPSILON, backend="native")
+    assert torch.equal(total, x + residual)
+    dx, dresidual, *dparameters = torch.autograd.grad((y, total), leaves, (dy, dsum))
+    y_right, dx_right, *dparameters_right = exact(norm, total.detach(), parameters, dy)
+    assert torch.equal(dx, dresidual)
+    assert_near([y, dx, *dparameters], [y_right, dx_right + dsum.double(), *dparameters_right], BOUND[dtype])
+
+
+@NORMS
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_output_of_the_fused_addition_may_go_unused(body: str, norm: str, used: int) -> None:
+    shape, dtype = (5, 24), torch.float32
+    leaves = [draw(shape, dtype, seed).requires_grad_() for seed in range(2)] + parameters_of(norm, 24, dtype)
+    dy = draw(shape, dtype, 3)
+    bodies = [ADDED[norm](*leaves, EPSILON, backend=backend)[used] for backend in ("native", "reference")]
+    found, expected = (torch.autograd.grad(y, leaves, dy, materialize_grads=True) for y in bodies)
+    assert_near(list(found), [tensor.double() for tensor in expected], BOUND[dtype])
+
+
+@NORMS
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 17), (2, 2, 2, 4)], ids=str)
+def test_gradcheck(cpu_body: None, norm: str, shape: tuple[int, ...]) -> None:  # C55
+    x, residual = (draw(shape, torch.float64, seed).requires_grad_() for seed in range(2))
+    parameters = parameters_of(norm, shape[-1], torch.float64)
+    strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for first in (x, strided):
+        assert torch.autograd.gradcheck(lambda *a: PLAIN[norm](*a, EPSILON, backend="native"), (first, *parameters))
+    assert torch.autograd.gradcheck(lambda *a: ADDED[norm](*a, EPSILON, backend="native"), (x, residual, *parameters))
+
+
+@NORMS
+def test_opcheck(body: str, norm: str) -> None:
+    x, residual = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
+    parameters = parameters_of(norm, 24, torch.float32)
+    ops = torch.ops.megatron_core
+    torch.library.opcheck(getattr(ops, norm), (x, *parameters, EPSILON))
+    torch.library.opcheck(
+        getattr(ops, f"add_{norm}"), (x.transpose(0, 1), residual.transpose(0, 1), *parameters, EPSILON)
+    )
+    with torch.no_grad():
+        _, *statistics = getattr(ops, norm)(x, *parameters, EPSILON)
+        inputs = (residual.detach(), None, x.detach(), parameters[0].detach(), *statistics)
+    torch.library.opcheck(getattr(ops, f"{norm}_backward"), inputs)
+
+
+@NORMS
+def test_every_element_is_written(body: str, norm: str) -> None:
+    """New memory is NaN here, and what is returned has none."""
+    poison.turn_on()
+    try:
+        assert torch.empty(3).isnan().all()
+        for shape in ((5, 7), (40, 130), (2, 4096)):
+            check_plain(norm, draw(shape, torch.float32), draw(shape, torch.float32, 1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@NORMS
+def test_torch_compile_gives_the_same(cpu_body: None, norm: str) -> None:
+    x, dy = draw((6, 40), torch.float32), draw((6, 40), torch.float32, 1)
+    parameters = parameters_of(norm, 40, torch.float32)
+
+    def function(*args: Tensor) -> Tensor:
+        return PLAIN[norm](args[0] * 2, *args[1:], EPSILON, backend="native") + 1
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for mine, right in zip(results(compiled, x, parameters, dy), results(function, x, parameters, dy), strict=True):
+        assert torch.equal(mine, right)
+
+
+@NORMS
+def test_a_backward_has_no_backward_and_says_so(cpu_body: None, norm: str) -> None:  # C52
+    x = draw((3, 8), torch.float32).requires_grad_()
+    y = PLAIN[norm](x, *parameters_of(norm, 8, torch.float32), backend="native")
+    with pytest.raises(NotImplementedError, match=r"no backward.*reference"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_every_norm_of_a_model_gets_a_gradient(cpu_body: None, normalization: str, backend: str) -> None:  # C52
+    run = tiny_run(normalization=normalization, qk_layernorm=True, kernel_backend=backend)
+    (model,) = run.stages.values()
+    tokens = torch.arange(8).reshape(1, 8)
+    model(tokens).square().sum().backward()
+    norms = {name: p for name, p in model.named_parameters() if "norm" in name}
+    assert len(norms) >= 5
+    for name, parameter in norms.items():
+        gradient = parameter.grad if parameter.grad is not None else parameter.main_grad
+        assert gradient.abs().sum() > 0, name
+
+
+@NORMS
+def test_the_order_of_a_blocks_threads_does_not_matter(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a barrier is missing, it does."""
+    library = libraries.compiled(*libraries.HOST_CUDA)
+    libraries.use(library, monkeypatch)
+    x, dy = draw((40, 4096), torch.float32), draw((40, 4096), torch.float32, 1)
+    parameters = parameters_of(norm, 4096, torch.float32)
+    both = []
+    for last_first in (0, 1):
+        library.megatron_last_thread_first(last_first)
+        both.append(results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy))
+    library.megatron_last_thread_first(0)
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@NORMS
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_wrong_arguments_are_named(cpu_body: None, norm: str, backend: str) -> None:
+    x, (weight, *rest) = draw((3, 8), torch.float32), parameters_of(norm, 8, torch.float32)
+    with pytest.raises(ConfigError, match=r"weight is \[7\]; for x \[3, 8\] it has to be \[8\]"):
+        PLAIN[norm](x, weight[:7], *rest, backend=backend)
+    with pytest.raises(ConfigError, match=r"weight is torch.float64 on cpu and x torch.float32 on cpu"):
+        PLAIN[norm](x, weight.double(), *rest, backend=backend)
+    with pytest.raises(ConfigError, match=r"residual is \[3, 1\]"):
+        ADDED[norm](x, x[:, :1], weight, *rest, backend=backend)
+
+
+@NORMS
+def test_extreme_values(body: str, norm: str) -> None:
+    """Subnormal and largest float16 numbers, infinities and NaN come through as PyTorch's conversions have them."""
+    x = torch.tensor([[6e-8, -3e-6, 5e-5, 65504.0], [1.0, 2.0, torch.inf, 0.0], [1.0, torch.nan, 0.0, 2.0]])
+    for dtype in (torch.float16, torch.bfloat16):
+        parameters = [p.detach()[:4] for p in parameters_of(norm, 4, dtype)]
+        found = PLAIN[norm](x.to(dtype), *parameters, EPSILON, backend="native")
+        expected = definition(norm, x.to(dtype).float(), *(p.float() for p in parameters)).to(dtype)
+        assert torch.equal(found.isnan(), expected.isnan())
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_the_reference_is_the_definition() -> None:
+    x = draw((3, 4, 9), torch.float64)
+    for norm, function in (("rms_norm", reference.rms_norm), ("layer_norm", reference.layer_norm)):
+        parameters = parameters_of(norm, 9, torch.float64)
+        torch.testing.assert_close(function(x, *parameters, EPSILON), definition(norm, x, *parameters))
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_do_not_change_a_bit(cpu_body: None, norm: str, dtype: torch.dtype) -> None:
+    x, dy = draw((333, 130), dtype), draw((333, 130), dtype, 1)
+    parameters, before = parameters_of(norm, 130, dtype), torch.get_num_threads()
+    by_threads = []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            by_threads.append(results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy))
+    finally:
+        torch.set_num_threads(before)
+    for other in by_threads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(by_threads[0], other, strict=True))
+
+
+@NORMS
+@pytest.mark.parametrize("size", [64, 130])
+def test_a_row_does_not_depend_on_the_others(body: str, norm: str, size: int) -> None:
+    x, dy = draw((70, size), torch.float32), draw((70, size), torch.float32, 1)
+    parameters = parameters_of(norm, size, torch.float32)
+
+    def output_and_dx(rows: slice) -> list[Tensor]:
+        return results(lambda *a: PLAIN[norm](*a, EPSILON, backend="native"), x[rows], parameters, dy[rows])[:2]
+
+    for whole, alone in zip(output_and_dx(slice(None)), output_and_dx(slice(37, 38)), strict=True):
+        assert torch.equal(whole[37:38], alone)
+
+
+@NORMS
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_an_empty_row_is_refused(cpu_body: None, norm: str, backend: str) -> None:
+    parameters = [torch.empty(0)] * (2 if norm == "layer_norm" else 1)
+    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim has to have elements"):
+        PLAIN[norm](torch.empty(3, 0), *parameters, backend=backend)

@@ -1,0 +1,63 @@
+"""What the doctor says of a machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core.ops import native
+from megatron_core.verify.ranks import RankFailure
+from tests.ops import libraries
+from tools import doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_doctor_as_users_start_it() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "tools/doctor.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert f"torch {torch.__version__}" in result.stdout
+    assert "gloo, 2 ranks: all collectives give what they should" in result.stdout
+    assert "Warning" not in result.stderr
+    for op in ("rms_norm", "layer_norm"):
+        assert f"{op}, add_{op} on cpu" in result.stdout
+
+
+def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    for cached in (native.library, native.why_not):
+        cached.cache_clear()
+    try:
+        said = "\n".join([*doctor.kernels(), *doctor.advice()])
+    finally:
+        for cached in (native.library, native.why_not):
+            cached.cache_clear()
+    assert "rms_norm, add_rms_norm on cpu, float32 float64 bfloat16 float16: reference (PyTorch), because" in said
+    assert "libmegatron_cpu_default.so was not built; install a C++ compiler" in said
+    assert "native operations on the CPU: a C++ compiler (GCC or Clang)" in said
+
+
+def test_what_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.use(libraries.cpu(), monkeypatch)
+    assert doctor.serving("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
+
+
+def test_wrong_and_failed_collectives_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [["broadcast"], ["all_reduce", "broadcast"]])
+    assert doctor.collectives("cpu") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RankFailure("rank 1 died without a word")
+
+    monkeypatch.setattr(doctor, "run_ranks", fail)
+    good, sentence = doctor.collectives("cpu")
+    assert not good and "rank 1 died without a word" in sentence
+    assert doctor.main(doctor.Settings()) == 1
+    assert doctor.main(doctor.Settings(collectives=False)) == 0

@@ -1,0 +1,191 @@
+"""Say what this machine offers: versions, devices, which body of each operation serves, whether ranks can talk.
+
+python tools/doctor.py
+
+The last lines say what to install for more. The exit status is 1 where the collectives do not work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from megatron_core.ops import native
+from megatron_core.ops.backend import OPS
+from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
+from megatron_core.verify.ranks import RankFailure, run_ranks
+
+OPTIONAL = {
+    "gigatoken": 'tokenizes several times as fast where it gives the same tokens: pip install ".[fast]"',
+    "nltk": 'splits documents into sentences (--split-sentences): pip install ".[sentences]"',
+    "pytest": 'runs the tests: pip install ".[test]"',
+}
+REQUIRED = ("numpy", "tyro", "tokenizers", "sentencepiece", "tiktoken", "safetensors")
+RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Say what this machine offers to a run."""
+
+    collectives: bool = True
+    """Start two processes that talk to one another."""
+
+
+def version_of(package: str) -> str | None:
+    """An installed package's version; None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> Iterator[str]:
+    """What is installed."""
+    yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    yield f"torch {torch.__version__}, built with {cuda}"
+    yield ", ".join(f"{package} {version_of(package) or 'absent'}" for package in REQUIRED)
+    for program in ("c++", "nvcc"):
+        yield f"{program}: {program_version(program) or 'not found'}"
+
+
+def program_version(program: str) -> str | None:
+    """The line of ``--version`` that has the number in it; None where there is no such program."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    telling = [line for line in said if "release" in line] or said[:1]
+    return f"{telling[0]} ({path})" if telling else path
+
+
+def devices() -> Iterator[str]:
+    """Processors, GPUs, and how the GPUs reach one another."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield f"cpu: {torch.get_num_threads()} threads, vector instructions {capability}"
+    count = torch.cuda.device_count()
+    for index in range(count):
+        seen = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}: {seen.name}, sm_{seen.major}{seen.minor}, {seen.total_memory / 2**30:.0f} GiB"
+    if not count:
+        yield "cuda: torch sees no GPU"
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if pairs:
+        direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        yield f"interconnect: {direct} of {len(pairs)} pairs of GPUs reach one another's memory directly"
+    offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    yield "torch.distributed: " + ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in offered.items())
+
+
+def kernels() -> Iterator[str]:
+    """For each operation on each device, what ``--kernel-backend auto`` takes, and why."""
+    for device_type in ("cpu", "cuda"):
+        for op in OPS:
+            served: dict[str, list[str]] = {}
+            for dtype in native.DTYPES:
+                served.setdefault(serving(op, device_type, dtype), []).append(str(dtype).removeprefix("torch."))
+            for body, dtypes in served.items():
+                yield f"{op}, add_{op} on {device_type}, {' '.join(dtypes)}: {body}"
+
+
+def serving(op: str, device_type: str, dtype: torch.dtype) -> str:
+    """One body, and where it is not the native one, why."""
+    obstacle = native.why_not(op, device_type, dtype)
+    if obstacle is not None:
+        return f"reference (PyTorch), because {obstacle}"
+    return f"native, {native.library_path(device_type).name}, for {native.architecture(device_type)}"
+
+
+def talk() -> list[str]:
+    """Run in every rank: each collective that training uses, on tensors whose result is known. -> names of those that
+    gave something else."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    own, everyone = torch.full((4,), rank + 1.0, device=device), torch.arange(1.0, size + 1, device=device)
+    found = {}
+    found["all_reduce"] = own.clone()
+    dist.all_reduce(found["all_reduce"])
+    found["broadcast"] = own.clone()
+    dist.broadcast(found["broadcast"], 0)
+    found["all_gather"] = own.new_empty(4 * size)
+    all_gather_flat_(found["all_gather"], own, dist.group.WORLD)
+    found["reduce_scatter"] = own.new_empty(4)
+    reduce_scatter_flat_(found["reduce_scatter"], own.repeat(size), dist.group.WORLD)
+    found["all_to_all"] = own.new_empty(size)
+    dist.all_to_all_single(found["all_to_all"], own[:1].repeat(size))
+    found["send and receive"] = own.new_empty(4)
+    for sender in range(size):
+        if rank == sender:
+            dist.send(own, (rank + 1) % size)
+        elif rank == (sender + 1) % size:
+            dist.recv(found["send and receive"], sender)
+    expected = {
+        "all_reduce": everyone.sum().expand(4),
+        "broadcast": everyone[:1].expand(4),
+        "all_gather": everyone.repeat_interleave(4),
+        "reduce_scatter": everyone.sum().expand(4),
+        "all_to_all": everyone,
+        "send and receive": everyone[rank - 1].expand(4),
+    }
+    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+
+
+def collectives(device: str) -> tuple[bool, str]:
+    """Whether two ranks on ``cpu`` (gloo) or ``cuda`` (nccl) can talk, and a sentence about it."""
+    backend = "gloo" if device == "cpu" else "nccl"
+    try:
+        wrong = sorted({name for names in run_ranks(RANKS, talk, timeout=60.0, device=device) for name in names})
+    except RankFailure as error:
+        return False, f"{backend}, {RANKS} ranks: failed: {error}"
+    if wrong:
+        return False, f"{backend}, {RANKS} ranks: wrong results of {', '.join(wrong)}"
+    return True, f"{backend}, {RANKS} ranks: all collectives give what they should"
+
+
+def advice() -> Iterator[str]:
+    """What would make more of this machine."""
+    if not native.library_path("cpu").exists():
+        yield "native operations on the CPU: a C++ compiler (GCC or Clang), then pip install . (or -e .) again"
+    if torch.cuda.is_available() and not native.library_path("cuda").exists():
+        yield "native operations on the GPU: the CUDA toolkit (nvcc), then pip install . (or -e .) again"
+    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+        yield "there is nvidia-smi, but torch sees no GPU: a build of torch with CUDA, see https://pytorch.org"
+    for package, use in OPTIONAL.items():
+        if version_of(package) is None:
+            yield f"{package}, which {use}"
+
+
+def show(title: str, lines: Iterator[str] | list[str]) -> None:
+    """A heading and its lines."""
+    print(title)
+    for line in lines:
+        print(f"  {line}")
+
+
+def main(settings: Settings) -> int:
+    """Print everything; 1 where the collectives do not work."""
+    show("versions", versions())
+    show("devices", devices())
+    show("operations, with --kernel-backend auto", kernels())
+    working = True
+    if settings.collectives:
+        kinds = ["cpu", *(["cuda"] if torch.cuda.device_count() >= RANKS else [])]
+        results = [collectives(kind) for kind in kinds]
+        working = all(good for good, _ in results)
+        show("collectives", [sentence for _, sentence in results])
+    show("to have more, install", list(advice()) or ["nothing: all is there"])
+    return 0 if working else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Settings, description=__doc__)))
