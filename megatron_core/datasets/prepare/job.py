@@ -30,8 +30,9 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import READ_BY_GIGATOKEN, disagreement, odd_texts
 
-# Of 5 parts, 2 workers make 3 and 2, which is 20% longer than half of them each; of 32 parts it is 3% at most.
-PARTS_EACH = 16
+# The last part is one worker's alone, so that few parts leave the others idle; many cost half a millisecond each. Two
+# workers took 0.27 s for 50 MB in 8 parts each, 0.29 s in 16, 0.32 s in 48, and 0.30 s in 3.
+PARTS_EACH = 8
 SMALL_PART = 1 << 18
 
 
