@@ -20,18 +20,9 @@ import torch
 import tyro
 from torch import Tensor
 
+from benchmarks.op_cases import CASES
 from benchmarks.results import Row, append
-from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
 
-OPS: dict[str, Callable] = {
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
-    "add_rms_norm": add_rms_norm,
-    "add_layer_norm": add_layer_norm,
-}
-EPSILON = 1e-5
-LIMITS = {"rms_norm": 0.8, "layer_norm": 1.0, "add_rms_norm": 0.8, "add_layer_norm": 0.8}
-"""What the time may be as a part of torch eager's; its LayerNorm alone is one pass as well."""
 CONTENDERS = ("eager", "compiled", "native")
 
 
@@ -39,7 +30,7 @@ CONTENDERS = ("eager", "compiled", "native")
 class Settings:
     """Time the fused operations, side by side."""
 
-    ops: tuple[str, ...] = tuple(OPS)
+    ops: tuple[str, ...] = tuple(CASES)
     """Operations to time."""
     shapes: tuple[str, ...] = ("2048x1024", "512x4096")
     """Rows x columns."""
@@ -74,19 +65,10 @@ class Case:
 def contender(case: Case, name: str) -> Callable:
     """The function that takes the case's tensors."""
     if name == "native":
-        return lambda *tensors: OPS[case.op](*tensors, EPSILON, backend="native")
-    plain = getattr(reference, case.op)
+        return partial(CASES[case.op].function, backend="native")
+    plain = partial(CASES[case.op].function, backend="reference")
     torch.compiler.reset()  # what was compiled for another shape would count as a recompilation
-    compiled = torch.compile(plain, dynamic=False) if name == "compiled" else plain
-    return lambda *tensors: compiled(*tensors, EPSILON)
-
-
-def inputs(case: Case) -> list[Tensor]:
-    """x, the residual where there is one, and the parameters; all want gradients."""
-    rows = 2 if case.op.startswith("add_") else 1
-    parameters = 2 if case.op.endswith("layer_norm") else 1
-    shapes = [case.shape] * rows + [case.shape[1:]] * parameters
-    return [torch.randn(shape).to(case.dtype).requires_grad_() for shape in shapes]
+    return torch.compile(plain, dynamic=False) if name == "compiled" else plain
 
 
 def seconds(work: Callable[[], object], calls: int) -> list[float]:
@@ -102,7 +84,8 @@ def seconds(work: Callable[[], object], calls: int) -> list[float]:
 def measure(case: Case, names: tuple[str, ...], settings: Settings) -> dict[tuple[str, str], float]:
     """Median seconds by (contender, pass)."""
     torch.set_num_threads(case.threads)
-    tensors = inputs(case)
+    tensors = CASES[case.op].inputs(*case.shape, case.dtype)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     functions = {name: contender(case, name) for name in names}
     for _ in range(settings.rounds):
@@ -110,7 +93,7 @@ def measure(case: Case, names: tuple[str, ...], settings: Settings) -> dict[tupl
             times[name, "forward"] += seconds(partial(function, *tensors), settings.calls)
             outputs = as_tuple(function(*tensors))
             grads = [torch.randn_like(y) for y in outputs]
-            backward = partial(torch.autograd.grad, outputs, tensors, grads, retain_graph=True)
+            backward = partial(torch.autograd.grad, outputs, wanted, grads, retain_graph=True)
             times[name, "backward"] += seconds(backward, settings.calls)
     return {key: statistics.median(values) for key, values in times.items()}
 
@@ -127,7 +110,8 @@ def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
         eager, native = times["eager", way], times["native", way]
         cells = [f"{times[name, way] * 1e3:8.3f}" if (name, way) in times else " " * 8 for name in CONTENDERS]
         compiled = times.get(("compiled", way))
-        verdict = "ok" if native <= LIMITS[case.op] * eager else f"more than {LIMITS[case.op]} of eager"
+        limit = CASES[case.op].limit
+        verdict = "ok" if native <= limit * eager else f"more than {limit} of eager"
         if compiled and native > compiled:
             verdict += ", slower than compiled"
         print(f"{case!s:38} {way:9}", *cells, f"{native / eager:6.2f}", f" {verdict}", flush=True)

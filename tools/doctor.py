@@ -95,7 +95,7 @@ def kernels() -> Iterator[str]:
             for dtype in native.DTYPES:
                 served.setdefault(serving(op, device_type, dtype), []).append(str(dtype).removeprefix("torch."))
             for body, dtypes in served.items():
-                yield f"{op}, add_{op} on {device_type}, {' '.join(dtypes)}: {body}"
+                yield f"{op} on {device_type}, {' '.join(dtypes)}: {body}"
 
 
 def serving(op: str, device_type: str, dtype: torch.dtype) -> str:

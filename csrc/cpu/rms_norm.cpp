@@ -1,3 +1,4 @@
+#include "common/norm.h"
 #include "cpu/rows.h"
 
 namespace megatron {

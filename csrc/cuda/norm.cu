@@ -1,16 +1,10 @@
 // The C interface of the CUDA library: rms_norm and layer_norm.
+#include "common/norm.h"
 #include "cuda/launch.cuh"
 #include "cuda/layer_norm.cuh"
 #include "cuda/rms_norm.cuh"
 
 using namespace megatron;
-
-int megatron_interface() { return kInterface; }
-
-#ifdef MEGATRON_ARCHITECTURES
-// What nvcc compiled this library for.
-MEGATRON_API const char* megatron_architectures() { return MEGATRON_ARCHITECTURES; }
-#endif
 
 // The largest blocks, and packs that a thread holds, whose registers nvcc finds without spills; backward also holds the
 // sums for weight and bias.

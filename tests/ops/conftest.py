@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from tests.ops import libraries
 
+BODIES = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
 
-@pytest.fixture(params=["cpu", "cuda on the host"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda."""
-    library = libraries.cpu() if request.param == "cpu" else libraries.compiled(*libraries.HOST_CUDA)
-    libraries.use(library, monkeypatch)
-    return request.param
+
+@pytest.fixture(params=BODIES)
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, where there is a GPU,
+    makes new tensors lie there, and the CUDA kernels run there."""
+    if request.param == "cuda":
+        torch.set_default_device("cuda")
+    else:
+        library = libraries.cpu() if request.param == "cpu" else libraries.compiled(*libraries.HOST_CUDA)
+        libraries.use(library, monkeypatch)
+    yield request.param
+    torch.set_default_device(None)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +16,9 @@ from megatron_core.ops import native
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
-HOST_CUDA = (CSRC / "cuda" / "norm.cu", CSRC / "host_cuda" / "fibers.cpp")
+HOST_CUDA = (*sorted((CSRC / "cuda").glob("*.cu")), CSRC / "host_cuda" / "fibers.cpp")
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{CSRC}"]
+COMPILERS = 2
 
 
 @cache
@@ -25,19 +28,15 @@ def compiled(*sources: Path) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("there is no C++ compiler (c++, g++ or clang++) to compile csrc with")
     folder = Path(mkdtemp(prefix="megatron-native-"))
-    flags = [
-        "-std=c++17",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-pthread",
-        "-Wall",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-Wno-psabi",
-    ]
-    command = [compiler, *flags, f"-I{CSRC}", "-x", "c++", *map(str, sources), "-o", str(folder / "library.so")]
-    subprocess.run(command, check=True, timeout=120)
+
+    def compile_source(source: Path) -> str:
+        compiled_to = folder / f"{source.name}.o"
+        subprocess.run([compiler, *FLAGS, "-x", "c++", "-c", source, "-o", compiled_to], check=True, timeout=300)
+        return str(compiled_to)
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        objects = list(pool.map(compile_source, sources))
+    subprocess.run([compiler, "-shared", "-pthread", *objects, "-ldl", "-o", folder / "library.so"], check=True)
     library = ctypes.CDLL(str(folder / "library.so"))
     shutil.rmtree(folder)
     return library

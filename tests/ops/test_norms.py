@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,17 +12,13 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
-from megatron_core.parallel import poison
-from tests.ops import libraries
+from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
 from tests.runs import tiny_run
 
 PLAIN = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 ADDED = {"rms_norm": add_rms_norm, "layer_norm": add_layer_norm}
 NORMS = pytest.mark.parametrize("norm", sorted(PLAIN))
 EPSILON = 1e-3
-# Relative error of what is rounded once to each type, with room for a sum in float32.
-BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def definition(norm: str, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -30,11 +26,6 @@ def definition(norm: str, x: Tensor, *parameters: Tensor) -> Tensor:
     centered = x - x.mean(-1, keepdim=True) if norm == "layer_norm" else x
     normed = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + EPSILON)
     return normed * parameters[0] + (parameters[1] if norm == "layer_norm" else 0)
-
-
-def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def parameters_of(norm: str, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -52,12 +43,6 @@ def results(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor]
 def exact(norm: str, x: Tensor, parameters: list[Tensor], dy: Tensor) -> list[Tensor]:
     wide = [p.detach().double().requires_grad_() for p in parameters]
     return results(lambda *args: definition(norm, *args), x.double(), wide, dy)
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor], bound: float, slack: float = 0.0) -> None:
-    for mine, right in zip(found, expected, strict=True):
-        assert mine.shape == right.shape
-        assert (mine.double() - right).norm() <= bound * right.norm() + slack
 
 
 def check_plain(norm: str, x: Tensor, dy: Tensor) -> None:
@@ -86,15 +71,6 @@ def test_output_and_gradients_are_those_of_the_definition(
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), size=st.integers(1, 300), dtype=st.sampled_from(LOW))
 def test_any_shape(body: str, norm: str, shape: list[int], size: int, dtype: torch.dtype) -> None:
     check_plain(norm, draw((*shape, size), dtype), draw((*shape, size), dtype, 1))
-
-
-def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors ``[4, 6, 32]`` with the values of ``x``, none of them contiguous."""
-    yield "transposed", x.transpose(0, 1).contiguous().transpose(0, 1)
-    yield "columns of a wider one", torch.cat([x, x], -1)[..., :32]
-    yield "columns that begin off 16 bytes", torch.cat([x[..., :1], x, x[..., :3]], -1)[..., 1:33]
-    yield "every second column", x.repeat_interleave(2, -1)[..., ::2]
-    yield "every second row", x.repeat_interleave(2, 1)[:, ::2]
 
 
 @NORMS
@@ -167,13 +143,9 @@ def test_opcheck(body: str, norm: str) -> None:
 @NORMS
 def test_every_element_is_written(body: str, norm: str) -> None:
     """New memory is NaN here, and what is returned has none."""
-    poison.turn_on()
-    try:
-        assert torch.empty(3).isnan().all()
+    with poisoned_memory():
         for shape in ((5, 7), (40, 130), (2, 4096)):
             check_plain(norm, draw(shape, torch.float32), draw(shape, torch.float32, 1))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @NORMS
@@ -214,16 +186,12 @@ def test_every_norm_of_a_model_gets_a_gradient(cpu_body: None, normalization: st
 @NORMS
 def test_the_order_of_a_blocks_threads_does_not_matter(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a barrier is missing, it does."""
-    library = libraries.compiled(*libraries.HOST_CUDA)
-    libraries.use(library, monkeypatch)
     x, dy = draw((40, 4096), torch.float32), draw((40, 4096), torch.float32, 1)
     parameters = parameters_of(norm, 4096, torch.float32)
-    both = []
-    for last_first in (0, 1):
-        library.megatron_last_thread_first(last_first)
-        both.append(results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy))
-    library.megatron_last_thread_first(0)
-    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    first, second = in_both_orders(
+        lambda: results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy), monkeypatch
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @NORMS
@@ -261,16 +229,12 @@ def test_the_reference_is_the_definition() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_do_not_change_a_bit(cpu_body: None, norm: str, dtype: torch.dtype) -> None:
     x, dy = draw((333, 130), dtype), draw((333, 130), dtype, 1)
-    parameters, before = parameters_of(norm, 130, dtype), torch.get_num_threads()
-    by_threads = []
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            by_threads.append(results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy))
-    finally:
-        torch.set_num_threads(before)
-    for other in by_threads[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(by_threads[0], other, strict=True))
+    parameters = parameters_of(norm, 130, dtype)
+    alone, *others = with_threads(
+        lambda: results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
 
 
 @NORMS

@@ -1,7 +1,4 @@
-"""What every operation computes, in PyTorch: the specification of the native bodies, good in any precision.
-
-These serve where no native body does, with PyTorch's own backward; so where PyTorch has the function, they are it.
-"""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""What bench_ops times: each fused operation as a function of its tensors, and the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core import ops
+
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One operation as it is timed."""
+
+    function: Callable
+    """Takes the tensors and ``backend``; -> the output or a tuple of outputs."""
+    inputs: Callable[[int, int, torch.dtype], list[Tensor]]
+    """Its tensors for so many rows and columns of a dtype; gradients are wanted of those that require them."""
+    limit: float = 0.8
+    """What the time may be as a part of torch eager's."""
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose gradient is wanted."""
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def norm(function: Callable, *, rows: int, parameters: int, limit: float = 0.8) -> OpCase:
+    """A norm of the sum of so many tensors."""
+
+    def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+        of_rows = [random(length, columns, dtype=dtype) for _ in range(rows)]
+        return of_rows + [random(columns, dtype=dtype) for _ in range(parameters)]
+
+    return OpCase(lambda *tensors, backend: function(*tensors, EPSILON, backend=backend), inputs, limit)
+
+
+CASES = {
+    "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
+    "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
+    "add_rms_norm": norm(ops.add_rms_norm, rows=2, parameters=1),
+    "add_layer_norm": norm(ops.add_layer_norm, rows=2, parameters=2),
+}

@@ -1,0 +1,79 @@
+"""What the tests of all operations share: tensors, bounds, and the circumstances that must change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_core.parallel import poison
+from tests.ops import libraries
+
+R = TypeVar("R")
+
+# Relative error of what is rounded once to each type, with room for a sum in float32.
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], bound: float, slack: float = 0.0) -> None:
+    """Each tensor is near the other of its place, by the norm of the difference."""
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.shape == right.shape
+        assert (mine.double() - right).norm() <= bound * right.norm() + slack
+
+
+def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with the values of ``x`` ``[4, 6, 32]``, none of them contiguous."""
+    yield "transposed", x.transpose(0, 1).contiguous().transpose(0, 1)
+    yield "columns of a wider one", torch.cat([x, x], -1)[..., :32]
+    yield "columns that begin off 16 bytes", torch.cat([x[..., :1], x, x[..., :3]], -1)[..., 1:33]
+    yield "every second column", x.repeat_interleave(2, -1)[..., ::2]
+    yield "every second row", x.repeat_interleave(2, 1)[:, ::2]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory is NaN inside, so that an element that is not written shows."""
+    poison.turn_on()
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def with_threads(work: Callable[[], R]) -> list[R]:
+    """What ``work`` gives with one and with more threads."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(work())
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def in_both_orders(work: Callable[[], R], monkeypatch: pytest.MonkeyPatch) -> tuple[R, R]:
+    """What ``work`` gives with the CUDA kernels on the CPU, a block's threads taking turns from first to last and from
+    last to first: where a barrier is missing, that differs."""
+    library = libraries.compiled(*libraries.HOST_CUDA)
+    libraries.use(library, monkeypatch)
+    try:
+        first = work()
+        library.megatron_last_thread_first(1)
+        return first, work()
+    finally:
+        library.megatron_last_thread_first(0)
