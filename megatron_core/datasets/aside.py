@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -68,6 +69,15 @@ def put_on_disk(file: BinaryIO) -> None:
     with naming_the_place(file):
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def putting_on_disk(file: BinaryIO) -> Iterator[None]:
+    """Put what was written to the file on the disk while the block runs, and return when both are done."""
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(put_on_disk, file)
+        yield
+    written.result()
 
 
 def start_writing(file: BinaryIO) -> None:

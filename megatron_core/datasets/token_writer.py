@@ -13,7 +13,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_core.datasets.aside import aside, close_quietly, naming_the_place, put_on_disk, start_writing
+from megatron_core.datasets.aside import (
+    aside,
+    close_quietly,
+    naming_the_place,
+    put_on_disk,
+    putting_on_disk,
+    start_writing,
+)
 from megatron_core.datasets.header import remove_header
 from megatron_core.datasets.index_format import HEADER, MAGIC, VERSION, DType
 from megatron_core.errors import DataError
@@ -102,11 +109,10 @@ class TokenWriter:
 
     def write_index(self, idx_path: str | Path) -> None:
         """Write the index aside and put both files on the disk: what is left is `publish_pair`."""
-        with aside(idx_path).open("wb") as file:
+        with putting_on_disk(self._tokens), aside(idx_path).open("wb") as file:
             with naming_the_place(file):
                 self._stream_index(file)
             put_on_disk(file)
-        put_on_disk(self._tokens)
 
     def finalize(self, idx_path: str | Path) -> None:
         """Write the index and give both files their names."""

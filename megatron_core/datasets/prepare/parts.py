@@ -1,6 +1,6 @@
-"""The parts that the input is cut into, and the file that a worker makes of each.
+"""The parts that the input is cut into, and what a worker makes of each: a part on the shelf, or a part file.
 
-A part file holds blocks, one for each batch: a line of JSON, then for each key its tokens, its sequence lengths (int32)
+It holds blocks, one for each batch: a line of JSON, then for each key its tokens, its sequence lengths (int32)
 and its documents' numbers of sequences (int32). A last line says that it is whole.
 """
 
@@ -8,7 +8,9 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from mmap import mmap
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from megatron_core.datasets.aside import aside, close_quietly, naming_the_place
 from megatron_core.datasets.prepare.documents import Piece
 from megatron_core.datasets.prepare.encode import Encoded
 from megatron_core.datasets.prepare.inputs import Source
+from megatron_core.datasets.prepare.shelf import Shelf
 
 WHOLE = b'{"whole": true}\n'
 MOST_FILES = 1000
@@ -114,41 +117,63 @@ def _is_whole(path: Path) -> bool:
 
 
 class PartWriter:
-    """Writes a part file; `finish` gives it its name."""
+    """Writes a part to the slot of the shelf if there is one, and to a file where it needs more room than that."""
 
-    def __init__(self, folder: Path, group: int, index: int) -> None:
+    def __init__(self, folder: Path, group: int, index: int, shelf: Shelf, slot: int | None) -> None:
         self._folder, self._group, self._index = folder, group, index
         self._path = aside(folder / f"{group:06d}-{index:08d}")
-        self._file = self._path.open("wb")
+        self._memory = None if slot is None else shelf.at(slot)
+        self._held = 0
+        self._most = shelf.size
+        self._file = self._path.open("wb") if slot is None else None
 
     def add(self, head: BlockHead, encoded: Sequence[Encoded]) -> None:
         """Append a block."""
-        with naming_the_place(self._file):
-            self._file.write(json.dumps(asdict(head)).encode("ascii") + b"\n")
-            for part in encoded:
-                for array in (part.tokens, part.lengths, part.counts):
-                    self._file.write(array)
+        line = json.dumps(asdict(head)).encode("ascii") + b"\n"
+        self._write([line, *(array for part in encoded for array in (part.tokens, part.lengths, part.counts))])
 
-    def finish(self, last: bool) -> None:
-        """Give the file its name."""
+    def finish(self, last: bool) -> bool:
+        """Say that the part is whole, and give its file a name; whether it is on the shelf and there is no file."""
+        self._write([WHOLE])
+        if self._file is None:
+            return True
         with naming_the_place(self._file):
-            self._file.write(WHOLE)
             self._file.flush()
         self._file.close()
         os.replace(self._path, part_path(self._folder, self._group, self._index, last))
+        return False
 
     def close(self) -> None:
         """Close the file, whole or not."""
-        close_quietly(self._file)
+        if self._file is not None:
+            close_quietly(self._file)
+
+    def _write(self, pieces: Sequence[bytes | np.ndarray]) -> None:
+        if self._file is None:
+            size = sum(memoryview(piece).nbytes for piece in pieces)
+            if self._held + size <= self._most:
+                for piece in pieces:
+                    self._memory.write(piece)
+                self._held += size
+                return
+            self._file = self._path.open("wb")
+            pieces = [self._written(), *pieces]
+        with naming_the_place(self._file):
+            for piece in pieces:
+                self._file.write(piece)
+
+    def _written(self) -> bytes:
+        """What is in the slot."""
+        self._memory.seek(-self._held, os.SEEK_CUR)
+        return self._memory.read(self._held)
 
 
-def read_part(path: Path, dtype: str) -> Iterator[tuple[BlockHead, list[Encoded]]]:
-    """The blocks of a part file."""
-    with path.open("rb") as file:
-        while (line := file.readline()) != WHOLE:
-            head = BlockHead(**json.loads(line))
-            keys = []
-            for tokens, sequences in zip(head.tokens, head.sequences, strict=True):
-                arrays = ((dtype, tokens), ("int32", sequences), ("int32", head.documents))
-                keys.append(Encoded(*(np.frombuffer(file.read(n * np.dtype(d).itemsize), dtype=d) for d, n in arrays)))
-            yield head, keys
+def read_part(file: BinaryIO | mmap, dtype: str) -> Iterator[tuple[BlockHead, list[Encoded]]]:
+    """The blocks of a part that begins where the file stands."""
+    while (line := file.readline()) != WHOLE:
+        head = BlockHead(**json.loads(line))
+        keys = []
+        for tokens, sequences in zip(head.tokens, head.sequences, strict=True):
+            arrays = ((dtype, tokens), ("int32", sequences), ("int32", head.documents))
+            keys.append(Encoded(*(np.frombuffer(file.read(n * np.dtype(d).itemsize), dtype=d) for d, n in arrays)))
+        yield head, keys

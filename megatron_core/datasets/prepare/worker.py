@@ -21,6 +21,7 @@ from megatron_core.datasets.prepare.parts import BlockHead, PartWriter
 from megatron_core.datasets.prepare.readers import Reader, open_reader
 from megatron_core.datasets.prepare.sentences import sentence_splitter
 from megatron_core.datasets.prepare.settings import PrepareSettings
+from megatron_core.datasets.prepare.shelf import Shelf
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, load_backend
 
@@ -55,20 +56,24 @@ class Begin:
 
 @dataclass(frozen=True)
 class Task:
-    """Ask: make a part. Answered by Made."""
+    """Ask: make a part, in the slot of the shelf if there is one. Answered by Made."""
 
     group: int
     index: int
     pieces: list[Piece]
+    slot: int | None
 
 
 @dataclass(frozen=True)
 class Made:
-    """A part is made. last: its group has no further one. probe: a text and the ids it got, to be compared."""
+    """A part is made. last: its group has no further one. slot: that of its task; shelved: the part is there and not
+    in a file. probe: a text and the ids it got, to be compared."""
 
     group: int
     index: int
     last: bool
+    slot: int | None
+    shelved: bool
     probe: tuple[str, list[int]] | None
 
 
@@ -91,6 +96,7 @@ class Worker:
         sources: Sequence[Source],
         limits: Limits,
         folder: Path,
+        shelf: Shelf,
     ) -> None:
         self._connection = connection
         self._backend = backend
@@ -98,6 +104,7 @@ class Worker:
         self._sources = sources
         self._limits = limits
         self._folder = folder
+        self._shelf = shelf
         self._layout: Layout | None = None
         self._splitter: Splitter | None = None
         self._opened: tuple[int, Reader] | None = None
@@ -117,7 +124,7 @@ class Worker:
                 self._connection.send(self._make(message))
 
     def _make(self, task: Task) -> Made:
-        writer = PartWriter(self._folder, task.group, task.index)
+        writer = PartWriter(self._folder, task.group, task.index, self._shelf, task.slot)
         probe = None
         try:
             for piece in task.pieces:
@@ -126,10 +133,10 @@ class Worker:
                     batch, encoded = self._encoded(batch)
                     writer.add(self._head(piece, reader, batch, encoded), encoded)
                     probe = probe or self._probe(batch, encoded)
-            writer.finish(reader.ended)
+            shelved = writer.finish(reader.ended)
         finally:
             writer.close()
-        return Made(task.group, task.index, reader.ended, probe)
+        return Made(task.group, task.index, reader.ended, task.slot, shelved, probe)
 
     def _reader(self, number: int) -> Reader:
         if self._opened is None or self._opened[0] != number:
@@ -198,6 +205,7 @@ def run_workers(
     sources: Sequence[Source],
     limits: Limits,
     folder: Path,
+    shelf: Shelf,
 ) -> None:
     """Load a back end, and serve each connection in a process until the parent is done or gone; errors are sent."""
     die_with(parent)
@@ -209,7 +217,7 @@ def run_workers(
         loaded, reason = load_backend(settings.tokenizer_files, backend)
         connection.send(Loaded(loaded.name, reason))
         connection = divided(connections)
-        Worker(connection, loaded, settings, sources, limits, folder).serve()
+        Worker(connection, loaded, settings, sources, limits, folder, shelf).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BaseException as error:
