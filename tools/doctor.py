@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tyro
 
 from megatron_core.ops import native
-from megatron_core.ops.backend import OPS
+from megatron_core.ops.backend import LIBRARIES, OPS
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
@@ -96,6 +96,13 @@ def kernels() -> Iterator[str]:
                 served.setdefault(serving(op, device_type, dtype), []).append(str(dtype).removeprefix("torch."))
             for body, dtypes in served.items():
                 yield f"{op} on {device_type}, {' '.join(dtypes)}: {body}"
+
+
+def other_libraries() -> Iterator[str]:
+    """Of each other library whose operations can be chosen, whether it is there."""
+    for name, library in LIBRARIES.items():
+        obstacle = library.why_not("cuda", torch.bfloat16)
+        yield f"--kernel-backend {name}, for {', '.join(library.OPS)} on cuda: {obstacle or 'there'}"
 
 
 def serving(op: str, device_type: str, dtype: torch.dtype) -> str:
@@ -177,6 +184,7 @@ def main(settings: Settings) -> int:
     show("versions", versions())
     show("devices", devices())
     show("operations, with --kernel-backend auto", kernels())
+    show("other libraries, which are never needed", other_libraries())
     working = True
     if settings.collectives:
         kinds = ["cpu", *(["cuda"] if torch.cuda.device_count() >= RANKS else [])]

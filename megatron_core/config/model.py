@@ -58,9 +58,10 @@ class ModelConfig:
     """Dropout probability on the attention weights; any value above 0 takes the unfused path in training."""
     attention_backend: Literal["auto", "unfused"] = "auto"
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
-    kernel_backend: Literal["auto", "native", "reference"] = "auto"
-    """Body of the fused operations (norms): auto takes the compiled one where there is one for the device and data
-    type, native insists on it, reference takes PyTorch's own."""
+    kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = "auto"
+    """Body of the fused operations: auto takes the compiled one where there is one for the device and data type, native
+    insists on it, reference takes PyTorch's own; apex and transformer_engine take these libraries' norms, auto for the
+    rest."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; over sqrt(2 L) in layers that write the residual stream."""
     make_vocab_size_divisible_by: int = 128

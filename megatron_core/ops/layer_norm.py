@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
     """y = (x - mean) / sqrt(variance + epsilon) * weight + bias; ``x`` ``[..., n]``, the others ``[n]`` (Ba et al.
     2016)."""
-    if serving("layer_norm", backend, x.device.type, x.dtype) == "reference":
+    body = serving("layer_norm", backend, x.device.type, x.dtype)
+    if body != "native":
         check("layer_norm", x, {}, weight=weight, bias=bias)
-        return reference.layer_norm(x, weight, bias, epsilon)
+        return plain(body).layer_norm(x, weight, bias, epsilon)
     return torch.ops.megatron_core.layer_norm(x, weight, bias, epsilon)[0]
 
 
@@ -25,9 +26,11 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """sum = x + residual -> (layer_norm(sum), sum) in one pass; ``x`` and ``residual`` ``[..., n]``."""
-    if serving("layer_norm", backend, x.device.type, x.dtype) == "reference":
+    body = serving("layer_norm", backend, x.device.type, x.dtype)
+    if body != "native":
         check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
-        return reference.add_layer_norm(x, residual, weight, bias, epsilon)
+        total = x + residual
+        return plain(body).layer_norm(total, weight, bias, epsilon), total
     return torch.ops.megatron_core.add_layer_norm(x, residual, weight, bias, epsilon)[:2]
 
 

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
     """y = x / sqrt(mean(x^2) + epsilon) * weight; ``x`` ``[..., n]``, ``weight`` ``[n]`` (Zhang and Sennrich 2019)."""
-    if serving("rms_norm", backend, x.device.type, x.dtype) == "reference":
+    body = serving("rms_norm", backend, x.device.type, x.dtype)
+    if body != "native":
         check("rms_norm", x, {}, weight=weight)
-        return reference.rms_norm(x, weight, epsilon)
+        return plain(body).rms_norm(x, weight, epsilon)
     return torch.ops.megatron_core.rms_norm(x, weight, epsilon)[0]
 
 
@@ -24,9 +25,11 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """sum = x + residual -> (rms_norm(sum), sum) in one pass; ``x`` and ``residual`` ``[..., n]``."""
-    if serving("rms_norm", backend, x.device.type, x.dtype) == "reference":
+    body = serving("rms_norm", backend, x.device.type, x.dtype)
+    if body != "native":
         check("rms_norm", x, {"residual": residual}, weight=weight)
-        return reference.add_rms_norm(x, residual, weight, epsilon)
+        total = x + residual
+        return plain(body).rms_norm(total, weight, epsilon), total
     return torch.ops.megatron_core.add_rms_norm(x, residual, weight, epsilon)[:2]
 
 

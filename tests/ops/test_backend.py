@@ -97,4 +97,4 @@ def test_the_flag() -> None:
     assert ModelConfig().kernel_backend == "auto"
     assert parse_run_config(["--mock-data", "--kernel-backend", "reference"]).model.kernel_backend == "reference"
     with pytest.raises(SystemExit):
-        parse_run_config(["--mock-data", "--kernel-backend", "apex"])
+        parse_run_config(["--mock-data", "--kernel-backend", "triton"])

@@ -28,6 +28,8 @@ def test_the_doctor_as_users_start_it() -> None:
     assert "Warning" not in result.stderr
     for op in ("rms_norm", "layer_norm"):
         assert f"{op} on cpu" in result.stdout
+    for library in ("apex", "transformer_engine"):
+        assert f"--kernel-backend {library}, for layer_norm, rms_norm on cuda: " in result.stdout
 
 
 def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,6 @@
 These serve where no native body does, with PyTorch's own backward; so where PyTorch has the function, they are it.
 """
 
-from megatron_core.ops.reference.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron_core.ops.reference.norm import layer_norm, rms_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "rms_norm"]

@@ -11,18 +11,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """sum = x + residual, in the precision of ``x``; -> (rms_norm(sum), sum)."""
-    total = x + residual
-    return rms_norm(total, weight, epsilon), total
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """y = (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim (Ba et al. 2016)."""
     return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
-
-
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """sum = x + residual, in the precision of ``x``; -> (layer_norm(sum), sum)."""
-    total = x + residual
-    return layer_norm(total, weight, bias, epsilon), total
