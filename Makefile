@@ -4,6 +4,7 @@
 # docs:       the pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style
 # cuda-check: the CUDA kernels through nvcc, with registers and spills; fails where registers spill
+# gpu:        on a machine with one: every fused operation against float64, compute-sanitizer, and bandwidth
 # wheel:      dist/*.whl, with the native libraries in it
 # doctor:     what this machine offers, and what to install for more
 # bench:      speed, side by side with transformers and torch's DDP
@@ -17,7 +18,7 @@ SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 TORCH ?= torch>=2.8,<2.14
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: quickstart test verify-all docs check cuda-check wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -47,6 +48,13 @@ check: install-test
 
 cuda-check: install
 	$(BIN)/python tools/cuda_check.py
+
+gpu: install-test
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu: torch sees no GPU'"
+	$(BIN)/python -m pytest tests/ops
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
+	$(BIN)/python -m benchmarks.bench_ops_gpu
 
 wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -64,8 +64,8 @@ class Case:
 
 def contender(case: Case, name: str) -> Callable:
     """The function that takes the case's tensors."""
-    if name == "native":
-        return partial(CASES[case.op].function, backend="native")
+    if name not in ("eager", "compiled"):
+        return partial(CASES[case.op].function, backend=name)
     plain = partial(CASES[case.op].function, backend="reference")
     torch.compiler.reset()  # what was compiled for another shape would count as a recompilation
     return torch.compile(plain, dynamic=False) if name == "compiled" else plain

@@ -1,0 +1,135 @@
+"""The fused operations on a GPU: bandwidth beside a measured copy, torch eager, torch.compile, and other libraries.
+
+Bandwidth is what a pass has to move at least, every input read once and every output written once, over its median
+time by device events; ``of_peak`` in benchmarks/results.csv is its part of the copy's, ``ratio`` the time to torch
+eager's. Tensors are larger than the cache.
+
+    python -m benchmarks.bench_ops_gpu
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks.bench_ops import Case, as_tuple, contender
+from benchmarks.op_cases import CASES
+from benchmarks.results import Row, append
+from megatron_core.ops.backend import LIBRARIES
+
+GIGA = 1e9
+AIMS = {"forward": 0.85, "backward": 0.75}
+"""What part of the copy's bandwidth the native body is to reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Measure the fused operations on the GPU."""
+
+    ops: tuple[str, ...] = tuple(CASES)
+    """Operations to measure."""
+    columns: tuple[int, ...] = (4096, 8192, 16384)
+    """Lengths of rows; there are as many rows as elements fill."""
+    elements: int = 2**27
+    """Elements of the largest tensor."""
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    """Data types, by torch's names."""
+    repeats: int = 30
+    """Timed calls of each pass, after three that are not."""
+    keep: bool = True
+    """Append to benchmarks/results.csv."""
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median time of a call on the device."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB on the device."""
+    source = torch.randn(2**28)
+    target = torch.empty_like(source)
+    return 2 * size([source]) / seconds(lambda: target.copy_(source), repeats)
+
+
+def size(tensors: list[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def names_of(op: str, dtype: torch.dtype) -> list[str]:
+    """Who can compute an operation here."""
+    there = [name for name, library in LIBRARIES.items() if op.removeprefix("add_") in library.OPS]
+    return ["eager", "compiled", "native", *(n for n in there if LIBRARIES[n].why_not("cuda", dtype) is None)]
+
+
+def measure(case: Case, name: str, repeats: int) -> dict[str, tuple[float, float]]:
+    """Seconds and bytes a second of both passes."""
+    inputs = CASES[case.op].inputs(*case.shape, case.dtype)
+    function = contender(case, name)
+    outputs = as_tuple(function(*inputs))
+    grads = [torch.randn_like(y) for y in outputs]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    backward = partial(torch.autograd.grad, outputs, wanted, grads, retain_graph=True)
+    moved = {"forward": size(inputs) + size(list(outputs)), "backward": size(grads) + size(inputs) + size(wanted)}
+    with torch.no_grad():
+        times = {"forward": seconds(partial(function, *inputs), repeats)}
+    times["backward"] = seconds(backward, repeats)
+    return {way: (time, moved[way] / time) for way, time in times.items()}
+
+
+def report(case: Case, found: dict[str, dict[str, tuple[float, float]]], copy: float) -> list[Row]:
+    """Print a line for each pass, and make the rows for the table of results."""
+    rows = []
+    for way, aim in AIMS.items():
+        parts = {name: passes[way][1] / copy for name, passes in found.items()}
+        cells = " ".join(f"{name} {part:5.0%}" for name, part in parts.items())
+        verdict = "ok" if parts["native"] >= aim else f"native below {aim:.0%}"
+        print(f"{case!s:44} {way:9} of the copy's bandwidth: {cells}  {verdict}", flush=True)
+        eager = found["eager"][way][0]
+        rows += [
+            Row(f"{name} {case} {way}", speed / GIGA, "GB/s", of_peak=speed / copy, ratio=time / eager)
+            for name, passes in found.items()
+            for time, speed in [passes[way]]
+        ]
+    return rows
+
+
+def main(settings: Settings) -> int:
+    """Measure every case and print the table."""
+    if not torch.cuda.is_available():
+        print("bench_ops_gpu needs a GPU, and torch sees none; python -m benchmarks.bench_ops is for CPUs")
+        return 1
+    torch.set_default_device("cuda")
+    device = torch.cuda.get_device_name()
+    copy = copy_bandwidth(settings.repeats)
+    print(f"{device}: a copy moves {copy / GIGA:,.0f} GB/s")
+    rows = [Row("copy of 1 GiB", copy / GIGA, "GB/s", of_peak=1.0)]
+    for op in settings.ops:
+        for columns in settings.columns:
+            for dtype in (getattr(torch, name) for name in settings.dtypes):
+                case = Case(op, (settings.elements // columns, columns), dtype, threads=1)
+                found = {name: measure(case, name, settings.repeats) for name in names_of(op, dtype)}
+                rows += report(case, found, copy)
+    if settings.keep:
+        append("bench_ops_gpu", rows, device=device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Settings, description=__doc__)))

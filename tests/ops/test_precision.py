@@ -1,0 +1,39 @@
+"""No operation is less accurate than plain PyTorch in the same data type: at most twice its error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.bench_ops import as_tuple
+from benchmarks.op_cases import CASES
+from tests.ops.checks import LOW
+
+
+def outputs_and_gradients(op: str, inputs: list[Tensor], backend: str) -> list[Tensor]:
+    """All that forward and backward give, for gradients of the outputs that are drawn anew and alike."""
+    outputs = as_tuple(CASES[op].function(*inputs, backend=backend))
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu") for y in outputs]
+    grads = [g.to(y.device, inputs[0].dtype).to(y.dtype) for g, y in zip(drawn, outputs, strict=True)]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, wanted, grads)]
+
+
+def in_double(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("op", CASES)
+def test_the_error_is_at_most_twice_that_of_plain_precision(body: str, op: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = CASES[op].inputs(48, 256, dtype)
+    exact = outputs_and_gradients(op, in_double(inputs), "reference")
+    native, plain = (outputs_and_gradients(op, inputs, backend) for backend in ("native", "reference"))
+    for mine, theirs, right in zip(native, plain, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        # Plain PyTorch may be right by chance; nobody can be better than the right result rounded once.
+        errors = ((found.double() - right).norm() for found in (theirs, right.to(theirs.dtype)))
+        assert (mine.double() - right).norm() <= 2 * max(errors)
