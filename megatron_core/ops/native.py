@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -80,27 +80,26 @@ def architecture(device_type: str) -> str:
 
 def call(function: str, device: torch.device, *values: Value) -> None:
     """Run ``megatron_<function>`` on tensors that are all on ``device``, with torch's threads, on torch's stream."""
-    threads, stream, guard = _place(device)
-    with guard:
-        entry = getattr(library(device.type), f"megatron_{function}")
-        entry.restype = ctypes.c_char_p
-        error = entry(*map(_as_c, values), ctypes.c_int64(threads), ctypes.c_void_p(stream))
+    plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
+    entry = _entry(library(device.type), function, tuple(map(_kind, values)))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            error = entry(*plain, 1, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        error = entry(*plain, torch.get_num_threads(), None)
     if error is not None:
         raise RuntimeError(f"{function} on {device}: {error.decode()}")
 
 
-def _place(device: torch.device) -> tuple[int, int | None, AbstractContextManager]:
-    if device.type == "cuda":
-        return 1, torch.cuda.current_stream(device).cuda_stream, torch.cuda.device(device)
-    return torch.get_num_threads(), None, nullcontext()
+@cache
+def _entry(library: ctypes.CDLL, function: str, kinds: tuple[type, ...]) -> Callable[..., bytes | None]:
+    """The C function; a prototype of its own for each tuple of kinds, so that none changes another's."""
+    prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *kinds, ctypes.c_int64, ctypes.c_void_p)
+    return prototype((f"megatron_{function}", library))
 
 
-def _as_c(value: Value) -> ctypes._SimpleCData:
-    """Tensors as pointers, other numbers as int64 or double: the interface has nothing else."""
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if value is None:
-        return ctypes.c_void_p(None)
-    if isinstance(value, torch.dtype):
-        return ctypes.c_int64(DTYPES[value])
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_double(value)
+def _kind(value: Value) -> type:
+    """Tensors go as pointers, other numbers as int64 or double: the interface has nothing else."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(value, float) else ctypes.c_int64
