@@ -22,6 +22,7 @@ import tyro
 from tqdm import tqdm
 
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
+from megatron_core.datasets.aside import make_room
 from megatron_core.datasets.header import get_header_path
 from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
@@ -82,6 +83,8 @@ def inspect_dataset(settings: Settings) -> None:
     tokenizer = settings.tokenizer()
     if tokenizer is not None:
         check_tokenizer(settings.prefix, tokenizer)
+    if settings.png is not None:
+        make_room("--png", settings.png)
     if settings.validate:
         print(checked(settings, tokenizer), end="\n\n")
     lengths = document_lengths(dataset)

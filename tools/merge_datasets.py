@@ -26,6 +26,7 @@ from megatron_core.datasets import (
     read_header,
     write_header,
 )
+from megatron_core.datasets.aside import make_room
 from megatron_core.datasets.header import check_header_path
 from megatron_core.datasets.index_format import index_bytes
 from megatron_core.errors import ConfigError, DataError, MegatronError
@@ -73,7 +74,7 @@ def folder_prefixes(folder: Path) -> list[str]:
 
 
 def check_output(prefixes: Sequence[str], settings: Settings) -> None:
-    """ConfigError if the output is one of the inputs; DataError if the header's name is taken by another file."""
+    """ConfigError if the output is one of the inputs or has no place; DataError if the header's name is taken."""
     place = Path(settings.output_prefix).resolve()
     if any(Path(prefix).resolve() == place for prefix in prefixes):
         raise ConfigError(
@@ -81,6 +82,7 @@ def check_output(prefixes: Sequence[str], settings: Settings) -> None:
             "earlier run left there out of --input"
         )
     check_header_path(settings.output_prefix)
+    make_room("--output-prefix", settings.output_prefix)
 
 
 def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.number], int]:

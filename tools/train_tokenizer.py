@@ -23,7 +23,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from megatron_core.datasets.aside import writing_aside
+from megatron_core.datasets.aside import make_room, writing_aside
 from megatron_core.datasets.prepare import find_inputs, read_texts
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.tokenizers import build_tokenizer
@@ -69,6 +69,7 @@ def texts(settings: Settings) -> Iterator[list[str]]:
 def train(settings: Settings) -> None:
     """Learn, write the file aside first, and say how it is used."""
     learn, tokenizer_type = kind(settings)
+    make_room("--output", settings.output)
     content = learn(settings)
     with writing_aside(settings.output) as file:
         file.write(content)

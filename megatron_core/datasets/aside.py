@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
 
 FULL = {
     errno.ENOSPC: "the disk is full",
@@ -24,6 +24,19 @@ class DiskFullError(DataError):
 def aside(path: str | Path) -> Path:
     """The name a file has until it is whole."""
     return Path(f"{path}.partial")
+
+
+def make_room(flag: str, path: str | Path) -> None:
+    """Make the folder that a file will lie in, before the work for it is done; ConfigError if it cannot be written."""
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: nothing can be written in {folder} ({error.strerror}); choose another folder"
+        ) from error
 
 
 def publish(file: BinaryIO, path: str | Path) -> None:
