@@ -141,11 +141,12 @@ template <typename V> MEGATRON_INLINE V only(V v, Some some) {
 
 template <typename A, int K> struct Sums { A of[K]; };
 
-// Sums over a row: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because an addition
-// takes four cycles and two can begin in each.
-template <typename T, int K, typename F> MEGATRON_INLINE Sums<Wide<T>, K> sum_row(int64_t columns, F f) {
+// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because
+// an addition takes four cycles and two can begin in each.
+template <typename T, int K, typename A = Wide<T>, typename F>
+MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
   constexpr int kTurns = 4, kStep = kLanes<T>;
-  Vec<T> sums[kTurns][K] = {};
+  Vec<A> sums[kTurns][K] = {};
   int64_t i = 0;
   for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
     f(i, All{}, sums[0]);
@@ -155,10 +156,10 @@ template <typename T, int K, typename F> MEGATRON_INLINE Sums<Wide<T>, K> sum_ro
   }
   for (; i + kStep <= columns; i += kStep) f(i, All{}, sums[0]);
   if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums[1]);
-  Sums<Wide<T>, K> totals{};
+  Sums<A, K> totals{};
   for (int k = 0; k < K; ++k) {
-    Vec<T> together = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
-    for (int lane = 0; lane < kStep; ++lane) totals.of[k] += together[lane];
+    Vec<A> together = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+    for (int lane = 0; lane < kLanes<A>; ++lane) totals.of[k] += together[lane];
   }
   return totals;
 }

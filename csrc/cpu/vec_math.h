@@ -34,4 +34,20 @@ MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
   return series * power(half) * power(exponent - half);
 }
 
+MEGATRON_INLINE DoubleVec vec_sqrt(DoubleVec v) {
+  return each_lane(v, [](double x) { return std::sqrt(x); });
+}
+
+// The processor's own, which rounds correctly.
+MEGATRON_INLINE FloatVec vec_sqrt(FloatVec v) {
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (FloatVec)_mm256_sqrt_ps((__m256)v);
+#else
+  for (int lane = 0; lane < kFloats; ++lane) v[lane] = std::sqrt(v[lane]);
+  return v;
+#endif
+}
+
 }  // namespace megatron

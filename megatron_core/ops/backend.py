@@ -12,14 +12,13 @@ from megatron_core.ops import apex, native, reference, transformer_engine
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 
-OPS = ("layer_norm", "rms_norm")
+OPS = ("layer_norm", "rms_norm", "multi_tensor")
 """The operations that have a native body; each names csrc/cpu/<op>.cpp, csrc/cuda/<op>.cuh and ops/<op>.py."""
 
 LIBRARIES = {"apex": apex, "transformer_engine": transformer_engine}
 """Other libraries whose equivalents of some operations can be chosen; these files import them when they are."""
 
 
-@torch.compiler.assume_constant_result
 def serving(op: str, wanted: Backend, device_type: str, dtype: torch.dtype) -> str:
     """The body of ``op`` that serves tensors of a kind: ``native``, ``reference`` or a library's name.
 
@@ -43,6 +42,10 @@ def serving(op: str, wanted: Backend, device_type: str, dtype: torch.dtype) -> s
             "kernel_backend='auto' takes PyTorch's own instead"
         )
     return "reference"
+
+
+# torch.compiler.assume_constant_result sets this too, but imports torch._dynamo for it, which takes 1.7 seconds.
+serving._dynamo_marked_constant = True
 
 
 def plain(body: str) -> ModuleType:

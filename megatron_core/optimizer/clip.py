@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.ops import Backend, squared_norm
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 
@@ -19,11 +19,11 @@ class GradientNorm:
     a tied weight on the first stage, a shard on its data-parallel rank.
     """
 
-    def __init__(self, data_parallel: DataParallel, groups: ParallelGroups) -> None:
+    def __init__(self, data_parallel: DataParallel, groups: ParallelGroups, backend: Backend = "auto") -> None:
         buckets = data_parallel.buckets
         self.owned = [(bucket, bucket.owned_ranges()) for bucket in buckets]
         self.copies = [(bucket, _gaps(ranges, bucket.grad_shard.numel())) for bucket, ranges in self.owned]
-        self.device = data_parallel.device
+        self.device, self.backend = data_parallel.device, backend
         self.group = groups.group("tp-cp-ep-dp-pp" if data_parallel.sharded else "tp-pp")
 
     def compute(self) -> float:
@@ -34,14 +34,8 @@ class GradientNorm:
         return total.sqrt().item()
 
     def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
-        norms = [
-            torch.linalg.vector_norm(bucket.grad_shard[start:stop]).to(torch.float64)
-            for bucket, spans in parts
-            for start, stop in spans
-        ]
-        if not norms:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(norms).square().sum()
+        counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]
+        return squared_norm(counted, backend=self.backend).to(self.device)
 
 
 def _gaps(spans: list[Span], size: int) -> list[Span]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.ops import Backend, adamw_
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.parallel.groups import ParallelGroups
@@ -37,8 +39,30 @@ class StepOutcome:
     """Whether the weights stayed because a gradient was not finite."""
 
 
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What AdamW keeps for its part of a bucket: flat, and as long as that."""
+
+    bucket: Bucket
+    main: Tensor
+    """The weights in float32 or wider: the bucket's very own where those are so wide."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Shard:
+        """Take the weights as they are, and moments of zero."""
+        main = bucket.weight_shard.to(torch.promote_types(bucket.weights.dtype, torch.float32))
+        return cls(bucket, main, torch.zeros_like(main), torch.zeros_like(main))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the model's weights are 16 bits, and so a copy of ``main``."""
+        return self.main.dtype != self.bucket.weights.dtype
+
+
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on each bucket's shard of the weights, by torch's fused kernel.
+    """AdamW (Loshchilov and Hutter 2019) on each bucket's shard of the weights, in one pass over all that it touches.
 
     16-bit weights have float32 main weights; wider weights are their own. With sharded buckets each data-parallel rank
     updates its shard only: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
@@ -50,76 +74,63 @@ class Optimizer:
         config: OptimizerConfig,
         groups: ParallelGroups,
         loss_scale: LossScale,
+        backend: Backend = "auto",
     ) -> None:
-        self.buckets, self.config, self.loss_scale = data_parallel.buckets, config, loss_scale
-        self.norm = GradientNorm(data_parallel, groups)
-        self.main = [nn.Parameter(_main_weights(bucket), requires_grad=False) for bucket in self.buckets]
-        groups_of = [
-            {"params": [main], "weight_decay": config.weight_decay if bucket.kind.decay else 0.0}
-            for main, bucket in zip(self.main, self.buckets, strict=True)
-        ]
-        self.adam = torch.optim.AdamW(
-            groups_of or [{"params": []}],  # a rank that only hands hidden states on
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        self.config, self.loss_scale, self.backend = config, loss_scale, backend
+        self.norm = GradientNorm(data_parallel, groups, backend)
+        # The moments are here from now on, so that a checkpoint can be loaded before the first step.
+        self.shards = [Shard.of(bucket) for bucket in data_parallel.buckets]
         self.steps_taken = 0
-        self._make_state()
-
-    def _make_state(self) -> None:
-        """Allocate the moments now, so that a checkpoint can be loaded before the first step."""
-        for main in self.main:
-            self.adam.state[main] = {
-                "step": torch.zeros((), dtype=torch.float32, device=main.device),
-                "exp_avg": torch.zeros_like(main),
-                "exp_avg_sq": torch.zeros_like(main),
-            }
 
     def step(self, lr: float) -> StepOutcome:
-        """Clip, update and copy back, on gradients that are complete; skip if any of them is not finite."""
+        """Clip and update, on gradients that are complete; skip if any of them is not finite.
+
+        Afterwards the gradients are used up: they may have been scaled.
+        """
         scale = self.loss_scale.scale
         norm = self.norm.compute() / scale
         finite = math.isfinite(norm)
         self.loss_scale.update(not finite)
         if not finite:
             return StepOutcome(norm, skipped=True)
-        factor = clip_factor(norm, self.config.clip_grad) / scale
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        for main, bucket in zip(self.main, self.buckets, strict=True):
-            main.grad = bucket.grad_shard if factor == 1.0 else bucket.grad_shard.mul_(factor)
-        self.adam.step()
         self.steps_taken += 1
-        self._copy_back()
+        factor = clip_factor(norm, self.config.clip_grad) / scale
+        for (decays, _), shards in self._alike().items():
+            self._update(shards, lr, factor, self.config.weight_decay if decays else 0.0)
         return StepOutcome(norm, skipped=False)
 
-    @torch.no_grad()
-    def _copy_back(self) -> None:
-        for main, bucket in zip(self.main, self.buckets, strict=True):
-            if main.dtype != bucket.weights.dtype:
-                bucket.weight_shard.copy_(main)
+    def _alike(self) -> dict[tuple[bool, torch.dtype], list[Shard]]:
+        """Shards that one call updates: all decay or none does, and their weights are of one dtype."""
+        alike = defaultdict(list)
+        for shard in self.shards:
+            alike[shard.bucket.kind.decay, shard.bucket.weights.dtype].append(shard)
+        return alike
+
+    def _update(self, shards: list[Shard], lr: float, factor: float, weight_decay: float) -> None:
+        adamw_(
+            [shard.bucket.grad_shard for shard in shards],
+            [shard.main for shard in shards],
+            [shard.exp_avg for shard in shards],
+            [shard.exp_avg_sq for shard in shards],
+            [shard.bucket.weight_shard for shard in shards if shard.is_narrow],
+            step=self.steps_taken,
+            lr=lr,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            epsilon=self.config.adam_eps,
+            weight_decay=weight_decay,
+            factor=factor,
+            backend=self.backend,
+        )
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Each bucket with its flat state: ``exp_avg``, ``exp_avg_sq`` and, for 16-bit weights, ``main``."""
-        for main, bucket in zip(self.main, self.buckets, strict=True):
-            state = self.adam.state[main]
-            named = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-            if main.dtype != bucket.weights.dtype:
-                named["main"] = main.data
-            yield bucket, named
+        for shard in self.shards:
+            named = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+            yield shard.bucket, named | ({"main": shard.main} if shard.is_narrow else {})
 
     def set_steps_taken(self, steps: int) -> None:
         """Restore the count that AdamW's bias correction uses."""
         self.steps_taken = steps
-        for main in self.main:
-            self.adam.state[main]["step"].fill_(steps)
-
-
-def _main_weights(bucket: Bucket) -> Tensor:
-    """The bucket's shard in float32 or wider: a copy of 16-bit weights, the very storage of others."""
-    return bucket.weight_shard.to(torch.promote_types(bucket.weights.dtype, torch.float32))
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

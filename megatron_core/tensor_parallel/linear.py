@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops import accumulate_weight_grad_
 from megatron_core.parallel.collectives import (
     Done,
     start_all_reduce,
@@ -120,8 +121,5 @@ def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | Non
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)
-    if main_grad.dtype == flat_x.dtype:
-        main_grad.addmm_(flat_grad.t(), flat_x)
-    else:
-        main_grad.add_(flat_grad.t().matmul(flat_x))
+    accumulate_weight_grad_(main_grad, flat_grad, flat_x)
     return None

@@ -126,7 +126,7 @@ def set_up(config: RunConfig, world: World, datasets_provider: DatasetsProvider 
         device=world.device,
     )
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
-    optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale)
+    optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend)
     state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left

@@ -120,8 +120,8 @@ IN_STEPS = (
     Defect(  # C35
         "matrix gradients are overwritten by the next micro-batch",
         "tensor_parallel.linear:weight_grad",
-        "if main_grad.dtype == flat_x.dtype:",
-        "main_grad.zero_()\n    if main_grad.dtype == flat_x.dtype:",
+        "accumulate_weight_grad_(main_grad,",
+        "accumulate_weight_grad_(main_grad.zero_(),",
         "pp2",
         "C35",
     ),

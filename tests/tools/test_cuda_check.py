@@ -41,7 +41,8 @@ def test_spills_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(cuda_check, "compile_source", lambda *args: LOG.format(stores=4))
     assert main(Settings()) == 1
     printed = capsys.readouterr().out
-    assert "1 of them spill" in printed
+    files = len(list((cuda_check.CSRC / "cuda").glob("*.cu")))
+    assert f"{2 * files} kernels" in printed and f"{files} of them spill" in printed
     assert "does not know compute capability 100" in printed
 
 

@@ -3,6 +3,7 @@
 These serve where no native body does, with PyTorch's own backward; so where PyTorch has the function, they are it.
 """
 
+from megatron_core.ops.reference.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.reference.norm import layer_norm, rms_norm
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["adamw_", "layer_norm", "rms_norm", "scale_", "squared_norm"]

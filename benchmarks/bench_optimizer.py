@@ -1,0 +1,185 @@
+"""AdamW, the gradient norm and clipping: the native bodies beside torch's fused and foreach ones.
+
+Float32 main weights with moments, gradients and a bfloat16 copy of the weights, in some flat tensors. In every round
+each contender takes its turn, some calls after one that is not timed, and medians over all rounds are compared. Prints
+milliseconds, the ratio to the rival of the same work, and the bandwidth that the bytes which have to move make of it,
+beside a measured copy. Appends to benchmarks/results.csv; ``ratio`` there is the time to the rival's.
+
+    python -m benchmarks.bench_optimizer
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks.results import Row, append
+from megatron_core.ops import adamw_, scale_, squared_norm
+
+RATES = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+EPSILON = 1e-8
+LIMIT = 1.0
+"""What torch's own clipping is told, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time the optimizer's operations, side by side."""
+
+    parameters: int = 20_000_000
+    """Elements of all weights together."""
+    tensors: int = 5
+    """Flat tensors in which they lie."""
+    threads: tuple[int, ...] = (1, 2)
+    """Threads that torch and the native bodies may use."""
+    device: str = "cpu"
+    """Where the tensors lie, by torch's names."""
+    rounds: int = 8
+    """How often each contender takes its turn."""
+    calls: int = 3
+    """Timed calls in each turn."""
+    keep: bool = True
+    """Append to benchmarks/results.csv."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What several contenders do."""
+
+    name: str
+    bytes_each: int
+    """What has to move for each parameter."""
+    rival: str
+    """The contender that the others are compared with."""
+    contenders: dict[str, Callable[[], object]]
+
+
+@dataclass
+class Problem:
+    """Weights, copies, gradients and moments."""
+
+    settings: Settings
+    steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.weights, self.grads, self.means = self._drawn(), self._drawn(), self._drawn()
+        self.squares = [mean.square() for mean in self.means]
+        self.copies = [weight.bfloat16() for weight in self.weights]
+
+    def _drawn(self) -> list[Tensor]:
+        size = self.settings.parameters // self.settings.tensors
+        return [torch.randn(size, device=self.settings.device) for _ in range(self.settings.tensors)]
+
+    def native_step(self, factor: float = 1.0) -> None:
+        """One pass."""
+        self.steps += 1
+        lists = (self.grads, self.weights, self.means, self.squares, self.copies)
+        adamw_(*lists, step=self.steps, epsilon=EPSILON, factor=factor, backend="native", **RATES)
+
+    def torch_step(self, **kind: bool) -> Callable[[], None]:
+        """torch.optim.AdamW, and the copies after it."""
+        weights = [weight.clone() for weight in self.weights]
+        adam = torch.optim.AdamW(weights, eps=EPSILON, **RATES, **kind)
+
+        def step() -> None:
+            for weight, grad in zip(weights, self.grads, strict=True):
+                weight.grad = grad
+            adam.step()
+            torch._foreach_copy_(self.copies, weights)
+
+        return step
+
+    def native_clip(self) -> None:
+        """Norm, and a multiplication: the host waits for the norm, as torch's does not."""
+        scale_(self.grads, self.clip_factor(), backend="native")
+
+    def clip_factor(self) -> float:
+        """What the norm leads to."""
+        return LIMIT / (squared_norm(self.grads, backend="native").sqrt().item() + 1e-6)
+
+    def torch_clip(self) -> None:
+        """The same by torch."""
+        torch.nn.utils.clip_grad_norm_(self.weights, LIMIT, foreach=True)
+
+    def works(self) -> list[Work]:
+        """All that is timed."""
+        for weight, grad in zip(self.weights, self.grads, strict=True):
+            weight.grad = grad
+        targets = [torch.empty_like(weight) for weight in self.weights]
+        fused = self.torch_step(fused=True)
+        steps = {"native": self.native_step, "fused": fused}
+        clipped = {
+            "native": lambda: self.native_step(self.clip_factor()),
+            "fused": lambda: (self.torch_clip(), fused()),
+        }
+        norms = {
+            "native": lambda: squared_norm(self.grads, backend="native"),
+            "foreach": lambda: torch.nn.utils.get_total_norm(self.grads, foreach=True),
+        }
+        return [
+            Work("copy", 8, "torch", {"torch": lambda: torch._foreach_copy_(targets, self.grads)}),
+            Work("adamw", 30, "fused", steps | {"foreach": self.torch_step(foreach=True)}),
+            Work("norm", 4, "foreach", norms),
+            Work("norm and clip", 12, "foreach", {"native": self.native_clip, "foreach": self.torch_clip}),
+            Work("clipped step", 34, "fused", clipped),
+        ]
+
+
+def measure(works: list[Work], settings: Settings) -> dict[tuple[str, str], float]:
+    """Median seconds by (work, contender)."""
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(settings.rounds):
+        for work in works:
+            for name, function in work.contenders.items():
+                times[work.name, name] += seconds(function, settings)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def seconds(function: Callable[[], object], settings: Settings) -> list[float]:
+    """Time of each call, after one that gets memory and fills caches."""
+    times = []
+    for _ in range(settings.calls + 1):
+        start = time.perf_counter()
+        function()
+        if settings.device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def report(works: list[Work], times: dict[tuple[str, str], float], settings: Settings, threads: int) -> list[Row]:
+    """Print a line for each contender, and give the rows for the table of results."""
+    rows = []
+    copy_rate = 8 * settings.parameters / times["copy", "torch"]
+    for work in works:
+        for name in work.contenders:
+            took = times[work.name, name]
+            ratio, rate = took / times[work.name, work.rival], work.bytes_each * settings.parameters / took
+            where = f"{threads}t" if settings.device == "cpu" else settings.device
+            cells = f"{took * 1e3:9.2f} {ratio:7.2f} {rate / 1e9:9.1f} {rate / copy_rate:8.2f}"
+            print(f"{work.name:14} {where:5} {name:8} {cells}", flush=True)
+            label = f"{name} {work.name} {settings.parameters} {where}"
+            rows.append(Row(label, took, "s", of_peak=rate / copy_rate, ratio=ratio))
+    return rows
+
+
+def main(settings: Settings) -> None:
+    """Time everything and print the table."""
+    print(f"{'':29} {'ms':>9} {'ratio':>7} {'GB/s':>9} {'of copy':>8}")
+    for threads in settings.threads if settings.device == "cpu" else (1,):
+        torch.set_num_threads(threads)
+        works = Problem(settings).works()
+        rows = report(works, measure(works, settings), settings, threads)
+        if settings.keep:
+            append("bench_optimizer", rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,136 @@
+// Lists of tensors: a table of them goes to a kernel by value, and each block takes one chunk of one tensor, four
+// elements a thread at a time.
+#pragma once
+#include "cuda/platform.cuh"
+
+namespace megatron {
+
+// A launch takes 4 KB of arguments at most; a table of five pointers has 3.6 KB.
+constexpr int kTableTensors = 64, kTableThreads = 512;
+
+template <int kPointers> struct Table {
+  int64_t first_chunk[kTableTensors + 1];  // of each tensor; at the end the number of all chunks
+  int64_t size[kTableTensors];
+  void* pointers[kTableTensors][kPointers];
+};
+
+// The elements that are this block's: begin ... end - 1 of one of the table's tensors.
+struct Part {
+  int tensor;
+  int64_t begin, end;
+};
+
+template <int kPointers> __device__ inline Part own_part(const Table<kPointers>& table, int64_t chunk) {
+  int tensor = 0;
+  while (int64_t(blockIdx.x) >= table.first_chunk[tensor + 1]) ++tensor;
+  const int64_t begin = (blockIdx.x - table.first_chunk[tensor]) * chunk, size = table.size[tensor];
+  return {tensor, begin, begin + chunk < size ? begin + chunk : size};
+}
+
+// Calls f(i) for the first of each four elements that are this thread's.
+template <typename F> __device__ inline void for_fours(Part part, F f) {
+  for (int64_t i = part.begin + 4 * threadIdx.x; i < part.end; i += 4 * blockDim.x) f(i);
+}
+
+// A tensor in fours: in one access where its beginning allows that, else one by one; what lies behind its end is zero.
+template <typename T> struct Fours {
+  using Four = Pack<T, 4>;
+  Array<T> tensor;
+  int64_t size;
+  bool packed;
+
+  __device__ Fours(void* pointer, int64_t size)
+      : tensor(pointer, size), size(size), packed(reinterpret_cast<uintptr_t>(pointer) % sizeof(Four) == 0) {}
+  __device__ Four load(int64_t i) const {
+    if (packed && i + 4 <= size) return tensor.template load<4>(i);
+    Four four{};
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (i + k < size) four.of[k] = tensor.get(i + k);
+    return four;
+  }
+  __device__ void store(int64_t i, Four four) const {
+    if (packed && i + 4 <= size) return tensor.template store<4>(i, four);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (i + k < size) tensor.set(i + k, four.of[k]);
+  }
+};
+
+// The sum over all threads of a block, in the first of them, added up in an order that is always the same.
+__device__ inline double sum_of_block(double v, Shared<double, kTableThreads>& scratch) {
+  scratch[threadIdx.x] = v;
+  for (unsigned half = kTableThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
+  }
+  return scratch[0];
+}
+
+// partial[done + chunk] = sum of x^2 over each chunk, `done` chunks having been before this table's.
+template <typename T>
+__global__ void __launch_bounds__(kTableThreads)
+    squared_norm_kernel(Table<1> table, int64_t chunk, Array<double> partial, int64_t done) {
+  __shared__ Shared<double, kTableThreads> scratch;
+  const Part part = own_part(table, chunk);
+  const Fours<T> x(table.pointers[part.tensor][0], table.size[part.tensor]);
+  double sum = 0;
+  for_fours(part, [&](int64_t i) {
+    const Pack<T, 4> v = x.load(i);
+    for (int k = 0; k < 4; ++k) sum += double(to_float(v.of[k])) * to_float(v.of[k]);
+  });
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) partial.set(done + blockIdx.x, sum);
+}
+
+// total = sum of partial, by one block.
+__global__ void __launch_bounds__(kTableThreads)
+    sum_doubles(Array<double> partial, int64_t num_partials, Array<double> total) {
+  __shared__ Shared<double, kTableThreads> scratch;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < num_partials; i += blockDim.x) sum += partial.get(i);
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) total.set(0, sum);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kTableThreads) scale_kernel(Table<1> table, int64_t chunk, float factor) {
+  const Part part = own_part(table, chunk);
+  const Fours<T> x(table.pointers[part.tensor][0], table.size[part.tensor]);
+  for_fours(part, [&](int64_t i) {
+    Pack<T, 4> v = x.load(i);
+    for (int k = 0; k < 4; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) * factor);
+    x.store(i, v);
+  });
+}
+
+struct AdamW { float factor, beta1, rest1, beta2, rest2, keep, step_size, correction, epsilon; };
+
+// Gradients G, copy C; a C of 4 bytes stands for no copy.
+template <typename G, typename C>
+__global__ void __launch_bounds__(kTableThreads) adamw_kernel(Table<5> table, int64_t chunk, AdamW by) {
+  const Part part = own_part(table, chunk);
+  const int64_t size = table.size[part.tensor];
+  const Fours<G> grad(table.pointers[part.tensor][0], size);
+  const Fours<float> weight(table.pointers[part.tensor][1], size), mean(table.pointers[part.tensor][2], size),
+      square(table.pointers[part.tensor][3], size);
+  const Fours<C> copy(table.pointers[part.tensor][4], size);
+  for_fours(part, [&](int64_t i) {
+    const Pack<G, 4> grads = grad.load(i);
+    Pack<float, 4> m = mean.load(i), v = square.load(i), w = weight.load(i);
+    Pack<C, 4> narrow;
+    for (int k = 0; k < 4; ++k) {
+      const float g = to_float(grads.of[k]) * by.factor;
+      m.of[k] = m.of[k] * by.beta1 + g * by.rest1;
+      v.of[k] = v.of[k] * by.beta2 + g * g * by.rest2;
+      w.of[k] = w.of[k] * by.keep - m.of[k] * by.step_size / (sqrtf(v.of[k]) * by.correction + by.epsilon);
+      narrow.of[k] = from_float<C>(w.of[k]);
+    }
+    mean.store(i, m);
+    square.store(i, v);
+    weight.store(i, w);
+    if (sizeof(C) == 2 && copy.tensor) copy.store(i, narrow);
+  });
+}
+
+}  // namespace megatron

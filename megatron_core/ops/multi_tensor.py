@@ -1,0 +1,187 @@
+"""Operations on lists of tensors in few launches: the sum of squares, a factor, and AdamW in one pass.
+
+The tensors of a list are of one dtype, on one device, and contiguous; their sizes and their number are free. None of
+these operations has a backward: they are for what comes after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+
+CHUNK = 16384
+"""Elements that are one piece of work: enough to hide that it is dealt out, and 20 M of them still feed every GPU."""
+
+
+def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Tensor:
+    """Sum of x^2 over all elements of all tensors: a float64 scalar where they are, so that nobody waits for a GPU.
+
+    It is inf or nan if any element is, which makes it the check for that. The native bodies square and add in float64:
+    no smaller type overflows, the relative error is a few roundings of float64, and the order of the sum follows from
+    the sizes alone, so that any number of threads gives the same bits. An empty list gives 0 on torch's default device.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    _check("squared_norm", tensors=tensors)
+    if _serving(tensors, backend) == "reference":
+        return reference.squared_norm(tensors)
+    return torch.ops.megatron_core.squared_norm(tensors)
+
+
+def scale_(tensors: Sequence[Tensor], factor: float, *, backend: Backend = "auto") -> None:
+    """x = factor * x for all tensors, in place."""
+    _check("scale_", tensors=tensors)
+    if tensors and _serving(tensors, backend) == "native":
+        torch.ops.megatron_core.scale_(tensors, factor)
+    else:
+        reference.scale_(tensors, factor)
+
+
+def adamw_(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor] = (),
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    factor: float = 1.0,
+    backend: Backend = "auto",
+) -> None:
+    """Step t = ``step`` (from 1) of AdamW as torch.optim.AdamW takes it (Loshchilov and Hutter 2019, algorithm 2):
+
+        g = factor * grad
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
+
+    ``weights`` and the moments are float32, ``grads`` that or 16 bits; or all are float64. ``copies``, if there are
+    any, are 16 bits and become the new weights, rounded. One pass moves 30 bytes a parameter at most: gradient 4,
+    moments 16, weight 8, copy 2. What ``grads`` hold afterwards is not defined: the reference may have scaled them.
+    """
+    lists = {"grads": grads, "weights": weights, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "copies": copies}
+    _check("adamw_", **lists)
+    _check_adamw(lists)
+    beta1, beta2 = betas
+    if not weights or _serving(weights, backend) == "reference":
+        rates = {"beta1": beta1, "beta2": beta2, "eps": epsilon, "lr": lr, "weight_decay": weight_decay}
+        reference.adamw_(*lists.values(), step=step, factor=factor, **rates)
+        return
+    torch.ops.megatron_core.adamw_(
+        *lists.values(),
+        factor=factor,
+        beta1=beta1,
+        beta2=beta2,
+        keep=1.0 - lr * weight_decay,
+        step_size=lr / (1.0 - beta1**step),
+        correction=1.0 / math.sqrt(1.0 - beta2**step),
+        epsilon=epsilon,
+    )
+
+
+@torch.library.custom_op("megatron_core::squared_norm", mutates_args=())
+def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    device, kept = tensors[0].device, [tensor for tensor in tensors if tensor.numel()]
+    partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in kept), dtype=torch.float64, device=device)
+    total = torch.empty((), dtype=torch.float64, device=device)
+    table = _table(kept)
+    native.call("squared_norm", device, tensors[0].dtype, len(table), table, CHUNK, partial, len(partial), total)
+    return total
+
+
+@torch.library.custom_op("megatron_core::scale_", mutates_args=("tensors",))
+def _scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    table = _table(tensors)
+    native.call("scale", tensors[0].device, tensors[0].dtype, len(table), table, CHUNK, float(factor))
+
+
+@torch.library.custom_op("megatron_core::adamw_", mutates_args=("weights", "exp_avgs", "exp_avg_sqs", "copies"))
+def _adamw_(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    factor: float,
+    beta1: float,
+    beta2: float,
+    keep: float,
+    step_size: float,
+    correction: float,
+    epsilon: float,
+) -> None:
+    table = _table(grads, weights, exp_avgs, exp_avg_sqs, copies or None)
+    copy_dtype = copies[0].dtype if copies else torch.float32
+    numbers = map(float, (factor, beta1, beta2, keep, step_size, correction, epsilon))
+    native.call("adamw", grads[0].device, grads[0].dtype, copy_dtype, len(table), table, CHUNK, *numbers)
+
+
+@_squared_norm.register_fake
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float64)
+
+
+def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
+    raise NotImplementedError("squared_norm has no backward; detach its tensors, or take backend='reference'")
+
+
+_squared_norm.register_autograd(_refuse, setup_context=_refuse)
+
+
+def _table(*lists: Sequence[Tensor] | None) -> Tensor:
+    """csrc/common/multi_tensor.h's table of lists that belong together: sizes and addresses, 0 for None."""
+    first, *_ = lists
+    rows = [
+        [tensor.numel(), *(0 if of is None else of[i].data_ptr() for of in lists)]
+        for i, tensor in enumerate(first)
+        if tensor.numel()
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
+def _serving(tensors: Sequence[Tensor], backend: Backend) -> str:
+    return serving("multi_tensor", backend, tensors[0].device.type, tensors[0].dtype)
+
+
+def _check(op: str, **lists: Sequence[Tensor]) -> None:
+    """Every list is contiguous and of one dtype, and all are on one device."""
+    found = [(name, i, tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
+    for name, i, tensor in found:
+        first, at = lists[name][0], f"{op}: {name}[{i}]"
+        if not tensor.is_contiguous():
+            raise ConfigError(f"{at} has strides {tensor.stride()}; it has to be contiguous")
+        if tensor.dtype != first.dtype:
+            raise ConfigError(f"{at} is {tensor.dtype} and {name}[0] {first.dtype}; both have to be the same")
+        if tensor.device != found[0][2].device:
+            raise ConfigError(f"{at} is on {tensor.device}; it has to be on {found[0][2].device}, as the first is")
+
+
+def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
+    """The lists have tensors of the same sizes, and dtypes that go together."""
+    sizes = [weight.numel() for weight in lists["weights"]]
+    for name, tensors in lists.items():
+        if [tensor.numel() for tensor in tensors] != sizes and (tensors or name != "copies"):
+            raise ConfigError(f"adamw_: {name} have {[t.numel() for t in tensors]} elements and weights {sizes}")
+    dtypes = {name: tensors[0].dtype for name, tensors in lists.items() if tensors}
+    weight, half = dtypes.get("weights"), (torch.bfloat16, torch.float16)
+    legal = {"weights": (torch.float32, torch.float64), "exp_avgs": (weight,), "exp_avg_sqs": (weight,)}
+    exact = weight == torch.float64
+    legal |= {"grads": (weight,) if exact else (weight, *half), "copies": () if exact else half}
+    for name, dtype in dtypes.items():
+        if dtype not in legal[name]:
+            raise ConfigError(
+                f"adamw_: {name} are {dtype} beside weights of {weight}; weights and moments have to be float32, "
+                "gradients that or 16 bits, copies 16 bits; or all float64, without copies"
+            )
