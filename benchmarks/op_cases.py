@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_core import ops
 
 EPSILON = 1e-5
+SCALE = 0.125
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,35 @@ def norm(function: Callable, *, rows: int, parameters: int, limit: float = 0.8) 
     return OpCase(lambda *tensors, backend: function(*tensors, EPSILON, backend=backend), inputs, limit)
 
 
+def eager_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """softmax(SCALE * scores) over what is not masked, as users of PyTorch write it."""
+    return (scores * SCALE).masked_fill(mask, -torch.inf).softmax(-1)
+
+
+def softmax(*, causal: bool) -> OpCase:
+    """Softmax of rows x columns scores: heads of square matrices where there are more rows than columns, else one head
+    whose queries are the last of so many. The native body needs no mask for the triangle; the others' is made before
+    the clock starts. The other mask hides every second hundred keys."""
+
+    def inputs(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+        queries = min(rows, columns)
+        key, query = torch.arange(columns), torch.arange(columns - queries, columns)[:, None]
+        mask = key > query if causal else key // 100 % 2 != query // 100 % 2
+        return [random(rows // queries, queries, columns, dtype=dtype), mask]
+
+    def function(scores: Tensor, mask: Tensor, *, backend: str) -> Tensor:
+        if backend == "reference":
+            return eager_softmax(scores, mask)
+        return ops.attention_softmax(scores, None if causal else mask, scale=SCALE, causal=causal, backend=backend)
+
+    return OpCase(function, inputs)
+
+
 CASES = {
     "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
     "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
     "add_rms_norm": norm(ops.add_rms_norm, rows=2, parameters=1),
     "add_layer_norm": norm(ops.add_layer_norm, rows=2, parameters=2),
+    "causal_softmax": softmax(causal=True),
+    "masked_softmax": softmax(causal=False),
 }

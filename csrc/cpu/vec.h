@@ -48,13 +48,25 @@ template <typename V, typename T> MEGATRON_INLINE V raw_load(const T* p, All) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+// AVX-512 has masks for them; memcpy of a few bytes, and what waits for it, would take a third of a row of 512.
 template <typename V, typename T> MEGATRON_INLINE V raw_load(const T* p, Some some) {
+#if defined(__AVX512F__)
+  const uint32_t lanes = (1u << some.n) - 1;
+  if constexpr (sizeof(V) == 64 && sizeof(T) == 4) return (V)_mm512_maskz_loadu_epi32(lanes, p);
+  if constexpr (sizeof(V) == 32 && sizeof(T) == 2) return (V)_mm256_maskz_loadu_epi16(lanes, p);
+  if constexpr (sizeof(V) == 16 && sizeof(T) == 1) return (V)_mm_maskz_loadu_epi8(lanes, p);
+#endif
   V v{};
   std::memcpy(&v, p, some.n * sizeof(T));
   return v;
 }
 template <typename V, typename T> MEGATRON_INLINE void raw_store(T* p, V v, All) { std::memcpy(p, &v, sizeof v); }
 template <typename V, typename T> MEGATRON_INLINE void raw_store(T* p, V v, Some some) {
+#if defined(__AVX512F__)
+  const uint32_t lanes = (1u << some.n) - 1;
+  if constexpr (sizeof(V) == 64 && sizeof(T) == 4) return _mm512_mask_storeu_epi32(p, lanes, (__m512i)v);
+  if constexpr (sizeof(V) == 32 && sizeof(T) == 2) return _mm256_mask_storeu_epi16(p, lanes, (__m256i)v);
+#endif
   std::memcpy(p, &v, some.n * sizeof(T));
 }
 
@@ -134,6 +146,9 @@ template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, 
 // The first lanes of v, the others zero: what a sum may count at a row's end.
 template <typename V> MEGATRON_INLINE V only(V v, All) { return v; }
 template <typename V> MEGATRON_INLINE V only(V v, Some some) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof v[0] == 4) return (V)_mm512_maskz_mov_epi32((1u << some.n) - 1, (__m512i)v);
+#endif
   V kept{};
   std::memcpy(&kept, &v, some.n * sizeof v[0]);
   return kept;

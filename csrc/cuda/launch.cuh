@@ -10,12 +10,13 @@ namespace megatron {
 
 template <int N> using Int = std::integral_constant<int, N>;
 
-// Whether rows of T can be read in packs: those of `pointers` begin, and with `strides` go on, at multiples of 16 bytes.
-template <typename T> bool in_packs(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides) {
+// Whether rows of T can be read in packs: those of `pointers` begin, and with `strides` go on, at multiples of `bytes`.
+template <typename T>
+bool in_packs(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, int bytes = 16) {
   uint64_t bits = 0;
   for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
   for (int64_t stride : strides) bits |= static_cast<uint64_t>(stride) * sizeof(T);
-  return bits % 16 == 0;
+  return bits % bytes == 0;
 }
 
 // Calls launch(Int<N>, Int<held>, threads) for a row of `columns` and blocks of at most kThreads; held is kHeld or 0.

@@ -94,14 +94,19 @@ __device__ inline Two warp_sum(Two v) {
   return v;
 }
 
-__device__ inline Two block_sum(Two v, Scratch& scratch) {
-  v = warp_sum(v);
+// What join_warp makes of a warp's numbers, made of a block's; `nothing` changes no result.
+template <typename F> __device__ inline Two join_block(Two v, Two nothing, Scratch& scratch, F join_warp) {
+  v = join_warp(v);
   if (blockDim.x <= 32) return v;
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
   __syncthreads();
-  v = threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : Two{0, 0};
+  v = threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : nothing;
   __syncthreads();
-  return warp_sum(v);
+  return join_warp(v);
+}
+
+__device__ inline Two block_sum(Two v, Scratch& scratch) {
+  return join_block(v, Two{0, 0}, scratch, [](Two numbers) { return warp_sum(numbers); });
 }
 
 // total[i] = sum over parts of partial[part * width + i], one thread a column.

@@ -4,6 +4,7 @@ from megatron_core.ops.backend import Backend
 from megatron_core.ops.layer_norm import add_layer_norm, layer_norm
 from megatron_core.ops.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.rms_norm import add_rms_norm, rms_norm
+from megatron_core.ops.softmax import attention_softmax
 from megatron_core.ops.weight_grad import accumulate_weight_grad_
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
+    "attention_softmax",
     "layer_norm",
     "rms_norm",
     "scale_",

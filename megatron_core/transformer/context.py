@@ -31,7 +31,7 @@ class PackedDocuments:
     lengths: tuple[tuple[int, ...], ...]
     """Of each sequence its documents' lengths in tokens, in their order."""
     device: torch.device
-    """Where ``visible`` is made."""
+    """Where ``masked`` is made."""
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> PackedDocuments:
@@ -44,13 +44,13 @@ class PackedDocuments:
         return cls(tuple(tuple(own) for own in lengths), device)
 
     @cached_property
-    def visible(self) -> Tensor:
-        """``[b, 1, s, s]``, True where a query sees a key: in its own document, at its place or before it.
+    def masked(self) -> Tensor:
+        """``[b, 1, s, s]``, False where a query sees a key: in its own document, at its place or before it.
 
         Made at the first use and kept, once for all layers of the micro-batch.
         """
         blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in own)) for own in self.lengths]
-        return torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
+        return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

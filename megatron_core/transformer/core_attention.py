@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.ops import attention_softmax
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import PackedDocuments, SequenceContext
 
@@ -17,14 +18,16 @@ class CoreAttention(nn.Module):
 
     Returns ``[s, b, heads * d]``. The fused path is torch's ``scaled_dot_product_attention``, called for each document
     where the context has several. The unfused path spells the formula out; it serves ``attention_backend='unfused'``
-    and attention dropout, whose mask has to depend on the global head and not on a generator. ``first_head`` is the
-    global number of this rank's first query head.
+    and attention dropout, whose mask has to depend on the global head and not on a generator; the configuration's
+    ``kernel_backend`` says which body of the softmax computes it. ``first_head`` is the global number of this rank's
+    first query head.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups.
     """
 
     def __init__(self, config: ModelConfig, dropout: KeyedDropout, first_head: int) -> None:
         super().__init__()
         self.unfused = config.attention_backend == "unfused"
+        self.backend = config.kernel_backend
         self.dropout = dropout
         self.first_head = first_head
 
@@ -40,19 +43,21 @@ class CoreAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        mask = _visible(query, key, context)
         sharers = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(sharers, dim=1) for x in (key, value))
-        scores = query.matmul(key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
-        if mask is None:
-            mask = _causal(query.shape[2], key.shape[2], query.device)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~mask, -torch.inf)
-        weights = self._drop(scores.softmax(-1), context)
-        return weights.to(value.dtype).matmul(value)
+        weights = attention_softmax(
+            query.matmul(key.transpose(-1, -2)),
+            _masked(context),
+            scale=1 / math.sqrt(query.shape[-1]),
+            causal=context.attention_mask is None or context.documents is not None,
+            backend=self.backend,
+        )
+        return self._drop(weights, context).to(value.dtype).matmul(value)
 
     def _drop(self, weights: Tensor, context: SequenceContext) -> Tensor:
         if not self.dropout.active:
             return weights
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # 1 / (1 - p) is no bfloat16 number
         _, heads, queries, keys = weights.shape
         number = lambda n, start=0: torch.arange(start, start + n, device=weights.device)  # noqa: E731
         samples = context.sample_index
@@ -88,17 +93,23 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, documents: PackedDo
     return torch.cat(outputs)
 
 
-def _visible(query: Tensor, key: Tensor, context: SequenceContext) -> Tensor | None:
-    """True where a query sees a key, or None where torch's own causal flag says the same."""
-    documents = None if context.documents is None else context.documents.visible
-    if context.attention_mask is not None:
-        return ~context.attention_mask if documents is None else ~context.attention_mask & documents
-    if documents is not None:
+def _masked(context: SequenceContext) -> Tensor | None:
+    """True where a query must not see a key; None where the triangle alone says it."""
+    documents = None if context.documents is None else context.documents.masked
+    if context.attention_mask is None:
         return documents
+    return context.attention_mask if documents is None else context.attention_mask | documents
+
+
+def _visible(query: Tensor, key: Tensor, context: SequenceContext) -> Tensor | None:
+    """True where a query sees a key, or None where torch's own causal flag says the same.
+
+    Without a mask that is the lower right triangle: the last query sees all keys.
+    """
+    masked = _masked(context)
+    if masked is not None:
+        return ~masked
     queries, keys = query.shape[2], key.shape[2]
-    return None if queries in (1, keys) else _causal(queries, keys, query.device)
-
-
-def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Lower right triangle: the last query sees all keys."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if queries in (1, keys):
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)

@@ -209,9 +209,9 @@ def test_bfloat16() -> None:  # C45
 
 def test_the_block_mask_is_made_once() -> None:
     documents = PackedDocuments.of([[2, 1], [3]], 2, 3, torch.device("cpu"))
-    expected = [[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
-    assert documents.visible.tolist() == [[[[bool(x) for x in row] for row in own]] for own in expected]
-    assert documents.visible is documents.visible
+    expected = [[[0, 1, 1], [0, 0, 1], [1, 1, 0]], [[0, 1, 1], [0, 0, 1], [0, 0, 0]]]
+    assert documents.masked.tolist() == [[[[bool(x) for x in row] for row in own]] for own in expected]
+    assert documents.masked is documents.masked
 
 
 @pytest.mark.parametrize(

@@ -5,5 +5,6 @@ These serve where no native body does, with PyTorch's own backward; so where PyT
 
 from megatron_core.ops.reference.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.reference.norm import layer_norm, rms_norm
+from megatron_core.ops.reference.softmax import attention_softmax
 
-__all__ = ["adamw_", "layer_norm", "rms_norm", "scale_", "squared_norm"]
+__all__ = ["adamw_", "attention_softmax", "layer_norm", "rms_norm", "scale_", "squared_norm"]

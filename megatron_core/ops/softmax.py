@@ -1,0 +1,132 @@
+"""Softmax of attention scores: causal, with a mask, with a sliding window; native bodies as torch operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import refuse_gradients
+
+
+def attention_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    window: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """p = exp(scale * scores) / sum of the same over the keys that a query sees; 0 for the others.
+
+    ``scores`` ``[queries, keys]``, ``[h, queries, keys]`` or ``[b, h, queries, keys]``. ``mask`` is bool, True where a
+    key is masked, and broadcasts to the scores, as ``[b, 1, queries, keys]`` or ``[b, 1, 1, keys]``. With ``causal`` a
+    query sees no key after its own; the last query's own is the last key, however many there are of each. With
+    ``window`` it sees that many of them, its own and those before it. A row that sees nothing is all zero, and so is
+    its gradient. Keys after a query and before its window are not read.
+    Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
+    """
+    if serving("softmax", backend, scores.device.type, scores.dtype) == "reference":
+        _check(scores, mask, window)
+        return reference.attention_softmax(scores, mask, scale, causal, window)
+    return torch.ops.megatron_core.attention_softmax(scores, mask, scale, causal, window)
+
+
+@torch.library.custom_op("megatron_core::attention_softmax", mutates_args=())
+def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
+    _check(scores, mask, window)
+    if mask is not None:
+        mask = _keys_in_memory(mask.expand(*mask.shape[:-1], scores.shape[-1])).expand(scores.shape)
+    scores, probs = _keys_in_memory(scores), scores.new_empty(scores.shape)
+    native.call(
+        "attention_softmax",
+        scores.device,
+        *(scores.dtype, *_four(scores.shape, 1), scores, *_strides(scores), mask, *_strides(mask)),
+        *(float(scale), _visible_keys(scores, causal, window), probs),
+    )
+    return probs
+
+
+@torch.library.custom_op("megatron_core::attention_softmax_backward", mutates_args=())
+def _attention_softmax_backward(
+    dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
+) -> Tensor:
+    dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), probs.new_empty(probs.shape)
+    native.call(
+        "attention_softmax_backward",
+        probs.device,
+        *(probs.dtype, *_four(probs.shape, 1), dprobs, *_strides(dprobs), probs),
+        *(float(scale), _visible_keys(probs, causal, window), dscores),
+    )
+    return dscores
+
+
+def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
+    shape = list(scores.shape)
+    if not 2 <= scores.dim() <= 4 or not scores.is_floating_point():
+        raise ConfigError(
+            f"attention_softmax: scores are {shape} of {scores.dtype}; they have to be [queries, keys], with up to two "
+            "dims before these, of a floating-point type"
+        )
+    if window is not None and window < 1:
+        raise ConfigError(f"attention_softmax: window={window}; a query sees at least its own key: 1, 2, 3, ...")
+    if mask is None:
+        return
+    if (mask.dtype, mask.device) != (torch.bool, scores.device):
+        raise ConfigError(
+            f"attention_softmax: mask is {mask.dtype} on {mask.device}; it has to be torch.bool on {scores.device}, "
+            "where the scores are, and True where a key is masked"
+        )
+    beside = shape[scores.dim() - mask.dim() :]
+    if not 1 <= mask.dim() <= scores.dim() or any(m not in (1, n) for m, n in zip(mask.shape, beside, strict=True)):
+        raise ConfigError(f"attention_softmax: mask is {list(mask.shape)}; it has to broadcast to the scores' {shape}")
+
+
+def _visible_keys(scores: Tensor, causal: bool, window: int | None) -> int:
+    """The window of csrc/common/softmax.h: a causal query sees all keys up to its own."""
+    return window if window is not None else scores.shape[-1] if causal else 0
+
+
+def _keys_in_memory(x: Tensor) -> Tensor:
+    """``x`` whose keys follow one another in memory: as it is where they do, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _four(sizes: tuple[int, ...], missing: int) -> tuple[int, ...]:
+    return (missing,) * (4 - len(sizes)) + tuple(sizes)
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Of batch, head and query; 0 for dims that are absent, or of one element, whose stride may be any number."""
+    if x is None:
+        return 0, 0, 0
+    return _four([0 if n == 1 else by for n, by in zip(x.shape, x.stride(), strict=True)], 0)[:3]
+
+
+@_attention_softmax.register_fake
+def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
+    return scores.new_empty(scores.shape)
+
+
+@_attention_softmax_backward.register_fake
+def _(dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+    return probs.new_empty(probs.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, *ctx.settings = inputs
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor | None, ...]:
+    dscores = torch.ops.megatron_core.attention_softmax_backward(dprobs, *ctx.saved_tensors, *ctx.settings)
+    return dscores, None, None, None, None
+
+
+_attention_softmax.register_autograd(_backward, setup_context=_save)
+_attention_softmax_backward.register_autograd(_backward, setup_context=refuse_gradients)

@@ -1,0 +1,94 @@
+"""The unfused path of attention: what its softmax is given, and its accuracy in low precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_core.config import ModelConfig
+from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.transformer.context import PackedDocuments, SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+from tests.runs import tiny_run
+
+HEADS, SIZE, BATCH = 4, 8, 2
+BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
+
+
+def core(backend: str, p: float = 0.0) -> CoreAttention:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=HEADS * SIZE,
+        num_attention_heads=HEADS,
+        attention_backend="unfused",
+        kernel_backend=backend,
+    )
+    return CoreAttention(config, KeyedDropout(p, seed=1, place="here"), 0)
+
+
+def attended(module: CoreAttention, tensors: list[Tensor], **context: object) -> list[Tensor]:
+    """Output, and the gradients of query, key and value."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    output = module(*leaves, SequenceContext(sample_index=torch.arange(BATCH), **context))
+    weights = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape).cos()
+    return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
+
+
+def drawn(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = (queries, keys, keys)
+    return [torch.randn(n, BATCH, HEADS, SIZE, generator=generator, dtype=torch.float64).to(dtype) for n in lengths]
+
+
+@BACKENDS
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (1, 7), (3, 7)])
+def test_without_a_mask_the_last_query_sees_all_keys(backend: str, queries: int, keys: int) -> None:
+    tensors = drawn(queries, keys, torch.float64)
+    outside = torch.arange(keys) > torch.arange(keys - queries, keys)[:, None]
+    expected = attended(core(backend), tensors, attention_mask=outside.expand(BATCH, 1, -1, -1))
+    for found, right in zip(attended(core(backend), tensors), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@BACKENDS
+def test_a_query_that_sees_nothing_attends_to_nothing(backend: str) -> None:
+    masked = torch.zeros(BATCH, 1, 7, 7, dtype=torch.bool)
+    masked[1, :, 4] = True
+    output, *gradients = attended(core(backend), drawn(7, 7, torch.float32), attention_mask=masked)
+    assert (output[4, 1] == 0).all() and (output[4, 0] != 0).any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][4, 1] == 0).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_bfloat16_with_dropout_is_as_good_as_its_inputs(backend: str, with_documents: bool) -> None:
+    """The softmax is taken in float32, and the factor 1 / (1 - p) of dropout is not rounded to bfloat16."""
+    documents = PackedDocuments.of([[60, 40]] * BATCH, BATCH, 100, torch.device("cpu")) if with_documents else None
+    tensors = drawn(100, 100, torch.bfloat16)
+    found = attended(core(backend, 0.1), tensors, documents=documents)
+    expected = attended(core("reference", 0.1), [x.double() for x in tensors], documents=documents)
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - right).norm() < 8e-3 * right.norm()
+    slope = (found[0].double() * expected[0]).sum() / expected[0].square().sum()
+    assert abs(slope - 1) < 5e-4
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputation_gives_the_same_gradients(backend: str, dtype: str) -> None:  # C27
+    """With attention dropout, bit for bit."""
+
+    def gradients(**settings: object) -> list[Tensor]:
+        run = tiny_run(
+            attention_dropout=0.3, hidden_dropout=0.0, kernel_backend=backend, bf16=dtype == "bf16", **settings
+        )
+        (model,) = run.stages.values()
+        tokens = torch.arange(16).reshape(2, 8)
+        model(tokens, sample_index=torch.arange(2)).float().square().sum().backward()
+        return [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
+
+    plain, again = gradients(), gradients(recompute_granularity="selective")
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
