@@ -12,6 +12,7 @@ from megatron_core import ops
 
 EPSILON = 1e-5
 SCALE = 0.125
+P = 0.1
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class OpCase:
     """Its tensors for so many rows and columns of a dtype; gradients are wanted of those that require them."""
     limit: float = 0.8
     """What the time may be as a part of torch eager's."""
+    eager: Callable | None = None
+    """What a user of torch writes, of the same tensors, where the reference is slower; also what torch.compile gets."""
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -65,6 +68,26 @@ def softmax(*, causal: bool) -> OpCase:
     return OpCase(function, inputs)
 
 
+def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """Heads of 128 channels, one row a position; the tables, and what ``eager_rope`` takes in their place."""
+    angles = torch.arange(rows)[:, None, None] * 10_000.0 ** -(torch.arange(64) / 64)
+    tables = angles.cos(), angles.sin()
+    doubled = (torch.cat([table, table], dim=-1).to(dtype).unsqueeze(-2) for table in tables)
+    return [random(rows, 1, columns // 128, 128, dtype=dtype), *tables, *doubled]
+
+
+def eager_rope(x: Tensor, _: Tensor, __: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As it is written everywhere: tables twice as wide, in the type of ``x``."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+def bias_dropout_add(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, bias and residual of one sequence, and its number."""
+    x, residual = (random(rows, 1, columns, dtype=dtype) for _ in range(2))
+    return [x, random(columns, dtype=dtype), residual, torch.tensor([3])]
+
+
 CASES = {
     "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
     "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
@@ -72,4 +95,12 @@ CASES = {
     "add_layer_norm": norm(ops.add_layer_norm, rows=2, parameters=2),
     "causal_softmax": softmax(causal=True),
     "masked_softmax": softmax(causal=False),
+    "rope": OpCase(lambda x, cos, sin, *_, backend: ops.rope(x, cos, sin, backend=backend), rope, eager=eager_rope),
+    "bias_dropout_add": OpCase(
+        lambda x, bias, residual, sample, backend: ops.bias_dropout_add(
+            x, bias, residual, P, 1, sample, backend=backend
+        ),
+        bias_dropout_add,
+        eager=lambda x, bias, residual, sample: residual + torch.nn.functional.dropout(x + bias, P),
+    ),
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -152,6 +153,15 @@ template <typename V> MEGATRON_INLINE V only(V v, Some some) {
   V kept{};
   std::memcpy(&kept, &v, some.n * sizeof v[0]);
   return kept;
+}
+
+// Lane i of the result is lane Order::of(i, lanes) of a and b, one behind the other. Compilers make a shuffle of it.
+template <typename Order, typename V, size_t... I> MEGATRON_INLINE V picked(V a, V b, std::index_sequence<I...>) {
+  constexpr int kCount = sizeof...(I);
+  return V{(Order::of(I, kCount) < kCount ? a[Order::of(I, kCount) % kCount] : b[Order::of(I, kCount) % kCount])...};
+}
+template <typename Order, typename V> MEGATRON_INLINE V picked(V a, V b) {
+  return picked<Order>(a, b, std::make_index_sequence<sizeof(V) / sizeof a[0]>());
 }
 
 template <typename A, int K> struct Sums { A of[K]; };

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
+from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import (
@@ -29,7 +30,6 @@ from megatron_core.tensor_parallel import (
 )
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock
-from megatron_core.transformer.block import hidden_coordinates
 from megatron_core.transformer.blueprint import Blueprint
 from megatron_core.transformer.context import KeyValueStore, PackedDocuments
 from megatron_core.transformer.rotary import rotary_table
@@ -87,7 +87,7 @@ class LanguageModelEmbedding(nn.Module):
             hidden = hidden + self.position_embeddings(here)
         if not self.dropout.active:
             return hidden.contiguous()
-        return self.dropout(hidden, hidden_coordinates(hidden, sample_index, first))
+        return self.dropout(hidden, sample_index, first_position=first)
 
 
 class GPTModel(nn.Module):
@@ -227,7 +227,7 @@ class GPTModel(nn.Module):
         if self.config.position_embedding_type != "rope":
             return None
         channels = int(self.config.head_size * self.config.rotary_percent)
-        return rotary_table(position_ids, channels, self.config.rotary_base, self.parallel.params_dtype)
+        return rotary_table(position_ids, channels, self.config.rotary_base, wide(self.parallel.params_dtype))
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None

@@ -1,9 +1,11 @@
 """Fused operations: the native bodies of csrc as torch operators, and a reference in PyTorch for each."""
 
 from megatron_core.ops.backend import Backend
+from megatron_core.ops.dropout import bias_dropout_add
 from megatron_core.ops.layer_norm import add_layer_norm, layer_norm
 from megatron_core.ops.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.rms_norm import add_rms_norm, rms_norm
+from megatron_core.ops.rope import rope
 from megatron_core.ops.softmax import attention_softmax
 from megatron_core.ops.weight_grad import accumulate_weight_grad_
 
@@ -14,8 +16,10 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention_softmax",
+    "bias_dropout_add",
     "layer_norm",
     "rms_norm",
+    "rope",
     "scale_",
     "squared_norm",
 ]

@@ -6,6 +6,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megatron_core.ops import rope
+from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import split_qkv
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
@@ -16,7 +18,6 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed
-from megatron_core.transformer.rotary import rotate
 
 
 class SelfAttention(nn.Module):
@@ -63,23 +64,30 @@ class SelfAttention(nn.Module):
             config=parallel,
             init_method=blueprint.draw_output,
             bias=config.add_bias_linear,
+            skip_bias_add=True,
             tp_group=tp_group,
         )
+        self.backend = config.kernel_backend
+        if config.position_embedding_type == "rope":
+            weight = self.linear_qkv.weight
+            serving("rope", self.backend, weight.device.type, weight.dtype)  # fails now, not at the first step
 
-    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """Attend over the sequence, and over the cache's earlier positions in generation."""
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """Attend over the sequence, and over the cache's earlier positions in generation: -> (output, bias), where the
+        bias of the last matrix, if it has one, is left to be added."""
         query, key, value = self._query_key_value(hidden)
         if context.rotary is not None:
-            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+            query, key = (rope(x, *context.rotary, backend=self.backend) for x in (query, key))
+        query = query.flatten(2, 3)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-        output, _ = self.linear_proj(attend(query, key, value, context))
-        return output
+        return self.linear_proj(attend(query, key, value, context))
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query ``[s, b, groups, heads of each, d]``, key and value ``[s, b, groups, d]``, views of one tensor."""
         mixed, _ = self.linear_qkv(hidden)
         queries = self.heads // self.groups
         mixed = mixed.unflatten(-1, (self.groups, queries + 2, self.head_size))
         query, key, value = mixed.split([queries, 1, 1], dim=-2)
-        return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from megatron_core.tensor_parallel import KeyedDropout
@@ -19,6 +18,7 @@ from megatron_core.transformer.recompute import recompute_runs, recomputed
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
+    Each += is one pass over x together with the dropout and the bias of the last matrix product before it.
     ``layer`` is the global number of the layer from 0, whatever stage it is on.
     """
 
@@ -36,22 +36,14 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
         attended = self.self_attention(self.input_layernorm(hidden), context)
-        hidden = hidden + self._drop(self.attention_dropout, attended, context)
-        return hidden + self._drop(self.mlp_dropout, self.mlp(self.pre_mlp_layernorm(hidden)), context)
+        hidden = self._add(hidden, *attended, self.attention_dropout, context)
+        return self._add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden)), self.mlp_dropout, context)
 
-    def _drop(self, dropout: KeyedDropout, x: Tensor, context: SequenceContext) -> Tensor:
-        if not dropout.active:
-            return x
+    def _add(
+        self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
+    ) -> Tensor:
         first = self.tp_group.rank() * x.shape[0] if self.sequence_parallel else 0
-        return dropout(x, hidden_coordinates(x, context.sample_index, first))
-
-
-def hidden_coordinates(x: Tensor, sample_index: Tensor | None, first_position: int) -> tuple[Tensor | None, ...]:
-    """Sample, position and channel of each element of ``x`` ``[s, b, h]`` whose first row is ``first_position``."""
-    length, _, channels = x.shape
-    positions = torch.arange(first_position, first_position + length, device=x.device)
-    samples = None if sample_index is None else sample_index[None, :, None]
-    return samples, positions[:, None, None], torch.arange(channels, device=x.device)
+        return dropout(x, context.sample_index, bias=bias, residual=hidden, first_position=first)
 
 
 class TransformerBlock(nn.Module):

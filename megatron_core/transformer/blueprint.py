@@ -37,4 +37,4 @@ class Blueprint:
 
     def dropout(self, p: float, place: str) -> KeyedDropout:
         """The dropout at a named place of the model."""
-        return KeyedDropout(p, self.seed, place)
+        return KeyedDropout(p, self.seed, place, self.config.kernel_backend)

@@ -58,7 +58,7 @@ class SequenceContext:
     """Positions, mask and identity of the sequences in a micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of the rotary positions, ``[s, b, 1, r]``, or ``[s, 1, 1, r]`` where all sequences have the
+    """Cosine and sine of the rotary positions, ``[s, b, r/2]``, or ``[s, 1, r/2]`` where all sequences have the
     same."""
     attention_mask: Tensor | None = None
     """``[b, 1, s, s]``, True where a query must not see a key; None: causal."""

@@ -55,19 +55,7 @@ class CoreAttention(nn.Module):
         return self._drop(weights, context).to(value.dtype).matmul(value)
 
     def _drop(self, weights: Tensor, context: SequenceContext) -> Tensor:
-        if not self.dropout.active:
-            return weights
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # 1 / (1 - p) is no bfloat16 number
-        _, heads, queries, keys = weights.shape
-        number = lambda n, start=0: torch.arange(start, start + n, device=weights.device)  # noqa: E731
-        samples = context.sample_index
-        coordinates = (
-            None if samples is None else samples[:, None, None, None],
-            number(heads, self.first_head)[:, None, None],
-            number(queries)[:, None],
-            number(keys),
-        )
-        return self.dropout(weights, coordinates)
+        return self.dropout(weights, context.sample_index, first_head=self.first_head)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

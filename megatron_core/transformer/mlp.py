@@ -43,14 +43,14 @@ class MLP(nn.Module):
             config=parallel,
             init_method=blueprint.draw_output,
             bias=config.add_bias_linear,
+            skip_bias_add=True,
             tp_group=tp_group,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Apply the MLP."""
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Apply the MLP, and leave its last bias, if it has one, to be added: -> (output, bias)."""
         inner, _ = self.linear_fc1(hidden)
-        output, _ = self.linear_fc2(self.activation(inner))
-        return output
+        return self.linear_fc2(self.activation(inner))
 
 
 def activation_function(config: ModelConfig) -> Activation:

@@ -230,7 +230,7 @@ IN_LAYERS = (
     ),
     Defect(  # C27
         "every part of a split sequence has the dropout mask of the first",
-        "transformer.block:TransformerLayer._drop",
+        "transformer.block:TransformerLayer._add",
         "first = self.tp_group.rank() * x.shape[0] if self.sequence_parallel else 0",
         "first = 0",
         "tp2 sp",
@@ -246,7 +246,7 @@ IN_LAYERS = (
     ),
     Defect(  # C27
         "recomputation draws another dropout mask",
-        "tensor_parallel.random:KeyedDropout.keep",
+        "tensor_parallel.random:KeyedDropout.forward",
         "self.key,",
         "self.key + (torch._C._current_graph_task_id() >= 0),",
         "selective recompute, tp2",

@@ -3,8 +3,19 @@
 These serve where no native body does, with PyTorch's own backward; so where PyTorch has the function, they are it.
 """
 
+from megatron_core.ops.reference.dropout import bias_dropout_add
 from megatron_core.ops.reference.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.reference.norm import layer_norm, rms_norm
+from megatron_core.ops.reference.rope import rope
 from megatron_core.ops.reference.softmax import attention_softmax
 
-__all__ = ["adamw_", "attention_softmax", "layer_norm", "rms_norm", "scale_", "squared_norm"]
+__all__ = [
+    "adamw_",
+    "attention_softmax",
+    "bias_dropout_add",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "scale_",
+    "squared_norm",
+]

@@ -1,0 +1,35 @@
+// Random numbers as a function of a counter and a key: Philox 4x32 with 10 rounds (Salmon et al. 2011, section 3.3).
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define MEGATRON_EVERYWHERE __host__ __device__ inline
+#else
+#define MEGATRON_EVERYWHERE inline __attribute__((always_inline))
+#endif
+
+namespace megatron {
+
+// Four words of 32 bits, each in the lower half of a W: of one counter where that is uint64_t, of many where it is a
+// vector.
+template <typename W> struct Four { W of[4]; };
+
+// The product of the lower half of w and m, whole.
+template <typename W> struct Product {
+  static MEGATRON_EVERYWHERE W of(W w, uint32_t m) { return (w & 0xffffffff) * m; }
+};
+
+// Puts four random words in the place of each counter; what the upper halves hold, before and after, is arbitrary.
+template <typename W, int kCount> MEGATRON_EVERYWHERE void philox(Four<W> (&counters)[kCount], uint64_t key) {
+  uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (Four<W>& counter : counters) {
+      const W a = Product<W>::of(counter.of[0], 0xD2511F53u), b = Product<W>::of(counter.of[2], 0xCD9E8D57u);
+      counter = Four<W>{{(b >> 32) ^ counter.of[1] ^ low, b, (a >> 32) ^ counter.of[3] ^ high, a}};
+    }
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+}
+
+}  // namespace megatron

@@ -1,0 +1,165 @@
+"""Addition of a bias, dropout and addition of the residual in one pass; native bodies as torch operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.reference.dropout import scale, threshold
+from megatron_core.ops.rows import check, partials, refuse_gradients
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int = 0,
+    sample_index: Tensor | None = None,
+    first_position: int = 0,
+    first_head: int = 0,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
+    """y = residual + keep (x + bias) / (1 - p), where keep is a function of what an element belongs to, and of ``key``.
+
+    ``x`` and ``residual`` are activations ``[s, b, h]`` whose first row is position ``first_position`` of the sequence,
+    or attention weights ``[b, heads, s, t]`` whose first head is ``first_head``; ``bias`` is ``[h]`` or ``[t]``;
+    ``sample_index`` ``[b]`` has the sequences' global numbers as int64, and is not needed where p is 0. What is absent
+    is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is rounded to a multiple
+    of 2^-16; every body draws the same, so the mask is not kept for backward, which draws it again.
+    """
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
+    if p == 0 and bias is None:
+        return x if residual is None else residual + x
+    if serving("dropout", backend, x.device.type, x.dtype) == "reference":
+        _check(x, bias, residual, p, sample_index)
+        return reference.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
+    return torch.ops.megatron_core.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
+
+
+def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sample_index: Tensor | None) -> None:
+    if x.dim() not in (3, 4):
+        raise ConfigError(f"dropout: x is {list(x.shape)}; it has to be [s, b, h] or attention's [b, heads, s, t]")
+    check("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
+    if p == 0:
+        return
+    if sample_index is None:
+        raise ConfigError("dropout above 0 needs sample_index: pass the batch's global sample numbers to forward")
+    batch = x.shape[1 if x.dim() == 3 else 0]
+    if sample_index.shape != (batch,) or sample_index.dtype != torch.int64 or sample_index.device != x.device:
+        raise ConfigError(
+            f"dropout: sample_index is {list(sample_index.shape)} of {sample_index.dtype} on {sample_index.device}; "
+            f"for x {list(x.shape)} on {x.device} it has to be [{batch}] of torch.int64 there"
+        )
+
+
+@torch.library.custom_op("megatron_core::bias_dropout_add", mutates_args=())
+def _bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_index: Tensor | None,
+    first_position: int,
+    first_head: int,
+) -> Tensor:
+    _check(x, bias, residual, p, sample_index)
+    y, _ = _run(x, bias, residual, p, key, sample_index, first_position, first_head, sums=False)
+    return y
+
+
+@torch.library.custom_op("megatron_core::bias_dropout_add_backward", mutates_args=())
+def _bias_dropout_add_backward(
+    dy: Tensor, p: float, key: int, sample_index: Tensor | None, first_position: int, first_head: int, sums: bool
+) -> tuple[Tensor, Tensor]:
+    """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
+    _check(dy, None, None, p, sample_index)
+    return _run(dy, None, None, p, key, sample_index, first_position, first_head, sums=sums)
+
+
+def _run(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_index: Tensor | None,
+    first_position: int,
+    first_head: int,
+    *,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """-> (y, the sum of its rows or nothing)."""
+    y, total, rows = x.new_empty(x.shape), _sums_of(x, sums), _by_places(x)
+    partial = partials(y.flatten(0, -2), 1) if sums else None
+    added = None if residual is None else _by_places(residual)
+    native.call(
+        "dropout",
+        x.device,
+        *(x.dtype, *rows.shape, rows, *rows.stride()[:-1]),
+        *(None if bias is None else bias.contiguous(), added, *((0, 0, 0) if added is None else added.stride()[:-1])),
+        *(threshold(p), scale(p), key, None if p == 0 else sample_index.contiguous(), first_position, first_head),
+        *(y, *_by_places(y).stride()[:-1], total if sums else None, partial, 0 if partial is None else len(partial)),
+    )
+    return y, total
+
+
+def _by_places(x: Tensor) -> Tensor:
+    """``x`` as ``[s, b, heads, channels]``; a view, unless its channels lie apart."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.unsqueeze(2) if x.dim() == 3 else x.permute(2, 0, 1, 3)
+
+
+def _sums_of(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(x.shape[-1:] if wanted else 0)
+
+
+@_bias_dropout_add.register_fake
+def _(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_index: Tensor | None,
+    first_position: int,
+    first_head: int,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_bias_dropout_add_backward.register_fake
+def _(
+    dy: Tensor, p: float, key: int, sample_index: Tensor | None, first_position: int, first_head: int, sums: bool
+) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape), _sums_of(dy, sums)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, _, ctx.p, ctx.key, sample_index, *ctx.first = inputs
+    ctx.save_for_backward(sample_index)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    of_x, of_bias, of_residual = ctx.needs_input_grad[:3]
+    dx, dbias = None, None
+    if ctx.p == 0:
+        dx, dbias = dy, dy.flatten(0, -2).sum(0) if of_bias else None
+    elif of_x or of_bias:
+        dx, sums = torch.ops.megatron_core.bias_dropout_add_backward(
+            dy, ctx.p, ctx.key, *ctx.saved_tensors, *ctx.first, of_bias
+        )
+        dbias = sums if of_bias else None
+    return dx, dbias, dy if of_residual else None, *[None] * 5
+
+
+_bias_dropout_add.register_autograd(_backward, setup_context=_save)
+_bias_dropout_add_backward.register_autograd(_backward, setup_context=refuse_gradients)

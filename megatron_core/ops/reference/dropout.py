@@ -1,0 +1,88 @@
+"""Dropout whose mask is a function of what it falls on, and Philox, which draws it.
+
+An element belongs to a sample (the global number of its sequence, below 2^48), to a position in the whole sequence, in
+attention weights to a head (0 elsewhere), and to a channel, the last dim. The four words of 32 bits
+
+    philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
+
+have 16 bits for each of eight neighbouring channels, the lower ones of a word first; the key is that of the seed and of
+the place in the model. An element is dropped where its bits are below 2^16 p, rounded to a whole number, and what stays
+is divided by the share that really stays. So no layout changes the mask, and no generator is read. The native bodies
+draw the same bits (csrc/common/dropout.h); 32 bits an element would double what they compute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW = 2**32 - 1
+"""The lower 32 bits."""
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for each counter: Philox 4x32 with 10 rounds (Salmon et al. 2011, section 3.3).
+
+    Words are int64 tensors that hold 32 bits and broadcast; ``key`` has 64 bits.
+    """
+    a, b, c, d = counter
+    low, high = key & LOW, key >> 32
+    for _ in range(_ROUNDS):
+        (a_high, a_low), (c_high, c_low) = (_product(x, m) for x, m in zip((a, c), _MULTIPLIERS, strict=True))
+        a, b, c, d = c_high ^ b ^ low, c_low, a_high ^ d ^ high, a_low
+        low, high = ((k + step) & LOW for k, step in zip((low, high), _KEY_STEPS, strict=True))
+    return a, b, c, d
+
+
+def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of x m; that the int64 product may be negative changes neither."""
+    product = x * m
+    return (product >> 32) & LOW, product & LOW
+
+
+def threshold(p: float) -> int:
+    """What the 16 bits of dropped elements are below."""
+    return min(round(p * 2**16), 2**16 - 1)
+
+
+def scale(p: float) -> float:
+    """One divided by the share of elements that stays."""
+    return 1 / (1 - threshold(p) / 2**16)
+
+
+def keep(
+    shape: tuple[int, ...], p: float, key: int, sample_index: Tensor, first_position: int = 0, first_head: int = 0
+) -> Tensor:
+    """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, stays."""
+    *leading, channels = shape
+    number = lambda n, start=0: torch.arange(start, start + n, device=sample_index.device)  # noqa: E731
+    block = number(-(-channels // 8))
+    if len(leading) == 2:
+        sample, position, head = sample_index[:, None], number(leading[0], first_position)[:, None, None], 0
+    else:
+        sample, position = sample_index[:, None, None, None], number(leading[2], first_position)[:, None]
+        head = number(leading[1], first_head)[:, None, None] << 16
+    words = philox((block, position, sample & LOW, (sample >> 32) + head), key)
+    halves = torch.stack([half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)], -1)
+    return halves.flatten(-2)[..., :channels] >= threshold(p)
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_index: Tensor | None,
+    first_position: int,
+    first_head: int,
+) -> Tensor:
+    """y = residual + keep scale (x + bias); what is absent is not added, shapes as in ``ops.bias_dropout_add``."""
+    x = x if bias is None else x + bias
+    if threshold(p):
+        x = torch.where(keep(x.shape, p, key, sample_index, first_position, first_head), x * scale(p), 0)
+    return x if residual is None else residual + x

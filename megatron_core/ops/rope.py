@@ -1,0 +1,101 @@
+"""Rotary positions: pairs of channels turned by the angle of their position; native bodies as a torch operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import wide
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto") -> Tensor:
+    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), the angle of pair i being that of column i.
+
+    ``x`` is ``[s, b, ..., d]``, where ``...`` are no, one or two dims of heads; ``cos`` and ``sin`` are ``[s, b, r/2]``
+    with b = 1 where all sequences have the same positions, or ``[s, r/2]`` for an ``x`` ``[s, ..., d]``. The first r
+    channels turn, the others pass. Pair i is channels i and i + r/2, or where ``interleaved`` 2i and 2i + 1.
+
+    The tables are float32, for float64 float64, whatever the type of ``x``: in bfloat16 they would turn pairs by angles
+    that are wrong by up to 0.004 and change their lengths; they are small beside the heads, of which each reads the
+    same row. They get no gradient. ``x`` is read where it lies, whatever its strides.
+    Source: Su et al. 2021, section 3.4.2.
+    """
+    if serving("rope", backend, x.device.type, x.dtype) == "reference":
+        _check(x, cos, sin)
+        return reference.rope(x, cos, sin, interleaved)
+    return torch.ops.megatron_core.rope(x, cos, sin, interleaved, False)
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    positions = cos.dim() - 1
+    given = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
+    if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
+        raise ConfigError(f"rope: {given}; x has to be [s, b, heads, d] and the tables [s, b or 1, r/2]")
+    fits = all(own in (1, extent) for own, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
+    if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
+        raise ConfigError(
+            f"rope: {given}; the tables have to be of one shape, that of x or 1 in their first dims, and have a column "
+            "for every two channels that turn"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if (table.dtype, table.device) != (wide(x.dtype), x.device):
+            raise ConfigError(
+                f"rope: {name} is {table.dtype} on {table.device}; for x, which is {x.dtype} on {x.device}, it has to "
+                f"be {wide(x.dtype)} on {x.device}"
+            )
+
+
+@torch.library.custom_op("megatron_core::rope", mutates_args=())
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    _check(x, cos, sin)
+    y = x.new_empty(x.shape)
+    heads = _five_dims(x, cos.dim() - 1)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    native.call(
+        "rope",
+        x.device,
+        *(x.dtype, *heads.shape, 2 * cos.shape[-1], heads, *heads.stride()[:-1]),
+        *(cos, sin, *_table_strides(cos), interleaved, inverse, y),
+    )
+    return y
+
+
+def _five_dims(x: Tensor, positions: int) -> Tensor:
+    """``x`` as ``[s, b, groups, heads, d]``, dims that it lacks being 1; a view, unless its channels lie apart."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = x if positions == 2 else x.unsqueeze(0)
+    while x.dim() < 5:
+        x = x.unsqueeze(2)
+    return x
+
+
+def _table_strides(table: Tensor) -> tuple[int, int]:
+    """Those of ``[s, b, r/2]``, 0 where one row serves all."""
+    table = table if table.dim() == 3 else table.unsqueeze(0)
+    length, batch = (0 if table.shape[dim] == 1 else table.stride(dim) for dim in (0, 1))
+    return length, batch
+
+
+@_rope.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+    if any(ctx.needs_input_grad[1:3]):
+        raise NotImplementedError("rope gives its tables no gradient; backend='reference' does")
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The rotation back, which is linear too: every further derivative is one of the two."""
+    return torch.ops.megatron_core.rope(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *[None] * 4
+
+
+_rope.register_autograd(_backward, setup_context=_save)

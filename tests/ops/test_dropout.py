@@ -1,0 +1,312 @@
+"""Bias, dropout and residual: both native bodies against the definition in float64, with the same mask to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import bias_dropout_add
+from megatron_core.ops.reference.dropout import keep, philox, scale, threshold
+from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.runs import tiny_run
+
+KEY = 0x299F31D0A4093822
+P = 5 / 16  # a multiple of 2^-16
+
+
+def samples(x: Tensor) -> Tensor:
+    """Numbers of which some need more than 32 bits."""
+    batch = x.shape[1 if x.dim() == 3 else 0]
+    return 3 + torch.arange(batch, dtype=torch.int64) * (2**32 + 1)
+
+
+def masked(x: Tensor, p: float = P, first_position: int = 5, first_head: int = 2) -> Tensor:
+    """The mask of ``x``, divided by what stays of it on average."""
+    kept = keep(tuple(x.shape), p, KEY, samples(x), first_position, first_head if x.dim() == 4 else 0)
+    return kept.double() / (1 - p)
+
+
+def native(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float = P, backend: str = "native") -> Tensor:
+    first_head = 2 if x.dim() == 4 else 0
+    return bias_dropout_add(x, bias, residual, p, KEY, samples(x), 5, first_head, backend=backend)
+
+
+def results(x: Tensor, bias: Tensor | None, residual: Tensor | None, dy: Tensor, p: float = P) -> list[Tensor]:
+    """Output and all gradients."""
+    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in (x, bias, residual)]
+    y = native(*leaves, p)
+    return [y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
+
+
+def check(x: Tensor, bias: Tensor | None, residual: Tensor | None, dy: Tensor, p: float = P) -> None:
+    mask, grad = masked(x, p), dy.double()
+    y = mask * (x.double() + (0 if bias is None else bias.double())) + (0 if residual is None else residual.double())
+    expected = [y, mask * grad]
+    expected += [] if bias is None else [(mask * grad).flatten(0, -2).sum(0)]
+    expected += [] if residual is None else [grad]
+    found = results(x, bias, residual, dy, p)
+    assert all(tensor.dtype == x.dtype for tensor in found)
+    assert_near(found, expected, BOUND[x.dtype], slack=1e-30)
+
+
+SHAPES = [
+    (1, 1, 1),
+    (5, 2, 7),
+    (3, 2, 64),
+    (70, 2, 130),
+    (2, 3, 2, 33),
+    (3, 2, 5, 40),
+    (2, 1, 4096),
+    (2, 1, 16391),
+    (0, 2, 8),
+]
+
+
+# The vectors that Salmon et al. publish with their library: counter, key, words.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_known_answers(counter: str, key: str, words: str) -> None:
+    low, high = (int(word, 16) for word in key.split())
+    drawn = philox(tuple(torch.tensor(int(word, 16)) for word in counter.split()), high << 32 | low)
+    assert [word.item() for word in drawn] == [int(word, 16) for word in words.split()]
+
+
+def test_the_counter_is_the_one_that_is_written_down() -> None:
+    """The third of the known answers as an element of attention weights: position, sample, head and channel."""
+    c, position, low, rest = 0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344
+    four = philox(tuple(torch.tensor(n) for n in (c, position, low, rest)), KEY)
+    assert four[0].item() == 0xD16CFE09
+    sample, head = low + ((rest & 0xFFFF) << 32), rest >> 16
+    drawn = keep((1, 1, 1, 16), 0.5, KEY, torch.tensor([sample]), position, head)
+    expected = [word.item() for word in philox(tuple(torch.tensor(n) for n in (1, position, low, rest)), KEY)]
+    assert drawn[0, 0, 0, 8:].tolist() == [half >= 2**15 for word in expected for half in (word & 0xFFFF, word >> 16)]
+
+
+def test_bodies_draw_the_same_bits(body: str) -> None:
+    """Where the numbers of positions, samples, heads and channels are large, too."""
+    number = torch.tensor([0, 2**31, 2**32 - 1, 2**40 + 7, 2**48 - 1])
+    ones = torch.ones(5, 3, 4, 203)
+    for p in (0.1, 0.5, 0.999):
+        for position, head in ((0, 0), (2**31 - 2, 300), (2**32 - 4, 2**16 - 3)):
+            y = bias_dropout_add(ones, None, None, p, KEY, number, position, head, backend="native")
+            assert torch.equal(y != 0, keep(tuple(ones.shape), p, KEY, number, position, head))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_those_of_the_definition(
+    body: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:  # C55
+    x, residual, dy = (draw(shape, dtype, seed) for seed in range(3))
+    bias = draw(shape[-1:], dtype, 3)
+    check(x, bias, residual, dy)
+    check(x, None, residual, dy)
+    check(x, bias, None, dy)
+    check(x, None, None, dy)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=2, max_size=3),
+    size=st.integers(1, 300),
+    dtype=st.sampled_from(LOW),
+    p=st.sampled_from([0.0, 0.125, 0.875]),
+)
+def test_any_shape(body: str, shape: list[int], size: int, dtype: torch.dtype, p: float) -> None:
+    x, residual, dy = (draw((*shape, size), dtype, seed) for seed in range(3))
+    check(x, draw((size,), dtype, 3), residual, dy, p)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_tensors_need_not_be_contiguous(body: str, dtype: torch.dtype) -> None:  # C22, C55
+    x, residual, dy = (draw((4, 6, 32), dtype, seed) for seed in range(3))
+    bias = draw((64,), dtype, 3)[::2]
+    for (name, a), (_, b), (_, c) in zip(views(x), views(residual), views(dy), strict=True):
+        assert not a.is_contiguous() and torch.equal(a, x), name
+        for case in (
+            (a, residual, dy),
+            (x, b, dy),
+            (x, residual, c),
+            (a, b, c),
+            (x, residual, dy[:1, :1].expand_as(x)),
+        ):
+            check(case[0], bias, *case[1:])
+    weights = draw((2, 6, 3, 32), dtype).permute(0, 2, 1, 3)
+    check(weights, None, None, draw((2, 3, 32, 6), dtype, 1).transpose(2, 3))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1875])
+@pytest.mark.parametrize("shape", [(3, 2, 3), (2, 1, 9), (2, 1, 2, 3)], ids=str)
+def test_gradcheck(cpu_body: None, shape: tuple[int, ...], p: float) -> None:  # C52 C55
+    x, residual = (draw(shape, torch.float64, seed).requires_grad_() for seed in range(2))
+    bias = draw(shape[-1:], torch.float64, 2).requires_grad_()
+    strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for first in (x, strided):
+        assert torch.autograd.gradcheck(lambda *tensors: native(*tensors, p), (first, bias, residual))
+    assert torch.autograd.gradcheck(lambda x: native(x, None, None, p), x)
+
+
+def test_opcheck(body: str) -> None:
+    x, residual = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
+    bias, ops = draw((24,), torch.float32, 2).requires_grad_(), torch.ops.megatron_core
+    for tensors in ((x, bias, residual), (x.transpose(0, 1), None, None), (x, bias, None)):
+        torch.library.opcheck(ops.bias_dropout_add, (*tensors, P, KEY, samples(tensors[0]), 5, 0))
+    torch.library.opcheck(ops.bias_dropout_add, (x, bias, residual, 0.0, KEY, None, 0, 0))
+    for sums in (False, True):
+        torch.library.opcheck(ops.bias_dropout_add_backward, (x.detach(), P, KEY, samples(x), 5, 0, sums))
+
+
+def test_every_element_is_written(body: str) -> None:
+    with poisoned_memory():
+        for shape in SHAPES:
+            x, residual, dy = (draw(shape, torch.float32, seed) for seed in range(3))
+            check(x, draw(shape[-1:], torch.float32, 3), residual, dy)
+
+
+@pytest.mark.parametrize("p", [0.0, P])
+def test_torch_compile_gives_the_same(cpu_body: None, p: float) -> None:
+    x, residual = (draw((6, 2, 40), torch.float32, seed) for seed in range(2))
+    bias, number = draw((40,), torch.float32, 2), samples(x)
+
+    def function(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_add(x * 2, bias, residual, p, KEY, number, backend="native") + 1
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (compiled, function):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, bias, residual)]
+        y = each(*leaves)
+        found.append([y, *torch.autograd.grad(y, leaves, draw(x.shape, x.dtype, 3))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_has_no_backward_and_says_so(cpu_body: None) -> None:  # C52
+    x = draw((3, 2, 8), torch.float32).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"no backward.*reference"):
+        torch.autograd.grad(native(x, None, None).square().sum(), x, create_graph=True)
+
+
+def test_gradients_go_where_they_are_wanted(body: str) -> None:
+    x, residual, dy = (draw((5, 2, 24), torch.float32, seed) for seed in range(3))
+    bias = draw((24,), torch.float32, 3)
+    whole = results(x, bias, residual, dy)[1:]
+    for wanted in range(3):
+        leaves = [tensor.clone() for tensor in (x, bias, residual)]
+        leaves[wanted].requires_grad_()
+        (alone,) = torch.autograd.grad(native(*leaves), leaves[wanted], dy)
+        assert torch.equal(alone, whole[wanted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_do_not_change_a_bit(cpu_body: None, dtype: torch.dtype) -> None:
+    x, residual, dy = (draw((111, 3, 130), dtype, seed) for seed in range(3))
+    alone, *others = with_threads(lambda: results(x, draw((130,), dtype, 3), residual, dy))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+def test_the_order_of_a_blocks_threads_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual, dy = (draw((20, 2, 4096), torch.bfloat16, seed) for seed in range(3))
+    bias = draw((4096,), torch.bfloat16, 3)
+    first, second = in_both_orders(lambda: results(x, bias, residual, dy), monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_parts_are_parts_of_the_whole(body: str, backend: str) -> None:  # C26 C27
+    """Positions, samples and heads on their own are what they are among the others."""
+    x, number = draw((6, 4, 50), torch.float32), torch.tensor([7, 2**35, 1, 3])
+    whole = bias_dropout_add(x, None, None, P, KEY, number, backend=backend)
+    part = bias_dropout_add(x[2:5, 1:3], None, None, P, KEY, number[1:3], 2, backend=backend)
+    assert torch.equal(part, whole[2:5, 1:3])
+    x = draw((4, 6, 3, 50), torch.float32)
+    whole = bias_dropout_add(x, None, None, P, KEY, number, backend=backend)
+    part = bias_dropout_add(x[1:3, 4:], None, None, P, KEY, number[1:3], 0, 4, backend=backend)
+    assert torch.equal(part, whole[1:3, 4:])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_extreme_values(body: str, backend: str) -> None:
+    """What is dropped leaves nothing behind, be it infinite or NaN; what stays, stays."""
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.tensor([6e-8, -3e-6, 5e-5, torch.inf, -torch.inf, torch.nan, 1.0]).repeat(8, 4, 9).to(dtype)
+        residual = torch.ones_like(x)
+        kept = masked(x) > 0
+        y = native(x, None, residual, backend=backend)
+        assert torch.equal(y[~kept], residual[~kept])
+        expected = (x.float() / (1 - P) + 1).to(dtype)
+        torch.testing.assert_close(y[kept], expected[kept], equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
+    x, number = torch.randn(3, 2, 8), torch.tensor([1, 2])
+
+    def call(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, p: float = P, number=number):
+        return bias_dropout_add(x, bias, residual, p, KEY, number, backend=backend)
+
+    for p in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ConfigError, match=r"dropout: p=.*at least 0 and below 1"):
+            call(x, p=p)
+    with pytest.raises(ConfigError, match=r"x is \[2, 8\]; it has to be \[s, b, h\]"):
+        call(x[0])
+    with pytest.raises(ConfigError, match=r"bias is \[7\]; for x \[3, 2, 8\] it has to be \[8\]"):
+        call(x, bias=torch.randn(7))
+    with pytest.raises(ConfigError, match=r"residual is torch.float64 on cpu and x torch.float32"):
+        call(x, residual=x.double())
+    with pytest.raises(ConfigError, match="needs sample_index"):
+        call(x, number=None)
+    for wrong in (number[:1], number.int()):
+        with pytest.raises(ConfigError, match=r"sample_index is.*it has to be \[2\] of torch.int64"):
+            call(x, number=wrong)
+    assert torch.equal(call(x, p=0.0, number=None), x)
+
+
+def test_the_reference_is_the_definition() -> None:
+    for shape in SHAPES:
+        x, residual = (draw(shape, torch.float64, seed) for seed in range(2))
+        bias = draw(shape[-1:], torch.float64, 2)
+        found = native(x, bias, residual, backend="reference")
+        torch.testing.assert_close(found, residual + masked(x) * (x + bias))
+
+
+def test_probabilities_are_multiples_of_two_to_the_minus_16() -> None:
+    assert (threshold(0.5), threshold(0.1), scale(0.1)) == (2**15, 6554, 2**16 / (2**16 - 6554))
+    assert (threshold(1e-12), scale(1e-12)) == (0, 1)
+    assert (threshold(1 - 1e-12), scale(1 - 1e-12)) == (2**16 - 1, 2**16)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_model_computes_the_same_with_either_body(cpu_body: None, dropout: float) -> None:  # C52
+    """Every bias gets its gradient, those that go into the fused addition too."""
+    found = []
+    for backend in ("native", "reference"):
+        run = tiny_run(fp64=True, hidden_dropout=dropout, attention_dropout=dropout, kernel_backend=backend)
+        (model,) = run.stages.values()
+        logits = model(torch.arange(32).reshape(2, 16), sample_index=torch.tensor([5, 2**33]))
+        logits.square().sum().backward()
+        gradients = {name: p.main_grad if p.grad is None else p.grad for name, p in model.named_parameters()}
+        assert all(gradients[name].abs().sum() > 0 for name in gradients if name.endswith(("proj.bias", "fc2.bias")))
+        found.append({"logits": logits, **gradients})
+    native, plain = found
+    for name, tensor in native.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-10, atol=1e-11)
+
+
+def test_a_mask_is_not_kept_for_backward(body: str) -> None:
+    """Nor is the input: the sample numbers are all."""
+    x, number = draw((64, 2, 64), torch.float32).requires_grad_(), torch.tensor([1, 2])
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        bias_dropout_add(x, draw((64,), x.dtype), x, P, KEY, number, backend="native")
+    assert sum(tensor.numel() for tensor in kept) == 2
