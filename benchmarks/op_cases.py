@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_core import ops
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 
 EPSILON = 1e-5
 SCALE = 0.125
@@ -88,6 +91,21 @@ def bias_dropout_add(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor
     return [x, random(columns, dtype=dtype), residual, torch.tensor([3])]
 
 
+def cross_entropy(logits: Tensor, target: Tensor, *, backend: ops.Backend) -> Tensor:
+    """Losses of whole logits."""
+    return vocab_parallel_cross_entropy(logits, target, tp_group=LocalGroup(), backend=backend)
+
+
+def eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """As PyTorch's users write it."""
+    return functional.cross_entropy(logits.float(), target, reduction="none")
+
+
+def logits_and_target(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of a cross entropy."""
+    return [random(rows, columns, dtype=dtype), torch.randint(columns, (rows,))]
+
+
 CASES = {
     "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
     "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
@@ -101,6 +119,7 @@ CASES = {
             x, bias, residual, P, 1, sample, backend=backend
         ),
         bias_dropout_add,
-        eager=lambda x, bias, residual, sample: residual + torch.nn.functional.dropout(x + bias, P),
+        eager=lambda x, bias, residual, sample: residual + functional.dropout(x + bias, P),
     ),
+    "cross_entropy": OpCase(cross_entropy, logits_and_target, eager=eager_cross_entropy),
 }

@@ -18,14 +18,21 @@ MEGATRON_INLINE DoubleVec vec_exp(DoubleVec v) {
   return each_lane(v, [](double x) { return std::exp(x); });
 }
 
+constexpr float kRound = 0x1.8p23f;  // what is added to it loses its fraction
+
+// r = v - n ln(2) with |r| <= ln(2) / 2, and in `shifted` kRound + n.
+MEGATRON_INLINE FloatVec less_powers(FloatVec v, FloatVec& shifted) {
+  shifted = v * 1.44269504f + kRound;
+  FloatVec n = shifted - kRound;
+  return v - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;  // ln(2) in two parts, n times the first of which is exact
+}
+
 // exp(v) = 2^n exp(r) with |r| <= ln(2) / 2, where seven terms of the series leave a relative error of 6e-9. Infinite and
 // subnormal results come out as they should, and NaN stays NaN.
 MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
   v = v > 89.0f ? FloatVec{} + 89.0f : v;
   v = v < -104.0f ? FloatVec{} - 104.0f : v;
-  const float kRound = 0x1.8p23f;  // what is added to it loses its fraction
-  FloatVec shifted = v * 1.44269504f + kRound, n = shifted - kRound;
-  FloatVec r = v - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;  // ln(2) in two parts, n times the first of which is exact
+  FloatVec shifted, r = less_powers(v, shifted);
   FloatVec series = FloatVec{} + 1 / 5040.0f;
   for (float term : {1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f, 1.0f}) series = series * r + term;
   SignedBits exponent = same_bits<SignedBits>(shifted) - same_bits<SignedBits>(FloatVec{} + kRound);
@@ -49,5 +56,16 @@ MEGATRON_INLINE FloatVec vec_sqrt(FloatVec v) {
   return v;
 #endif
 }
+
+// exp(v) for v <= 0, with two thirds of the instructions: what is no normal number any more is 0. Of the polynomials of
+// degree 5 that are 1 at 0 this has the smallest relative error, 9.5e-8 at most.
+MEGATRON_INLINE FloatVec vec_exp_negative(FloatVec v) {
+  v = v < -88.0f ? FloatVec{} - 88.0f : v;  // 2^-127, whose exponent is that of 0
+  FloatVec shifted, r = less_powers(v, shifted);
+  FloatVec series = FloatVec{} + 0.008290308f;
+  for (float term : {0.04189798f, 0.16667637f, 0.4999915f, 0.9999997f, 1.0f}) series = series * r + term;
+  return series * same_bits<FloatVec>((same_bits<SignedBits>(shifted) + 127) << 23);  // kRound's own bits are shifted out
+}
+MEGATRON_INLINE DoubleVec vec_exp_negative(DoubleVec v) { return vec_exp(v); }
 
 }  // namespace megatron

@@ -20,6 +20,8 @@ template <typename T> __device__ T from_float(float v);
 template <> __device__ inline float from_float<float>(float v) { return v; }
 template <> __device__ inline bf16 from_float<bf16>(float v) { return __float2bfloat16_rn(v); }
 template <> __device__ inline fp16 from_float<fp16>(float v) { return __float2half_rn(v); }
+// exp(v), its relative error 2^-22 and up to |v| 2^-24 more, in two instructions.
+__device__ inline float fast_exp(float v) { return __expf(v); }
 
 // N elements that move at once, in up to 16 bytes.
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T of[N]; };

@@ -34,6 +34,8 @@ SAME_UNLESS_SAID: dict[str, tuple[str, ...]] = {
 SAME_VALUE: dict[str, dict[str, str]] = {
     # torch's scaled_dot_product_attention chooses its own kernel, the flash one where it can.
     "attention_backend": {"flash": "auto", "fused": "auto", "local": "unfused"},
+    # Transformer Engine's is another kernel for what is computed here.
+    "cross_entropy_fusion_impl": {"te": "native"},
     "tokenizer_type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
 }
 """Values of a shared flag that have another name here."""
@@ -46,7 +48,6 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "calculate_per_token_loss": "the loss is always the mean over the tokens of the global batch",
     "ckpt_assume_constant_structure": "there is one checkpoint format",
     "ckpt_fully_parallel_load": "every rank reads what it needs",
-    "cross_entropy_loss_fusion": "kernels are chosen by the back end",
     "disable_gloo_process_groups": "groups are made as they are needed",
     "disable_jit_fuser": "kernels are chosen by the back end",
     "lazy_mpu_init": "start-up has one order",
@@ -82,7 +83,6 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
 
 VALUES_WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "there is one data parallel wrapper",
-    "cross_entropy_fusion_impl": "kernels are chosen by the back end",
     "dist_ckpt_strictness": "checkpoints are always read strictly",
     "empty_unused_memory_level": "torch's allocator is left alone",
     "local_rank": "taken from the environment",

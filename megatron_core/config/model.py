@@ -62,6 +62,11 @@ class ModelConfig:
     """Body of the fused operations: auto takes the compiled one where there is one for the device and data type, native
     insists on it, reference takes PyTorch's own; apex and transformer_engine take these libraries' norms, auto for the
     rest."""
+    cross_entropy_loss_fusion: bool = False
+    """Let --cross-entropy-fusion-impl say how the loss is computed; without it, it is native."""
+    cross_entropy_fusion_impl: Literal["native", "linear"] = "native"
+    """native: the loss in one pass over the logits; linear: together with the output layer, a few tokens at a time,
+    so that the logits are never there as a whole, for one matrix product more. Needs --cross-entropy-loss-fusion."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; over sqrt(2 L) in layers that write the residual stream."""
     make_vocab_size_divisible_by: int = 128
@@ -108,6 +113,11 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def fuses_output_layer_with_loss(self) -> bool:
+        """Whether losses are computed without whole logits."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
     def share_embeddings_and_output_weights(self) -> bool:

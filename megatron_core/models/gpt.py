@@ -26,6 +26,7 @@ from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
     ModelParallelConfig,
     VocabParallelEmbedding,
+    linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
@@ -211,17 +212,22 @@ class GPTModel(nn.Module):
         if self.output_layer is None:
             return hidden_states
         tied = self._shared_weight() if self.output_layer.weight is None else None
+        if labels is not None:
+            return self._losses(hidden_states, labels.transpose(0, 1), tied).transpose(0, 1)
         logits, _ = self.output_layer(hidden_states, weight=tied)
-        if labels is None:
-            return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            labels.transpose(0, 1),
-            tp_group=self.tp_group,
-            vocab_size=self.vocab_size,
-            overwrite_logits=True,
+        return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
+
+    def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
+        """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
+        size, backend = self.vocab_size, self.config.kernel_backend
+        if self.config.fuses_output_layer_with_loss:
+            weight = self.output_layer.weight if tied is None else tied
+            comm = self.output_layer.comm
+            return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
+        logits, _ = self.output_layer(hidden_states, weight=tied)
+        return vocab_parallel_cross_entropy(
+            logits, target, tp_group=self.tp_group, vocab_size=size, overwrite_logits=True, backend=backend
         )
-        return losses.transpose(0, 1)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

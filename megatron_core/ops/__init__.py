@@ -1,6 +1,7 @@
 """Fused operations: the native bodies of csrc as torch operators, and a reference in PyTorch for each."""
 
 from megatron_core.ops.backend import Backend
+from megatron_core.ops.cross_entropy import cross_entropy_backward, cross_entropy_parts
 from megatron_core.ops.dropout import bias_dropout_add
 from megatron_core.ops.layer_norm import add_layer_norm, layer_norm
 from megatron_core.ops.multi_tensor import adamw_, scale_, squared_norm
@@ -17,6 +18,8 @@ __all__ = [
     "add_rms_norm",
     "attention_softmax",
     "bias_dropout_add",
+    "cross_entropy_backward",
+    "cross_entropy_parts",
     "layer_norm",
     "rms_norm",
     "rope",

@@ -7,6 +7,7 @@ from megatron_core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron_core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron_core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -47,6 +48,7 @@ __all__ = [
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
+    "linear_cross_entropy",
     "model_parallel_cuda_manual_seed",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",

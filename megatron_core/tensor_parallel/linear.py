@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_
@@ -52,7 +53,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd notices if it has changed by then
         # A recomputed forward hands backward another tensor for the weight, without its main_grad and grad_queue.
         ctx.weight, ctx.comm, ctx.has_bias = weight, comm, bias is not None
-        return nn.functional.linear(_gathered(x, comm), weight, bias)
+        return nn.functional.linear(gather_input(x, comm), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -90,7 +91,7 @@ def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearCom
         return False
 
     def job() -> None:
-        grad = weight_grad(weight, _gathered(x, comm), grad_y)
+        grad = weight_grad(weight, gather_input(x, comm), grad_y)
         if grad is not None:  # no main_grad: it goes where autograd would have put it
             weight.grad = grad if weight.grad is None else weight.grad + grad
 
@@ -98,7 +99,8 @@ def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearCom
     return True
 
 
-def _gathered(x: Tensor, comm: LinearComm) -> Tensor:
+def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
+    """The input of the matrix product, whole along the sequence."""
     if not comm.gather_sequence:
         return x
     full, handle = start_gather_sequence(x, comm.group)
@@ -106,8 +108,12 @@ def _gathered(x: Tensor, comm: LinearComm) -> Tensor:
     return full
 
 
-def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm):
-    grad_x = grad_y.matmul(weight)
+def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm) -> tuple[Tensor, dist.Work | Done]:
+    return start_input_grad_reduction(grad_y.matmul(weight), comm)
+
+
+def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, dist.Work | Done]:
+    """Begin to sum the gradient of the gathered input over the group, and split it as the input is."""
     if comm.gather_sequence:
         return start_reduce_scatter_sequence(grad_x, comm.group)
     if comm.reduce_input_grad:

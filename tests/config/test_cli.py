@@ -132,8 +132,16 @@ def test_aliases_mean_the_same():
     assert parse("--attention-backend flash").model.attention_backend == "auto"
     assert parse("--attention-backend=local").model.attention_backend == "unfused"
     assert parse("--check-weight-hash-across-dp-replicas-interval 7").monitor.replica_check_interval == 7
+    assert parse("--cross-entropy-fusion-impl te") == RunConfig()
     pieces = parse("--tokenizer-type GPTSentencePieceTokenizer").data.tokenizer_type
     assert pieces == "SentencePieceTokenizer"
+
+
+def test_the_output_layer_is_fused_with_the_loss_where_both_flags_say_so():
+    fused, linear = "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl linear"
+    assert parse(f"{fused} {linear}").model.fuses_output_layer_with_loss
+    for flags in ("", fused, linear, f"{fused} --cross-entropy-fusion-impl native"):
+        assert not parse(flags).model.fuses_output_layer_with_loss
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,13 @@ def _outputs(settings: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return losses.detach().numpy(), logits.numpy(), weight.main_grad.numpy()
 
 
+@pytest.mark.parametrize("impl", ["native", "linear"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_losses_are_the_cross_entropy_of_the_gathered_logits(tied: bool) -> None:  # C20 C21
+def test_losses_are_the_cross_entropy_of_the_gathered_logits(tied: bool, impl: str) -> None:  # C20 C21
     """Logits are whole, losses come from their parts; the gradient tells where one was taken for the other."""
     settings = {"untie_embeddings_and_output_weights": not tied}
     (truth,) = run_ranks(1, _outputs, settings)
+    settings |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": impl}
     for layout in ({"sequence_parallel": True}, {}):
         results = run_ranks(4, _outputs, settings | layout | {"tensor_model_parallel_size": 4})
         for found in results:

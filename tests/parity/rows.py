@@ -36,6 +36,7 @@ ZERO, OVERLAP = (
 )
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 SDPA = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 MODERN = {
     "position_embedding_type": "rope",
@@ -119,6 +120,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "full recompute, pp2, E|tt|tt|L": (2, {}, PP2 | FULL_UNIFORM | layout_of("E|tt|tt|L")),
     "untied, pp2": (2, UNTIED, PP2),
     "untied, tp2 pp2 sp": (4, UNTIED, TP2 | PP2 | SP),
+    "fused output layer and loss, tp2 sp": (2, {}, TP2 | SP | FUSED_LOSS),
     "fused attention, tp2 sp": (2, SDPA, TP2 | SP),
     "fused attention, 2 groups, tp4": (4, SDPA | GQA2, TP4),
     "modern, tp2 sp": (2, MODERN, TP2 | SP),

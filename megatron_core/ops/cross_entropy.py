@@ -1,0 +1,183 @@
+"""What a cross entropy over a split vocabulary needs of each part of the logits; native bodies as torch operators.
+
+Column c of ``logits`` ``[..., v]`` is token ``first`` + c of the vocabulary; from column ``valid`` on there is padding,
+which takes no part and gets no gradient. ``target`` ``[...]`` are int64 tokens of the whole vocabulary.
+``tensor_parallel.cross_entropy`` makes a differentiable loss of it.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import as_rows, check, wide
+
+
+def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, *, backend: Backend = "auto") -> Tensor:
+    """What this part of the vocabulary adds to the loss, ``[4, ...]``, float32 or wider, in one pass over the logits.
+
+    In this order: the maximum m, the sum of exp(z - m), the target's logit (0 where the target is elsewhere), and the
+    sum of the logits. Without a valid column they are -inf, 0, 0, 0.
+    Source: Milakov and Gimelshein 2018, section 3.
+    """
+    if serving("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
+        _check(logits, target, valid)
+        return reference.cross_entropy_parts(logits, target, first, valid)
+    return torch.ops.megatron_core.cross_entropy_parts(logits, target, first, valid)
+
+
+def cross_entropy_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    *,
+    label_smoothing: float,
+    vocab_size: int,
+    overwrite: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """dlogits = dloss * (exp(z - m) / s - (1 - e) [target] - e / V), 0 in the padding, in the logits' dtype.
+
+    ``dloss`` ``[...]``; ``statistics`` ``[2, ...]`` are the maximum m and the sum s of exp(z - m) over all parts; e is
+    the label smoothing, V the size of the whole vocabulary. With ``overwrite`` the gradient takes the place of the
+    logits, and they are what is returned.
+    """
+    kept, spread = 1.0 - label_smoothing, label_smoothing / vocab_size
+    if serving("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
+        _check(logits, target, valid)
+        return reference.cross_entropy_backward(
+            dloss, logits, target, statistics, first, valid, kept, spread, overwrite
+        )
+    arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
+    if not overwrite:
+        return torch.ops.megatron_core.cross_entropy_backward(*arguments)
+    torch.ops.megatron_core.cross_entropy_backward_(*arguments)
+    return logits
+
+
+@torch.library.custom_op("megatron_core::cross_entropy_parts", mutates_args=())
+def _parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
+    _check(logits, target, valid)
+    rows, parts = as_rows(logits), _new_parts(logits)
+    native.call(
+        "cross_entropy_parts",
+        logits.device,
+        *(logits.dtype, len(rows), valid, rows, rows.stride(0), target.contiguous(), first, parts),
+    )
+    return parts
+
+
+@torch.library.custom_op("megatron_core::cross_entropy_backward", mutates_args=())
+def _backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    kept: float,
+    spread: float,
+) -> Tensor:
+    dlogits = logits.new_empty(logits.shape)
+    _write_gradient(as_rows(dlogits), dloss, logits, target, statistics, first, valid, kept, spread)
+    return dlogits
+
+
+@torch.library.custom_op("megatron_core::cross_entropy_backward_", mutates_args=("logits",))
+def _backward_(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    kept: float,
+    spread: float,
+) -> None:
+    rows = as_rows(logits)
+    _write_gradient(rows, dloss, logits, target, statistics, first, valid, kept, spread)
+    if rows.data_ptr() != logits.data_ptr():  # their strides allow no view as rows
+        logits.copy_(rows.view(logits.shape))
+
+
+def _write_gradient(
+    into: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    kept: float,
+    spread: float,
+) -> None:
+    _check(logits, target, valid)
+    for name, given, shape in (("dloss", dloss, target.shape), ("statistics", statistics, (2, *target.shape))):
+        if given.shape != shape or given.dtype != wide(logits.dtype):
+            raise ConfigError(
+                f"cross_entropy_backward: {name} is {given.dtype} {list(given.shape)}; for logits "
+                f"{logits.dtype} {list(logits.shape)} it has to be {wide(logits.dtype)} {list(shape)}"
+            )
+    rows = as_rows(logits)
+    native.call(
+        "cross_entropy_backward",
+        logits.device,
+        *(logits.dtype, *rows.shape, valid, rows, rows.stride(0), target.contiguous(), first),
+        *(statistics.contiguous(), dloss.contiguous(), kept, spread, into, into.stride(0)),
+    )
+
+
+@_parts.register_fake
+def _(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
+    return _new_parts(logits)
+
+
+@_backward.register_fake
+def _(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    kept: float,
+    spread: float,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _new_parts(logits: Tensor) -> Tensor:
+    return logits.new_empty((4, *logits.shape[:-1]), dtype=wide(logits.dtype))
+
+
+def _check(logits: Tensor, target: Tensor, valid: int) -> None:
+    check("cross_entropy", logits, {})
+    if target.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"cross_entropy: target is {list(target.shape)}; for logits {list(logits.shape)} it has to be "
+            f"{list(logits.shape[:-1])}"
+        )
+    if target.dtype != torch.int64 or target.device != logits.device:
+        raise ConfigError(
+            f"cross_entropy: target is {target.dtype} on {target.device}; it has to be torch.int64 on {logits.device}"
+        )
+    if not 0 <= valid <= logits.shape[-1]:
+        raise ConfigError(f"cross_entropy: valid={valid} of {logits.shape[-1]} columns; legal: 0 to all of them")
+
+
+def _refuse_gradients(ctx: object, inputs: tuple, output: object) -> NoReturn:
+    raise NotImplementedError(
+        "this operation has no backward of its own; take tensor_parallel.vocab_parallel_cross_entropy, which has one"
+    )
+
+
+_parts.register_autograd(_refuse_gradients, setup_context=_refuse_gradients)
+_backward.register_autograd(_refuse_gradients, setup_context=_refuse_gradients)

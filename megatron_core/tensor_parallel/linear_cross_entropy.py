@@ -1,0 +1,107 @@
+"""Output layer and cross entropy in one, a few tokens at a time, so that the logits are never there as a whole.
+
+Shapes: S sequence, B batch, I input features, V this rank's part of the vocabulary, N = S B tokens: x_SBI, weight_VI.
+Source: Wijmans et al. 2024, section 4, for the recomputation of the logits; see also ``linear`` and ``cross_entropy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.errors import LayoutError
+from megatron_core.ops import Backend
+from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
+from megatron_core.tensor_parallel.linear import (
+    NO_COMM,
+    LinearComm,
+    gather_input,
+    start_input_grad_reduction,
+    weight_grad,
+)
+
+MAX_LOGIT_BYTES = 64 * 2**20
+"""The logits that are there at once: of a vocabulary of 32,000 in bfloat16 those of 1,048 tokens. The gradient of the
+weight is added to the main gradient once for each piece, so that pieces of an eighth take up to half as long again
+(docs/kernels.md)."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: nn.Parameter,
+    target: Tensor,
+    comm: LinearComm = NO_COMM,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
+    backend: Backend = "auto",
+    max_logit_bytes: int = MAX_LOGIT_BYTES,
+) -> Tensor:
+    """hidden_SBI (or hidden_sBI, split along the sequence), weight_VI, target_SB (global ids) -> losses_SB.
+
+    The same as ``parallel_linear`` and ``vocab_parallel_cross_entropy`` after it, but logits of at most
+    ``max_logit_bytes`` (or of one token) are there at a time. Backward computes them again: one matrix product more.
+    If ``weight`` has a ``main_grad``, its gradient is added there, in the backward itself also where others are put
+    off, because that would keep the logits; else the gradients of all pieces are summed in the weight's dtype.
+    """
+    sequence = hidden.shape[0] * (comm.group.size() if comm.gather_sequence else 1)
+    if (sequence, *hidden.shape[1:-1]) != target.shape:
+        raise LayoutError(
+            f"hidden {list(hidden.shape)} and target {list(target.shape)} do not fit; hidden is [s, b, h], or with "
+            "sequence parallel [s/tp, b, h], and target [s, b], whole on every rank"
+        )
+    loss = VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
+    most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
+    pieces = max(-(-target.numel() // most), 1)
+    tokens = max(-(-target.numel() // pieces), 1)  # as good as the same for each piece
+    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, target, loss, comm, tokens):
+        x = gather_input(hidden, comm)
+        parts = [
+            loss.parts(nn.functional.linear(x_piece, weight), ids)
+            for x_piece, ids in _pieces(tokens, _flat(x), target.reshape(-1))
+        ]
+        losses, statistics = loss.joined(torch.cat(parts, -1))
+        ctx.save_for_backward(hidden, weight, target, statistics)
+        # A recomputed forward hands backward another tensor for the weight, without its main_grad.
+        ctx.weight, ctx.loss, ctx.comm, ctx.tokens = weight, loss, comm, tokens
+        return losses.view(target.shape)
+
+    @staticmethod
+    def backward(ctx, grad_losses):
+        hidden, _, target, statistics = ctx.saved_tensors
+        weight = ctx.weight
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        x = gather_input(hidden, ctx.comm)
+        grad_x, grad_weight = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None, None
+        given = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.reshape(-1))
+        for number, (x_piece, ids, of_piece, grad) in enumerate(_pieces(ctx.tokens, *given)):
+            logits = nn.functional.linear(x_piece, weight)
+            grad_y = ctx.loss.gradient(grad, logits, ids, of_piece.t(), overwrite=True)
+            if needs_x:
+                torch.mm(grad_y, weight, out=_flat(grad_x)[number * ctx.tokens :][: len(ids)])
+            if needs_weight:
+                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y))
+        if needs_x:
+            grad_x, reducing = start_input_grad_reduction(grad_x, ctx.comm)
+            reducing.wait()
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _pieces(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """So many rows of each tensor at a time."""
+    return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a.add_(b)
