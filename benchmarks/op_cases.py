@@ -106,6 +106,15 @@ def logits_and_target(rows: int, columns: int, dtype: torch.dtype) -> list[Tenso
     return [random(rows, columns, dtype=dtype), torch.randint(columns, (rows,))]
 
 
+def activation(kind: str) -> OpCase:
+    """A bias and an activation of so many columns, those of a gate's value among them."""
+
+    def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+        return [random(length, columns, dtype=dtype), random(columns, dtype=dtype)]
+
+    return OpCase(lambda x, bias, backend: ops.bias_activation(x, bias, kind, backend=backend), inputs)
+
+
 CASES = {
     "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
     "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
@@ -122,4 +131,9 @@ CASES = {
         eager=lambda x, bias, residual, sample: residual + functional.dropout(x + bias, P),
     ),
     "cross_entropy": OpCase(cross_entropy, logits_and_target, eager=eager_cross_entropy),
+    "bias_gelu": activation("gelu"),
+    "bias_gelu_tanh": activation("gelu_tanh"),
+    "bias_squared_relu": activation("squared_relu"),
+    "bias_swiglu": activation("swiglu"),
+    "bias_geglu": activation("geglu"),
 }

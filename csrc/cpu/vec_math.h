@@ -27,18 +27,95 @@ MEGATRON_INLINE FloatVec less_powers(FloatVec v, FloatVec& shifted) {
   return v - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;  // ln(2) in two parts, n times the first of which is exact
 }
 
-// exp(v) = 2^n exp(r) with |r| <= ln(2) / 2, where seven terms of the series leave a relative error of 6e-9. Infinite and
-// subnormal results come out as they should, and NaN stays NaN.
-MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
-  v = v > 89.0f ? FloatVec{} + 89.0f : v;
-  v = v < -104.0f ? FloatVec{} - 104.0f : v;
-  FloatVec shifted, r = less_powers(v, shifted);
+// v 2^n for n from -150 to 128, given n + kRound; what is subnormal comes out as it should.
+MEGATRON_INLINE FloatVec times_power(FloatVec v, FloatVec shifted) {
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_scalef_ps((__m512)v, (__m512)(shifted - kRound));
+#else
+  SignedBits exponent = same_bits<SignedBits>(shifted) - same_bits<SignedBits>(FloatVec{} + kRound);
+  SignedBits half = exponent >> 1;  // in two factors, each of which is a number
+  auto power = [](SignedBits e) { return same_bits<FloatVec>((e + 127) << 23); };
+  return v * power(half) * power(exponent - half);
+#endif
+}
+
+// exp(v + low), low being what v lacks, -1 < low <= 0, and -104 <= v <= 89. It is 2^n exp(r) with |r| <= ln(2) / 2,
+// where seven terms of the series leave a relative error of 6e-9. NaN stays NaN.
+MEGATRON_INLINE FloatVec exp_within(FloatVec v, FloatVec low) {
+  FloatVec shifted, r = less_powers(v, shifted) + low;
   FloatVec series = FloatVec{} + 1 / 5040.0f;
   for (float term : {1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f, 1.0f}) series = series * r + term;
-  SignedBits exponent = same_bits<SignedBits>(shifted) - same_bits<SignedBits>(FloatVec{} + kRound);
-  SignedBits half = exponent >> 1;  // 2^n in two factors, because n goes from -150 to 128
-  auto power = [](SignedBits e) { return same_bits<FloatVec>((e + 127) << 23); };
-  return series * power(half) * power(exponent - half);
+  return times_power(series, shifted);
+}
+
+// v, or `limit` where v is greater or less; NaN stays NaN.
+MEGATRON_INLINE FloatVec vec_at_most(FloatVec v, float limit) {
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)v);
+#else
+  return v > limit ? FloatVec{} + limit : v;
+#endif
+}
+MEGATRON_INLINE FloatVec vec_at_least(FloatVec v, float limit) {
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_max_ps(_mm512_set1_ps(limit), (__m512)v);
+#else
+  return v < limit ? FloatVec{} + limit : v;
+#endif
+}
+
+MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
+  return exp_within(vec_at_least(vec_at_most(v, 89.0f), -104.0f), FloatVec{});
+}
+
+// exp(-v) for v >= 0.
+MEGATRON_INLINE DoubleVec vec_decay(DoubleVec v) { return vec_exp(-v); }
+MEGATRON_INLINE FloatVec vec_decay(FloatVec v) { return exp_within(vec_at_least(-v, -104.0f), FloatVec{}); }
+
+// 2^v for v <= 0 to 3e-6, enough for what is rounded to 16 bits: 2^n 2^r, n being the integer below v, and 2^r by the
+// polynomial that is the best for 0 <= r <= 1.
+MEGATRON_INLINE FloatVec vec_short_exp2(FloatVec v) {
+#if defined(__AVX512F__)
+  FloatVec r = (FloatVec)_mm512_reduce_ps((__m512)v, 1);  // v - n
+#else
+  v = vec_at_least(v, -150.0f);
+  FloatVec shifted = v - 0.5f + kRound, r = v - (shifted - kRound);
+#endif
+  FloatVec series = ((0.013534167f * r + 0.05201146f) * r + 0.24144276f) * (r * r) + (0.69300383f * r + 1.0000026f);
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_scalef_ps((__m512)series, (__m512)v);  // by 2^n, too
+#else
+  return times_power(series, shifted);
+#endif
+}
+
+// |v|, or `limit` where that is greater.
+MEGATRON_INLINE FloatVec vec_abs(FloatVec v, float limit) {
+  return vec_at_most(same_bits<FloatVec>(same_bits<Bits>(v) & 0x7fffffff), limit);
+}
+MEGATRON_INLINE DoubleVec vec_abs(DoubleVec v, double limit) {
+  return each_lane(v, [=](double x) { return std::fabs(x) > limit ? limit : std::fabs(x); });
+}
+
+// exp(-v^2 / 2) for 0 <= v <= 40, the density of the normal distribution but for its factor.
+MEGATRON_INLINE DoubleVec vec_gauss(DoubleVec v) {
+  return each_lane(v, [](double x) { return std::exp(x * x / -2); });
+}
+// The rounding of v^2 would be magnified by v^2 / 2. So what it loses goes on: without an instruction that gives it,
+// the square is taken in two parts, of which the upper 12 bits' is exact.
+MEGATRON_INLINE FloatVec vec_gauss(FloatVec v) {
+#if defined(__AVX512F__)
+  FloatVec square = v * v, low = (FloatVec)_mm512_fmsub_ps((__m512)v, (__m512)v, (__m512)square);
+#else
+  FloatVec upper = same_bits<FloatVec>(same_bits<Bits>(v) & 0xfffff000);
+  FloatVec square = upper * upper, low = (v - upper) * (v + upper);
+#endif
+  return exp_within(vec_at_least(square * -0.5f, -104.0f), low * -0.5f);
+}
+
+// The normal distribution's upper tail, 1 - Phi(v). In float it follows from vec_gauss(v), in double it does not.
+MEGATRON_INLINE DoubleVec vec_normal_tail(DoubleVec v, DoubleVec) {
+  return each_lane(v, [](double x) { return std::erfc(x * std::sqrt(0.5)) / 2; });
 }
 
 MEGATRON_INLINE DoubleVec vec_sqrt(DoubleVec v) {
@@ -60,7 +137,7 @@ MEGATRON_INLINE FloatVec vec_sqrt(FloatVec v) {
 // exp(v) for v <= 0, with two thirds of the instructions: what is no normal number any more is 0. Of the polynomials of
 // degree 5 that are 1 at 0 this has the smallest relative error, 9.5e-8 at most.
 MEGATRON_INLINE FloatVec vec_exp_negative(FloatVec v) {
-  v = v < -88.0f ? FloatVec{} - 88.0f : v;  // 2^-127, whose exponent is that of 0
+  v = vec_at_least(v, -88.0f);  // 2^-127, whose exponent is that of 0
   FloatVec shifted, r = less_powers(v, shifted);
   FloatVec series = FloatVec{} + 0.008290308f;
   for (float term : {0.04189798f, 0.16667637f, 0.4999915f, 0.9999997f, 1.0f}) series = series * r + term;

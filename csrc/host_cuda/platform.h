@@ -43,10 +43,13 @@ template <typename T> struct Array {
   template <int N> void store(int64_t i, Pack<T, N> v) const { *reinterpret_cast<Pack<T, N>*>(checked(i, N)) = v; }
 
  private:
+  // The texts are made where something is wrong alone: making them took most of the time.
   T* checked(int64_t i, int count) const {
-    require(i >= 0 && i + count <= size, "access to [" + std::to_string(i) + ", " + std::to_string(i + count) +
-                                             ") of a tensor of " + std::to_string(size) + " elements");
-    require(reinterpret_cast<uintptr_t>(p + i) % (count * sizeof(T)) == 0, "access that is not aligned");
+    if (i < 0 || i + count > size) {
+      require(false, "access to [" + std::to_string(i) + ", " + std::to_string(i + count) + ") of a tensor of " +
+                         std::to_string(size) + " elements");
+    }
+    if (reinterpret_cast<uintptr_t>(p + i) % (count * sizeof(T))) require(false, "access that is not aligned");
     return p + i;
   }
 };
@@ -54,7 +57,9 @@ template <typename T> struct Array {
 template <typename T, int N> struct Shared {
   T of[N];
   T& operator[](int i) {
-    require(i >= 0 && i < N, "access to element " + std::to_string(i) + " of " + std::to_string(N) + " in shared memory");
+    if (i < 0 || i >= N) {
+      require(false, "access to element " + std::to_string(i) + " of " + std::to_string(N) + " in shared memory");
+    }
     return of[i];
   }
 };

@@ -1,5 +1,6 @@
 """Fused operations: the native bodies of csrc as torch operators, and a reference in PyTorch for each."""
 
+from megatron_core.ops.activation import bias_activation, bias_geglu, bias_gelu, bias_squared_relu, bias_swiglu
 from megatron_core.ops.backend import Backend
 from megatron_core.ops.cross_entropy import cross_entropy_backward, cross_entropy_parts
 from megatron_core.ops.dropout import bias_dropout_add
@@ -17,7 +18,12 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention_softmax",
+    "bias_activation",
     "bias_dropout_add",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_squared_relu",
+    "bias_swiglu",
     "cross_entropy_backward",
     "cross_entropy_parts",
     "layer_norm",

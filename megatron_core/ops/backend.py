@@ -12,7 +12,7 @@ from megatron_core.ops import apex, native, reference, transformer_engine
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 
-OPS = ("cross_entropy", "dropout", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
+OPS = ("activation", "cross_entropy", "dropout", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
 """The operations that have a native body; each names csrc/cpu/<op>.cpp, csrc/cuda/<op>.cuh and ops/<op>.py."""
 
 LIBRARIES = {"apex": apex, "transformer_engine": transformer_engine}

@@ -14,7 +14,7 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
     """``x`` is ``[..., n]``, those of ``like`` have its shape, each parameter is ``[n]``; all of one dtype, on one
     device."""
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements, which are normalized")
+        raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements")
     expected = {name: (tensor, x.shape[-1:]) for name, tensor in parameters.items()}
     expected |= {name: (tensor, x.shape) for name, tensor in like.items() if tensor is not None}
     for name, (tensor, shape) in expected.items():

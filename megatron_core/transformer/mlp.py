@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.ops.activation import Kind, bias_activation
+from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import split_fused
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.blueprint import Blueprint
-
-Activation = Callable[[Tensor], Tensor]
 
 
 class MLP(nn.Module):
@@ -27,13 +26,17 @@ class MLP(nn.Module):
         config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
         ffn, size, index = config.ffn_size, tp_group.size(), tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
-        self.activation = activation_function(config)
+        self.activation, self.backend = activation_kind(config), config.kernel_backend
+        # Where PyTorch's own serves, the bias is added within the matrix product, which costs nothing.
+        device_type = torch.device(parallel.device).type
+        fused = serving("activation", self.backend, device_type, parallel.params_dtype) == "native"
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             sum(pieces),
             config=parallel,
             init_method=blueprint.draw_inner,
             bias=config.add_bias_linear,
+            skip_bias_add=fused,
             tp_group=tp_group,
             spec=partial(split_fused, pieces=pieces, index=index, size=size),
         )
@@ -49,23 +52,16 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP, and leave its last bias, if it has one, to be added: -> (output, bias)."""
-        inner, _ = self.linear_fc1(hidden)
-        return self.linear_fc2(self.activation(inner))
+        inner, bias = self.linear_fc1(hidden)
+        return self.linear_fc2(bias_activation(inner, bias, self.activation, backend=self.backend))
 
 
-def activation_function(config: ModelConfig) -> Activation:
+def activation_kind(config: ModelConfig) -> Kind:
     """The MLP's non-linearity; the gated ones halve the last dim."""
     if config.swiglu:
-        return partial(_gated, nn.functional.silu)
+        return "swiglu"
     if config.geglu:
-        return partial(_gated, nn.functional.gelu)
+        return "geglu"
     if config.squared_relu:
-        return lambda x: torch.relu(x).square()
-    if config.openai_gelu:
-        return partial(nn.functional.gelu, approximate="tanh")
-    return nn.functional.gelu
-
-
-def _gated(gate_function: Activation, x: Tensor) -> Tensor:
-    gate, value = x.chunk(2, dim=-1)
-    return gate_function(gate) * value
+        return "squared_relu"
+    return "gelu_tanh" if config.openai_gelu else "gelu"

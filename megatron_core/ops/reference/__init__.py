@@ -3,6 +3,7 @@
 These serve where no native body does, with PyTorch's own backward; so where PyTorch has the function, they are it.
 """
 
+from megatron_core.ops.reference.activation import bias_activation
 from megatron_core.ops.reference.cross_entropy import cross_entropy_backward, cross_entropy_parts
 from megatron_core.ops.reference.dropout import bias_dropout_add
 from megatron_core.ops.reference.multi_tensor import adamw_, scale_, squared_norm
@@ -13,6 +14,7 @@ from megatron_core.ops.reference.softmax import attention_softmax
 __all__ = [
     "adamw_",
     "attention_softmax",
+    "bias_activation",
     "bias_dropout_add",
     "cross_entropy_backward",
     "cross_entropy_parts",

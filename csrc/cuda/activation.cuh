@@ -1,0 +1,126 @@
+// Bias and activation: blocks stand over strips of columns, in which a thread has the same columns of every row that it
+// sees. It reads the bias once, and adds up the gradient of the bias in registers.
+#pragma once
+#include "cuda/rows.cuh"
+
+namespace megatron {
+__device__ inline float vec_abs(float v, float limit) { return fabsf(v) > limit ? limit : fabsf(v); }  // NaN stays NaN
+__device__ inline float vec_decay(float v) { return expf(-v); }
+__device__ inline float vec_short_exp2(float v) { return exp2f(v); }
+// The rounding of the square, which v^2 / 2 would magnify, is made good.
+__device__ inline float vec_gauss(float v) {
+  const float square = v * v, lost = fmaf(v, v, -square), gauss = expf(-0.5f * square);
+  return gauss - 0.5f * lost * gauss;
+}
+}  // namespace megatron
+
+// Behind the three functions that it is made of.
+#include "common/activation_math.h"
+
+namespace megatron {
+
+// A thread's columns, from `column` on, and rows: `row`, and then every `step`-th.
+struct Place {
+  int64_t column, row, step;
+  __device__ Place(unsigned strips, int64_t pack)
+      : column((blockIdx.x % strips * blockDim.x + threadIdx.x) * pack), row(blockIdx.x / strips),
+        step(gridDim.x / strips) {}
+};
+
+// Calls use(row, read(row)) for a thread's rows. The next row is read before the last one is used, so that memory has
+// something to do meanwhile.
+template <typename Read, typename Use>
+__device__ inline void for_rows_ahead(int64_t rows, const Place& place, Read read, Use use) {
+  if (place.row >= rows) return;
+  auto next = read(place.row);
+  for (int64_t row = place.row; row < rows; row += place.step) {
+    const auto now = next;
+    if (row + place.step < rows) next = read(row + place.step);
+    use(row, now);
+  }
+}
+
+// A thread's columns of a row of x: of the gate, or of all there is, and of the value.
+template <typename T, int N, int kPieces> struct Pieces {
+  Pack<T, N> of[kPieces];
+
+  __device__ static Pieces load(Array<T> tensor, int64_t begin, int64_t columns) {
+    Pieces read{};
+    if (tensor)
+      for (int piece = 0; piece < kPieces; ++piece) read.of[piece] = tensor.template load<N>(begin + piece * columns);
+    return read;
+  }
+  __device__ float sum(int piece, int k, const Pieces& bias) const {
+    return to_float(of[piece].of[k]) + to_float(bias.of[piece].of[k]);
+  }
+};
+
+template <typename T, int N, int kPieces>
+__global__ void __launch_bounds__(256)
+    bias_activation_kernel(int64_t activation, int64_t rows, int64_t columns, unsigned strips, Array<T> x,
+                           int64_t x_stride, Array<T> bias, Array<T> y) {
+  using Inner = Pieces<T, N, kPieces>;
+  const Place place(strips, N);
+  if (place.column >= columns) return;
+  const Inner added = Inner::load(bias, place.column, columns);
+  auto read = [&](int64_t row) { return Inner::load(x, row * x_stride + place.column, columns); };
+  for_rows_ahead(rows, place, read, [&](int64_t row, const Inner& inner) {
+    Pack<T, N> out{};
+    with_activation<sizeof(T) == 2>(activation, [&](auto f, auto pieces) {
+      if constexpr (decltype(pieces)::value == kPieces) {
+        for (int k = 0; k < N; ++k) {
+          float v = f(inner.sum(0, k, added)).value;
+          if (kPieces == 2) v *= inner.sum(kPieces - 1, k, added);
+          out.of[k] = from_float<T>(v);
+        }
+      }
+    });
+    y.template store<N>(row * columns + place.column, out);
+  });
+}
+
+// The sums of block i's rows go to row i of partial; without a bias there is none.
+template <typename T, int N, int kPieces>
+__global__ void __launch_bounds__(256)
+    bias_activation_backward_kernel(int64_t activation, int64_t rows, int64_t columns, unsigned strips, Array<T> dy,
+                                    int64_t dy_stride, Array<T> x, int64_t x_stride, Array<T> bias, Array<T> dx,
+                                    Array<float> partial) {
+  using Inner = Pieces<T, N, kPieces>;
+  struct Both { Pack<T, N> grad; Inner inner; };
+  const Place place(strips, N);
+  if (place.column >= columns) return;
+  const Inner added = Inner::load(bias, place.column, columns);
+  Pieces<float, N, kPieces> sums{};
+  auto read = [&](int64_t row) {
+    return Both{dy.template load<N>(row * dy_stride + place.column),
+                Inner::load(x, row * x_stride + place.column, columns)};
+  };
+  for_rows_ahead(rows, place, read, [&](int64_t row, const Both& both) {
+    Inner out{};
+    auto put = [&](int piece, int k, float grad) {
+      out.of[piece].of[k] = from_float<T>(grad);
+      sums.of[piece].of[k] += grad;
+    };
+    with_activation<sizeof(T) == 2>(activation, [&](auto f, auto pieces) {
+      if constexpr (decltype(pieces)::value == kPieces) {
+        for (int k = 0; k < N; ++k) {
+          const Curve<float> curve = f(both.inner.sum(0, k, added));
+          float grad = to_float(both.grad.of[k]);
+          if constexpr (kPieces == 2) {
+            put(1, k, grad * curve.value);
+            grad *= both.inner.sum(1, k, added);
+          }
+          put(0, k, grad * curve.slope);
+        }
+      }
+    });
+    for (int piece = 0; piece < kPieces; ++piece)
+      dx.template store<N>((row * kPieces + piece) * columns + place.column, out.of[piece]);
+  });
+  if (!partial) return;
+  for (int piece = 0; piece < kPieces; ++piece)
+    for (int k = 0; k < N; ++k)
+      partial.set((place.row * kPieces + piece) * columns + place.column + k, sums.of[piece].of[k]);
+}
+
+}  // namespace megatron

@@ -1,0 +1,144 @@
+"""The activations of the feed-forward layer, fused with the bias before them; native bodies as torch operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients
+
+Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
+
+NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4, "geglu_tanh": 5}
+"""The numbers of csrc/common/activation.h."""
+
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
+"""Those of a gate and a value, f(gate) * value."""
+
+Approximate = Literal["none", "tanh"]
+
+
+def bias_gelu(
+    x: Tensor, bias: Tensor | None, approximate: Approximate = "none", *, backend: Backend = "auto"
+) -> Tensor:
+    """gelu(x + bias), gelu(x) = x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); shapes as in
+    ``bias_activation``."""
+    return bias_activation(x, bias, _approximated("gelu", approximate), backend=backend)
+
+
+def bias_squared_relu(x: Tensor, bias: Tensor | None, *, backend: Backend = "auto") -> Tensor:
+    """relu(x + bias)^2 (So et al. 2021); shapes as in ``bias_activation``."""
+    return bias_activation(x, bias, "squared_relu", backend=backend)
+
+
+def bias_swiglu(x: Tensor, bias: Tensor | None, *, backend: Backend = "auto") -> Tensor:
+    """silu(gate) * value with [gate, value] = x + bias (Shazeer 2020); shapes as in ``bias_activation``."""
+    return bias_activation(x, bias, "swiglu", backend=backend)
+
+
+def bias_geglu(
+    x: Tensor, bias: Tensor | None, approximate: Approximate = "none", *, backend: Backend = "auto"
+) -> Tensor:
+    """gelu(gate) * value with [gate, value] = x + bias (Shazeer 2020); shapes as in ``bias_activation``."""
+    return bias_activation(x, bias, _approximated("geglu", approximate), backend=backend)
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
+    """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first
+    half is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``."""
+    if serving("activation", backend, x.device.type, x.dtype) == "reference":
+        _check("bias_activation", x, bias, kind)
+        return reference.bias_activation(x, bias, kind)
+    return torch.ops.megatron_core.bias_activation(x, bias, kind)
+
+
+@torch.library.custom_op("megatron_core::bias_activation", mutates_args=())
+def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    _check("bias_activation", x, bias, kind)
+    rows, y = as_rows(x), _like_output(x, kind)
+    native.call(
+        "bias_activation",
+        x.device,
+        *(x.dtype, NUMBERS[kind], len(rows), y.shape[-1], rows, rows.stride(0), _contiguous(bias), y),
+    )
+    return y
+
+
+@torch.library.custom_op("megatron_core::bias_activation_backward", mutates_args=())
+def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """-> (dx, dbias), the latter without elements where there is no bias."""
+    _check("bias_activation_backward", x, bias, kind)
+    columns = _columns(x, kind)
+    check("bias_activation_backward", x[..., :columns], {"dy": dy})
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dx, dbias = x.new_empty(x.shape), _like_bias(x, bias)
+    partial = None if bias is None else partials(rows, 1)
+    native.call(
+        "bias_activation_backward",
+        x.device,
+        *(x.dtype, NUMBERS[kind], len(rows), columns, dy_rows, dy_rows.stride(0), rows, rows.stride(0)),
+        *(_contiguous(bias), dx, None if bias is None else dbias, partial, 0 if partial is None else len(partial)),
+    )
+    return dx, dbias
+
+
+@_bias_activation.register_fake
+def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    return _like_output(x, kind)
+
+
+@_bias_activation_backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _like_bias(x, bias)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, bias, ctx.kind = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, bias = ctx.saved_tensors
+    dx, dbias = torch.ops.megatron_core.bias_activation_backward(dy, x, bias, ctx.kind)
+    return dx, None if bias is None else dbias, None
+
+
+_bias_activation.register_autograd(_backward, setup_context=_save)
+_bias_activation_backward.register_autograd(_backward, setup_context=refuse_gradients)
+
+
+def _approximated(kind: Literal["gelu", "geglu"], approximate: str) -> Kind:
+    if approximate not in ("none", "tanh"):
+        raise ConfigError(f"bias_{kind}: approximate={approximate!r}; legal: none, tanh")
+    return f"{kind}_tanh" if approximate == "tanh" else kind
+
+
+def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
+    if kind not in NUMBERS:
+        raise ConfigError(f"{op}: kind={kind!r}; legal: {', '.join(NUMBERS)}")
+    check(op, x, {}, **({} if bias is None else {"bias": bias}))
+    if kind in GATED and x.shape[-1] % 2:
+        raise ConfigError(
+            f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {kind} and has to be even"
+        )
+
+
+def _columns(x: Tensor, kind: str) -> int:
+    return x.shape[-1] // 2 if kind in GATED else x.shape[-1]
+
+
+def _like_output(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _columns(x, kind)))
+
+
+def _like_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(0 if bias is None else bias.shape)
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
