@@ -25,7 +25,7 @@ def _uneven(name: str, number: int, over: str, parts: int, way_out: str = "") ->
 
 
 def model_problems(config: RunConfig) -> Iterator[str]:
-    """Heads, groups, positions and activations that do not go together."""
+    """Heads, groups, positions, activations and losses that do not go together."""
     model = config.model
     if model.kv_channels is None:
         yield from _uneven(
@@ -40,6 +40,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
+    if model.cross_entropy_fusion_impl == "linear" and not model.cross_entropy_loss_fusion:
+        yield (
+            "cross_entropy_fusion_impl=linear has no effect without cross_entropy_loss_fusion; "
+            "add --cross-entropy-loss-fusion or remove it"
+        )
 
 
 def _group_problems(config: RunConfig) -> Iterator[str]:

@@ -52,6 +52,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"swiglu": True, "squared_relu": True}, 1, ("swiglu=True and squared_relu=True", "keep one")),
     ({"geglu": True, "openai_gelu": True}, 1, ("geglu=True and openai_gelu=True", "keep one")),
+    ({"cross_entropy_fusion_impl": "linear"}, 1, ("cross_entropy_fusion_impl=linear", "--cross-entropy-loss-fusion")),
     ({"max_position_embeddings": 32}, 1, ("max_position_embeddings=32", "seq_length=64", "64 or more")),
     # recompute
     ({**FULL, "recompute_num_layers": 1}, 1, ("recompute_method=None", "uniform or block")),

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,6 +22,10 @@ FORMAT = 1
 CHECKED_BYTES = 2**26
 
 Arrays = dict[str, np.ndarray]
+
+# numpy parses a file's header as Python, which up to Python 3.12 is not safe in two threads at once: rarely, and then with
+# a SystemError about the "AST constructor recursion depth".
+_PARSING = Lock()
 
 
 class IndexCache:
@@ -131,7 +136,8 @@ def _load_array(path: Path, expected: dict[str, Any]) -> np.ndarray:
     for field, value in found.items():
         if value != expected[field]:
             raise ValueError(f"{path.name} has {field} {value}, expected {expected[field]}")
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    with _PARSING:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype.str != expected["dtype"] or list(array.shape) != expected["shape"]:
         raise ValueError(
             f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {expected['dtype']} {expected['shape']}"
