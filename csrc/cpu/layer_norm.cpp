@@ -4,17 +4,17 @@
 namespace megatron {
 namespace {
 
-template <typename T>
+template <bool kStream, typename T>
 void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight,
                  const T* bias, double epsilon, T* y, T* sum, Wide<T>* mean, Wide<T>* rstd, int64_t columns) {
-  const T* row = residual ? sum : x;
+  T* added = kStream && residual ? own_row<T>(columns) : sum;
+  const T* row = residual ? added : x;
   auto values = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
-    sums[0] += with_residual(x, residual, sum, i, n);
+    sums[0] += with_residual(x, residual, added, i, n);
   });
   const Wide<T> center = values.of[0] / columns;
   auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
     prefetch(x, x_stride + i);
-    prefetch(residual, residual_stride + i);
     auto v = only(load(row + i, n) - center, n);
     sums[0] += v * v;
   });
@@ -22,11 +22,14 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   *mean = center;
   *rstd = scale;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    store(y + i, (load(row + i, n) - center) * scale * load(weight + i, n) + load(bias + i, n), n);
+    prefetch(residual, residual_stride + i);
+    auto v = load(row + i, n);
+    if (kStream && residual) put<kStream>(sum + i, v, n);
+    put<kStream>(y + i, (v - center) * scale * load(weight + i, n) + load(bias + i, n), n);
   });
 }
 
-template <typename T>
+template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
                   Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias, int64_t columns) {
   auto products = sum_row<T, 2>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
@@ -43,7 +46,7 @@ void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int
     prefetch(next_x, x_stride + i);
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - mean - (load(x + i, n) - center) * slope);
     if (dsum) grad += load(dsum + i, n);
-    store(dx + i, grad, n);
+    put<kStream>(dx + i, grad, n);
   });
 }
 
@@ -57,10 +60,12 @@ const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, co
                                 double epsilon, void* y, void* sum, void* mean, void* rstd, int64_t threads, void*) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    for_rows(rows, threads, [=](int64_t row) {
-      forward_row(at<T>(x, row * x_stride), x_stride, at<T>(residual, row * residual_stride), residual_stride,
-                  at<T>(weight), at<T>(bias), epsilon, at<T>(y, row * columns), at<T>(sum, row * columns),
-                  at<Wide<T>>(mean, row), at<Wide<T>>(rstd, row), columns);
+    with_streams<T>(y, rows, columns, [=](auto stream) {
+      for_rows(rows, threads, [=](int64_t row) {
+        forward_row<stream>(at<T>(x, row * x_stride), x_stride, at<T>(residual, row * residual_stride),
+                            residual_stride, at<T>(weight), at<T>(bias), epsilon, at<T>(y, row * columns),
+                            at<T>(sum, row * columns), at<Wide<T>>(mean, row), at<Wide<T>>(rstd, row), columns);
+      });
     });
   });
 }
@@ -73,10 +78,12 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     using A = Wide<T>;
-    for_rows_with_partials(rows, threads, at<A>(partial), num_partials, 2 * columns, [=](int64_t row, A* own) {
-      backward_row(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride), at<T>(x, row * x_stride),
-                   x_stride, at<T>(weight), *at<A>(mean, row), *at<A>(rstd, row), at<T>(dx, row * columns), own,
-                   own + columns, columns);
+    with_streams<T>(dx, rows, columns, [=](auto stream) {
+      for_rows_with_partials(rows, threads, at<A>(partial), num_partials, 2 * columns, [=](int64_t row, A* own) {
+        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride),
+                             at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(mean, row), *at<A>(rstd, row),
+                             at<T>(dx, row * columns), own, own + columns, columns);
+      });
     });
     sum_partials(at<A>(partial), num_partials, 2 * columns, at<T>(dweight), columns, threads);
     sum_partials(at<A>(partial) + columns, num_partials, 2 * columns, at<T>(dbias), columns, threads);

@@ -131,6 +131,22 @@ template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) {
   raw_store(p, narrowed(kept | ((bits >> 16) & 0x8000)), n);
 }
 
+// store(), past the cache where kStream is true: then memory is not read first to be overwritten. For whole vectors of
+// float, at multiples of their bytes; end_streams() has to come after the last one.
+template <bool kStream, typename T, typename V, typename N> MEGATRON_INLINE void put(T* p, V v, N n) {
+#if defined(__AVX512F__)
+  if constexpr (kStream) return _mm512_stream_ps(reinterpret_cast<float*>(p), (__m512)v);
+#elif defined(__AVX2__)
+  if constexpr (kStream) return _mm256_stream_ps(reinterpret_cast<float*>(p), (__m256)v);
+#endif
+  store(p, v, n);
+}
+MEGATRON_INLINE void end_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // Says that the memory at `offset` will be needed soon; null is no memory, and what lies behind a tensor is harmless.
 // Passes over a row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
 template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) {

@@ -104,6 +104,23 @@ def test_the_fused_addition_is_the_addition_and_then_the_norm(
 
 
 @NORMS
+def test_results_of_megabytes_are_right_too(cpu_body: None, norm: str) -> None:
+    """They are written past the cache."""
+    shape, dtype = (1040, 1024), torch.float32
+    x, residual, dy, dsum = (draw(shape, dtype, seed) for seed in range(4))
+    assert x.nbytes > 4 << 20
+    check_plain(norm, x, dy)
+    parameters = parameters_of(norm, shape[-1], dtype)
+    leaves = [x.requires_grad_(), residual.requires_grad_(), *parameters]
+    with poisoned_memory():
+        y, total = ADDED[norm](*leaves, EPSILON, backend="native")
+        assert torch.equal(total, x + residual)
+        dx, _, *dparameters = torch.autograd.grad((y, total), leaves, (dy, dsum))
+    y_right, dx_right, *dparameters_right = exact(norm, total.detach(), parameters, dy)
+    assert_near([y, dx, *dparameters], [y_right, dx_right + dsum.double(), *dparameters_right], BOUND[dtype])
+
+
+@NORMS
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_output_of_the_fused_addition_may_go_unused(body: str, norm: str, used: int) -> None:
     shape, dtype = (5, 24), torch.float32
