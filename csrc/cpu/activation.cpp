@@ -15,19 +15,19 @@ template <typename T, typename N> MEGATRON_INLINE Vec<T> with_bias(const T* x, c
   return bias ? load(x + i, n) + load(bias + i, n) : load(x + i, n);
 }
 
-template <int kPieces, typename F, typename T>
+template <bool kStream, int kPieces, typename F, typename T>
 void forward_row(F f, const T* x, const T* bias, T* y, int64_t columns) {
   for_row<T>(columns, [=](int64_t i, auto n) {
     auto out = f(with_bias(x, bias, i, n)).value;
     if constexpr (kPieces == 2) out *= with_bias(x, bias, columns + i, n);
-    store(y + i, out, n);
+    put<kStream>(y + i, out, n);
   });
 }
 
-template <int kPieces, typename F, typename T>
+template <bool kStream, int kPieces, typename F, typename T>
 void backward_row(F f, const T* dy, const T* x, const T* bias, T* dx, Wide<T>* dbias, int64_t columns) {
   auto write = [=](int64_t i, Vec<T> grad, auto n) {
-    store(dx + i, grad, n);
+    put<kStream>(dx + i, grad, n);
     if (dbias) store(dbias + i, load(dbias + i, n) + grad, n);
   };
   for_row<T>(columns, [=](int64_t i, auto n) {
@@ -53,8 +53,10 @@ const char* megatron_bias_activation(int64_t dtype, int64_t activation, int64_t 
     using T = decltype(type);
     with_activation<sizeof(T) == 2>(activation, [=](auto f, auto pieces) {
       constexpr int kPieces = decltype(pieces)::value;
-      for_rows(rows, threads, [=](int64_t row) {
-        forward_row<kPieces>(f, at<T>(x, row * x_stride), at<T>(bias), at<T>(y, row * columns), columns);
+      with_streams<T>(y, rows, columns, [=](auto stream) {
+        for_rows(rows, threads, [=](int64_t row) {
+          forward_row<stream, kPieces>(f, at<T>(x, row * x_stride), at<T>(bias), at<T>(y, row * columns), columns);
+        });
       });
     });
   });
@@ -71,13 +73,15 @@ const char* megatron_bias_activation_backward(int64_t dtype, int64_t activation,
     with_activation<sizeof(T) == 2>(activation, [=](auto f, auto pieces) {
       constexpr int kPieces = decltype(pieces)::value;
       const int64_t width = kPieces * columns;
-      auto backward = [=](int64_t row, A* own) {
-        backward_row<kPieces>(f, at<T>(dy, row * dy_stride), at<T>(x, row * x_stride), at<T>(bias),
-                              at<T>(dx, row * width), own, columns);
-      };
-      if (!bias) return for_rows(rows, threads, [=](int64_t row) { backward(row, nullptr); });
-      for_rows_with_partials(rows, threads, at<A>(partial), num_partials, width, backward);
-      sum_partials(at<A>(partial), num_partials, width, at<T>(dbias), width, threads);
+      with_streams<T>(dx, kPieces * rows, columns, [=](auto stream) {
+        auto backward = [=](int64_t row, A* own) {
+          backward_row<stream, kPieces>(f, at<T>(dy, row * dy_stride), at<T>(x, row * x_stride), at<T>(bias),
+                                        at<T>(dx, row * width), own, columns);
+        };
+        if (!bias) return for_rows(rows, threads, [=](int64_t row) { backward(row, nullptr); });
+        for_rows_with_partials(rows, threads, at<A>(partial), num_partials, width, backward);
+      });
+      if (bias) sum_partials(at<A>(partial), num_partials, width, at<T>(dbias), width, threads);
     });
   });
 }

@@ -35,7 +35,7 @@ template <typename T> struct Tensors {
   Wide<T>* sums;
 };
 
-template <typename T>
+template <bool kStream, typename T>
 void dropout_row(const Mask& mask, Place place, int64_t sample, const Tensors<T>& row, Wide<T> scale,
                  int64_t columns) {
   for (int64_t begin = 0; begin < columns; begin += kDrawn) {
@@ -48,7 +48,7 @@ void dropout_row(const Mask& mask, Place place, int64_t sample, const Tensors<T>
       if (mask.threshold) v = kept(v * scale, halves + lanes, mask.threshold);
       if (row.sums) store(row.sums + i, load(row.sums + i, n) + v, n);
       if (row.residual) v += load(row.residual + i, n);
-      store(row.y + i, v, n);
+      put<kStream>(row.y + i, v, n);
     });
   }
 }
@@ -71,15 +71,17 @@ const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     using A = Wide<T>;
-    auto work = [=](int64_t index, A* own) {
-      const Place place = mask.place(index);
-      const int64_t sample = sample_index ? *at<int64_t>(sample_index, place.sample) : 0;
-      const Tensors<T> row{at<T>(x, of_x.at(place)), at<T>(bias), at<T>(residual, of_residual.at(place)),
-                           at<T>(y, of_y.at(place)), own};
-      dropout_row(mask, place, sample, row, A(scale), columns);
-    };
-    if (!sums) return for_rows(mask.rows(), threads, [=](int64_t index) { work(index, nullptr); });
-    for_rows_with_partials(mask.rows(), threads, at<A>(partial), num_partials, columns, work);
-    sum_partials(at<A>(partial), num_partials, columns, at<T>(sums), columns, threads);
+    with_streams<T>(y, mask.rows(), columns, [=](auto stream) {
+      auto work = [=](int64_t index, A* own) {
+        const Place place = mask.place(index);
+        const int64_t sample = sample_index ? *at<int64_t>(sample_index, place.sample) : 0;
+        const Tensors<T> row{at<T>(x, of_x.at(place)), at<T>(bias), at<T>(residual, of_residual.at(place)),
+                             at<T>(y, of_y.at(place)), own};
+        dropout_row<stream>(mask, place, sample, row, A(scale), columns);
+      };
+      if (!sums) return for_rows(mask.rows(), threads, [=](int64_t index) { work(index, nullptr); });
+      for_rows_with_partials(mask.rows(), threads, at<A>(partial), num_partials, columns, work);
+    });
+    if (sums) sum_partials(at<A>(partial), num_partials, columns, at<T>(sums), columns, threads);
   });
 }

@@ -113,33 +113,49 @@ template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
 
 template <typename N> MEGATRON_INLINE void store(float* p, FloatVec v, N n) { raw_store(p, v, n); }
 template <typename N> MEGATRON_INLINE void store(double* p, DoubleVec v, N n) { raw_store(p, v, n); }
-// Rounds to nearest, ties to even, as everywhere; NaN stays NaN.
-template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) {
+// The lanes in 16 bits, rounded to nearest, ties to even, as everywhere; NaN stays NaN.
+MEGATRON_INLINE HalfBits halves_of(const bf16*, FloatVec v) {
   Bits bits = same_bits<Bits>(v);
   Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   Bits kept = v == v ? rounded : Bits{} + 0x7fc0;
-  raw_store(p, narrowed(kept), n);
+  return narrowed(kept);
 }
 // Below 2^-14 the sum with 0.5 leaves the rounded subnormal number in the lowest bits.
-template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) {
+MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
   Bits bits = same_bits<Bits>(v), magnitude = bits & 0x7fffffff;
   Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   Bits subnormal = same_bits<Bits>(same_bits<FloatVec>(magnitude) + 0.5f) - 0x3f000000;
   Bits kept = magnitude < 0x38800000 ? subnormal : normal;
   kept = magnitude >= 0x477ff000 ? Bits{} + 0x7c00 : kept;
   kept = magnitude > 0x7f800000 ? Bits{} + 0x7e00 : kept;
-  raw_store(p, narrowed(kept | ((bits >> 16) & 0x8000)), n);
+  return narrowed(kept | ((bits >> 16) & 0x8000));
+}
+template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
+template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
+
+// A store past the cache, for which memory is not read first to be overwritten; p is at a multiple of the vector's bytes.
+#if defined(__AVX512F__)
+MEGATRON_INLINE void raw_stream(void* p, FloatVec v) { _mm512_stream_ps(static_cast<float*>(p), (__m512)v); }
+MEGATRON_INLINE void raw_stream(void* p, HalfBits v) { _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v); }
+#elif defined(__AVX2__)
+MEGATRON_INLINE void raw_stream(void* p, FloatVec v) { _mm256_stream_ps(static_cast<float*>(p), (__m256)v); }
+MEGATRON_INLINE void raw_stream(void* p, HalfBits v) { _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)v); }
+#else
+template <typename V> MEGATRON_INLINE void raw_stream(void* p, V v) { std::memcpy(p, &v, sizeof v); }
+#endif
+MEGATRON_INLINE void raw_stream(float* p, FloatVec v, All) { raw_stream(static_cast<void*>(p), v); }
+template <typename T> MEGATRON_INLINE void raw_stream(T* p, FloatVec v, All) {
+  raw_stream(static_cast<void*>(p), halves_of(p, v));
 }
 
-// store(), past the cache where kStream is true: then memory is not read first to be overwritten. For whole vectors of
-// float, at multiples of their bytes; end_streams() has to come after the last one.
-template <bool kStream, typename T, typename V, typename N> MEGATRON_INLINE void put(T* p, V v, N n) {
-#if defined(__AVX512F__)
-  if constexpr (kStream) return _mm512_stream_ps(reinterpret_cast<float*>(p), (__m512)v);
-#elif defined(__AVX2__)
-  if constexpr (kStream) return _mm256_stream_ps(reinterpret_cast<float*>(p), (__m256)v);
-#endif
-  store(p, v, n);
+// store(), or where kStream is true a store of whole vectors past the cache; end_streams() comes after the last of them.
+template <bool kStream, typename T, typename V> MEGATRON_INLINE void put(T* p, V v, Some n) { store(p, v, n); }
+template <bool kStream, typename T, typename V> MEGATRON_INLINE void put(T* p, V v, All n) {
+  if constexpr (kStream) {
+    raw_stream(p, v, n);
+  } else {
+    store(p, v, n);
+  }
 }
 MEGATRON_INLINE void end_streams() {
 #if defined(__AVX2__)

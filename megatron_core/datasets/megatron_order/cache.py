@@ -23,8 +23,8 @@ CHECKED_BYTES = 2**26
 
 Arrays = dict[str, np.ndarray]
 
-# numpy parses a file's header as Python, which up to Python 3.12 is not safe in two threads at once: a SystemError about
-# the "AST constructor recursion depth" is the rare result.
+# numpy parses a file's header as Python, which up to Python 3.12 is not safe in two threads at once: rarely, that ends
+# in a SystemError about the "AST constructor recursion depth".
 _PARSING = Lock()
 
 
