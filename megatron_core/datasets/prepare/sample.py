@@ -9,13 +9,13 @@ from megatron_core.datasets.prepare.readers import open_reader
 from megatron_core.datasets.prepare.settings import PrepareSettings
 
 PLACES = 16
-PLACE_CHARACTERS = 2048
+PLACE_CHARACTERS = 1024
 # What is read at each place; the texts are only begun.
 PLACE_BYTES = 1 << 14
 
 
 def sample_texts(settings: PrepareSettings, sources: Sequence[Source], folder: Path) -> list[str]:
-    """The beginnings of texts at 16 places spread over the files, 32 thousand characters together."""
+    """The beginnings of texts at 16 places spread over the files, 16 thousand characters together."""
     filled = [source for source in sources if source.size]
     total = sum(source.size for source in filled)
     limits = Limits(batch_bytes=PLACE_BYTES)
