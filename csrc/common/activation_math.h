@@ -4,12 +4,7 @@
 #include <type_traits>
 
 #include "common/activation.h"
-
-#if defined(__CUDACC__)
-#define MEGATRON_EACH __device__ __forceinline__
-#else
-#define MEGATRON_EACH inline __attribute__((always_inline))
-#endif
+#include "common/both.h"
 
 namespace megatron {
 
@@ -25,7 +20,7 @@ template <typename V> struct Curve { V value, slope; };
 template <typename V> struct Tail { V tail, density; };
 
 // x G(x) and its slope. From `end` on the tail is zero, and a greater a counts as `end`: infinity would make it NaN.
-template <typename F, typename V> MEGATRON_EACH Curve<V> times_distribution(V x, int end, F distribution) {
+template <typename F, typename V> MEGATRON_BOTH Curve<V> times_distribution(V x, int end, F distribution) {
   using R = Real<V>;
   const V a = vec_abs(x, R(end));
   const Tail<V> at = distribution(a);
@@ -34,13 +29,13 @@ template <typename F, typename V> MEGATRON_EACH Curve<V> times_distribution(V x,
 }
 
 // exp(-a) for a >= 0; kShort, here and below: for results that are rounded to 16 bits, to 1e-5 or 1e-4 instead of 1e-7.
-template <bool kShort, typename V> MEGATRON_EACH V decay(V a) {
+template <bool kShort, typename V> MEGATRON_BOTH V decay(V a) {
   if constexpr (kShort) return vec_short_exp2(a * -1.44269504f);
   else return vec_decay(a);
 }
 
 // G(x) = 1 / (1 + exp(-w(x))), given w(a) and w'(a).
-template <bool kShort, typename V> MEGATRON_EACH Tail<V> logistic_tail(V w, V slope) {
+template <bool kShort, typename V> MEGATRON_BOTH Tail<V> logistic_tail(V w, V slope) {
   const V small = decay<kShort>(w), tail = small / (Real<V>(1) + small);
   return {tail, (tail - tail * tail) * slope};
 }
@@ -48,7 +43,7 @@ template <bool kShort, typename V> MEGATRON_EACH Tail<V> logistic_tail(V w, V sl
 // Phi(-a), given exp(-a^2 / 2): what it is of that, erfcx(a / sqrt(2)) / 2, falls slowly and smoothly, and a quotient
 // of polynomials with positive coefficients, which lose nothing, has it to 6e-9. They were fitted by least squares,
 // reweighted until the relative error was the same all over 0 <= a <= 15, where exp(-a^2 / 2) ends.
-template <typename V> MEGATRON_EACH V vec_normal_tail(V a, V gauss) {
+template <typename V> MEGATRON_BOTH V vec_normal_tail(V a, V gauss) {
   const V above = (((0.0041531133f * a + 0.040880416f) * a + 0.18396713f) * a + 0.43928087f) * a + 0.5f;
   const V below =
       ((((0.010410202f * a + 0.10247812f) * a + 0.47140336f) * a + 1.2055402f) * a + 1.6764468f) * a + 1.0f;
@@ -57,7 +52,7 @@ template <typename V> MEGATRON_EACH V vec_normal_tail(V a, V gauss) {
 
 // Phi(-a) for a from 0 to 14, where it ends in float, to 6e-5: 2 to the power of a polynomial, fitted as the other one.
 // It is less work, which is what takes the time in 16 bits, where there is half as much memory to wait for.
-template <typename V> MEGATRON_EACH V short_normal_tail(V a) {
+template <typename V> MEGATRON_BOTH V short_normal_tail(V a) {
   const V b = a * a;  // even and odd powers apart, so that neither waits for the other
   const V odd = (((1.5976063e-9f * b + 4.0547056e-6f) * b + 9.8112947e-4f) * b + 0.053525165f) * b + 1.1507286f;
   const V even = (((-1.215887e-7f * b - 7.8348436e-5f) * b - 0.0084918644f) * b + 0.45932359f) * b + 1.0000489f;
@@ -66,7 +61,7 @@ template <typename V> MEGATRON_EACH V short_normal_tail(V a) {
 
 // gelu(x) = x Phi(x) (Hendrycks and Gimpel 2016).
 template <bool kShort> struct ErfGelu {
-  template <typename V> MEGATRON_EACH Curve<V> operator()(V x) const {
+  template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
     using R = Real<V>;
     const R height = R(0.39894228040143267794);  // of the density, 1 / sqrt(2 pi)
     if constexpr (kShort) {
@@ -84,7 +79,7 @@ template <bool kShort> struct ErfGelu {
 
 // x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) (ibid., section 2).
 template <bool kShort> struct TanhGelu {
-  template <typename V> MEGATRON_EACH Curve<V> operator()(V x) const {
+  template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
     using R = Real<V>;
     const R first = R(1.59576912160573071176), third = first * R(0.044715);  // 2 sqrt(2 / pi)
     return times_distribution(x, 40, [=](V a) {
@@ -95,21 +90,21 @@ template <bool kShort> struct TanhGelu {
 
 // silu(x) = x / (1 + exp(-x)) (ibid., section 2).
 template <bool kShort> struct Silu {
-  template <typename V> MEGATRON_EACH Curve<V> operator()(V x) const {
+  template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
     return times_distribution(x, 800, [](V a) { return logistic_tail<kShort>(a, V{} + Real<V>(1)); });
   }
 };
 
 // relu(x)^2 (So et al. 2021).
 struct ReluSquare {
-  template <typename V> MEGATRON_EACH Curve<V> operator()(V x) const {
+  template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
     const V positive = x < Real<V>(0) ? V{} : x;  // NaN stays NaN
     return {positive * positive, positive + positive};
   }
 };
 
 // Calls f(the activation, pieces): a row of x has 2 pieces where a value is gated, else 1.
-template <bool kShort, typename F> MEGATRON_EACH void with_activation(int64_t activation, F f) {
+template <bool kShort, typename F> MEGATRON_BOTH void with_activation(int64_t activation, F f) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
   switch (activation) {

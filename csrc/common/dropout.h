@@ -12,7 +12,7 @@ struct Place { int64_t position, sample, head; };
 // The distances between places of a tensor, in elements.
 struct Strides {
   int64_t position, sample, head;
-  MEGATRON_EVERYWHERE int64_t at(Place place) const {
+  MEGATRON_BOTH int64_t at(Place place) const {
     return place.position * position + place.sample * sample + place.head * head;
   }
 };
@@ -30,11 +30,11 @@ struct Mask {
   uint64_t key;
   uint32_t threshold;  // the probability to drop, times 2^16
 
-  MEGATRON_EVERYWHERE int64_t rows() const { return length * batch * heads; }
-  MEGATRON_EVERYWHERE Place place(int64_t row) const {
+  MEGATRON_BOTH int64_t rows() const { return length * batch * heads; }
+  MEGATRON_BOTH Place place(int64_t row) const {
     return {row / heads / batch, row / heads % batch, row % heads};
   }
-  template <typename W> MEGATRON_EVERYWHERE Four<W> counter(W c, Place place, int64_t sample) const {
+  template <typename W> MEGATRON_BOTH Four<W> counter(W c, Place place, int64_t sample) const {
     const uint64_t number = static_cast<uint64_t>(sample), head = static_cast<uint64_t>(first_head + place.head);
     const W zero = c ^ c;
     return {{c, zero + static_cast<uint64_t>(first_position + place.position), zero + number,

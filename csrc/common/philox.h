@@ -2,11 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MEGATRON_EVERYWHERE __host__ __device__ inline
-#else
-#define MEGATRON_EVERYWHERE inline __attribute__((always_inline))
-#endif
+#include "common/both.h"
 
 namespace megatron {
 
@@ -16,11 +12,11 @@ template <typename W> struct Four { W of[4]; };
 
 // The product of the lower half of w and m, whole.
 template <typename W> struct Product {
-  static MEGATRON_EVERYWHERE W of(W w, uint32_t m) { return (w & 0xffffffff) * m; }
+  static MEGATRON_BOTH W of(W w, uint32_t m) { return (w & 0xffffffff) * m; }
 };
 
 // Puts four random words in the place of each counter; what the upper halves hold, before and after, is arbitrary.
-template <typename W, int kCount> MEGATRON_EVERYWHERE void philox(Four<W> (&counters)[kCount], uint64_t key) {
+template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[kCount], uint64_t key) {
   uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
     for (Four<W>& counter : counters) {

@@ -2,11 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MEGATRON_BOTH __host__ __device__
-#else
-#define MEGATRON_BOTH
-#endif
+#include "common/both.h"
 
 namespace megatron {
 

@@ -52,10 +52,7 @@ class CoreAttention(nn.Module):
             causal=context.attention_mask is None or context.documents is not None,
             backend=self.backend,
         )
-        return self._drop(weights, context).to(value.dtype).matmul(value)
-
-    def _drop(self, weights: Tensor, context: SequenceContext) -> Tensor:
-        return self.dropout(weights, context.sample_index, first_head=self.first_head)
+        return self.dropout(weights, context.sample_index, first_head=self.first_head).matmul(value)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,0 +1,7 @@
+// What is computed on the host and, compiled by nvcc, on the device as well.
+#pragma once
+#if defined(__CUDACC__)
+#define MEGATRON_BOTH __host__ __device__ __forceinline__
+#else
+#define MEGATRON_BOTH inline __attribute__((always_inline))
+#endif
