@@ -196,7 +196,8 @@ def test_selective_recompute_runs_attention_again(monkeypatch: pytest.MonkeyPatc
         run = tiny_run(attention_backend="unfused", **settings)
         core = run.stages[0].decoder.layers["0"].self_attention.core_attention
         seen: list[int] = []
-        monkeypatch.setattr(core, "_drop", lambda weights, context, seen=seen: seen.append(1) or weights)
+        attend = core._unfused
+        monkeypatch.setattr(core, "_unfused", lambda *given, seen=seen, attend=attend: seen.append(1) or attend(*given))
         _output(run, _first_batch(run)).sum().backward()
         counts.append(len(seen))
     assert counts == [1, 2]
