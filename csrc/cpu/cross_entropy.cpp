@@ -13,33 +13,6 @@ constexpr int64_t kBlock = 2048;
 
 template <typename T> constexpr Wide<T> kNothing = -std::numeric_limits<Wide<T>>::infinity();
 
-// The lanes of v that a row's end has, the others no maximum of anything.
-template <typename T> MEGATRON_INLINE Vec<T> or_nothing(Vec<T> v, All) { return v; }
-template <typename T> MEGATRON_INLINE Vec<T> or_nothing(Vec<T> v, Some some) {
-  Vec<T> kept = Vec<T>{} + kNothing<T>;
-  std::memcpy(&kept, &v, some.n * sizeof v[0]);
-  return kept;
-}
-
-template <typename V> MEGATRON_INLINE V larger(V a, V b) { return a > b ? a : b; }
-
-// The maximum by way of four vectors, because a comparison takes several cycles. NaN is none: it shows in the sum of
-// exponentials.
-template <typename T> Wide<T> largest(const T* row, int64_t columns) {
-  constexpr int kTurns = 4, kStep = kLanes<T>;
-  const Vec<T> nothing = Vec<T>{} + kNothing<T>;
-  Vec<T> top[kTurns] = {nothing, nothing, nothing, nothing};
-  int64_t i = 0;
-  for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
-    for (int turn = 0; turn < kTurns; ++turn) top[turn] = larger(load(row + i + turn * kStep, All{}), top[turn]);
-  }
-  for_row<T>(columns - i, [&](int64_t j, auto n) { top[0] = larger(or_nothing<T>(load(row + i + j, n), n), top[0]); });
-  const Vec<T> together = larger(larger(top[0], top[1]), larger(top[2], top[3]));
-  Wide<T> found = together[0];
-  for (int lane = 1; lane < kStep; ++lane) found = std::max(found, Wide<T>(together[lane]));
-  return found;
-}
-
 template <typename A> struct Parts { A maximum, exp_sum, sum; };
 
 template <typename T> Parts<Wide<T>> parts_of(const T* row, int64_t columns) {
@@ -47,7 +20,9 @@ template <typename T> Parts<Wide<T>> parts_of(const T* row, int64_t columns) {
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     const T* block = row + begin;
     const int64_t size = std::min(kBlock, columns - begin);
-    const Wide<T> maximum = std::max(parts.maximum, largest(block, size));
+    // NaN is no maximum: it shows in the sum of exponentials.
+    const Wide<T> maximum =
+        std::max(parts.maximum, max_row<T>(size, [=](int64_t i, auto n) { return load(block + i, n); }));
     const Wide<T> zero = maximum == kNothing<T> ? 0 : maximum;  // an infinity less itself would be NaN
     auto sums = sum_row<T, 2>(size, [=](int64_t i, auto n, Vec<T>* sums) {
       prefetch(block, size + i);

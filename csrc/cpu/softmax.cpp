@@ -33,30 +33,6 @@ template <typename N> MEGATRON_INLINE DoubleVec unless(const uint8_t* mask, int6
   return v;
 }
 
-// The largest f(i, n) of a row, in four turns as sum_row; -infinity for an empty row, and NaN is passed over. The last
-// vector of a row overlaps the one before, which changes no maximum.
-template <typename T, typename F> MEGATRON_INLINE Wide<T> max_row(int64_t columns, F f) {
-  constexpr int kTurns = 4, kStep = kLanes<T>;
-  const Vec<T> lowest = Vec<T>{} - static_cast<Wide<T>>(INFINITY);
-  Vec<T> tops[kTurns] = {lowest, lowest, lowest, lowest};
-  auto raise = [](Vec<T>& top, Vec<T> v) { top = v > top ? v : top; };
-  int64_t i = 0;
-  for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
-    for (int turn = 0; turn < kTurns; ++turn) raise(tops[turn], f(i + turn * kStep, All{}));
-  }
-  for (; i + kStep <= columns; i += kStep) raise(tops[0], f(i, All{}));
-  if (i < columns && columns > kStep) raise(tops[1], f(columns - kStep, All{}));
-  if (0 < columns && columns < kStep) {
-    Vec<T> all = f(0, Some{static_cast<int>(columns)}), counted = lowest;
-    std::memcpy(&counted, &all, columns * sizeof all[0]);
-    raise(tops[1], counted);
-  }
-  for (int turn = 1; turn < kTurns; ++turn) raise(tops[0], tops[turn]);
-  Wide<T> top = tops[0][0];
-  for (int lane = 1; lane < kStep; ++lane) top = tops[0][lane] > top ? tops[0][lane] : top;
-  return top;
-}
-
 // Where a row's exponentials stay until their sum is known: in the output, or, where that is not as wide, in memory
 // that the thread keeps for it. Rounding them first would cost accuracy; computing them twice takes 1.7 times as long.
 template <typename T> Wide<T>* room_for_exponentials(T* y, int64_t columns) {

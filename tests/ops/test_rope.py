@@ -118,10 +118,12 @@ def test_tables_need_not_be_contiguous(body: str, interleaved: bool) -> None:
 
 def test_a_projection_is_read_where_it_lies(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither query nor key of a fused projection is copied first, with several heads to a group."""
-    mixed = draw((5, 2, 3, 6, 16), torch.float32)
+    mixed, angles = draw((5, 2, 3, 6, 16), torch.float32), tables(angles_of(5, 1, 8), torch.float32)
+    parts = (mixed[..., :4, :], mixed[..., 4, :])
+    expected = [rope(part, *angles, backend="reference") for part in parts]
     monkeypatch.setattr(Tensor, "contiguous", lambda self: self if self.is_contiguous() else pytest.fail("a copy"))
-    for x in (mixed[..., :4, :], mixed[..., 4, :]):
-        rope(x, *tables(angles_of(5, 1, 8), x.dtype), backend="native")
+    for part, right in zip(parts, expected, strict=True):
+        torch.testing.assert_close(rope(part, *angles, backend="native"), right)
 
 
 @PAIRINGS

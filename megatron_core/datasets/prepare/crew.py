@@ -95,6 +95,9 @@ class Crew:
             with path.open("rb") as file:
                 yield file
             path.unlink()
+        # Parts behind the end of a stream are nobody's, and their slots free.
+        for part in [part for part in self._shelved if part < self.position]:
+            self._shelf.give_back(self._shelved.pop(part))
         self._give()
 
     def receive(self) -> list[tuple[str, list[int]]]:
