@@ -9,6 +9,7 @@ that is not timed, and medians over all rounds are compared. Prints a table and 
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from torch import Tensor
 from benchmarks.op_cases import CASES
 from benchmarks.results import Row, append
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 CONTENDERS = ("eager", "compiled", "native")
 
 
@@ -123,8 +125,21 @@ def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
     return rows
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for what is allocated next, as it does in a run that has gone on for a while.
+
+    Else it gives large blocks back to the kernel and gets them again, or does not, as they happen to lie: a call on
+    8 MiB then takes 2 ms instead of 0.4.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, ctypes.c_int(1 << 30))
+        mallopt(M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
+
+
 def main(settings: Settings) -> None:
     """Time every case and print the table, in milliseconds."""
+    keep_freed_memory()
     names = CONTENDERS if settings.compiled else ("eager", "native")
     print(f"{'ms':48}", *(f"{name:>8}" for name in CONTENDERS), "native/eager")
     for op in settings.ops:

@@ -15,30 +15,31 @@ template <typename V> using Real = typename RealOf<V>::type;
 // f(x) and f'(x).
 template <typename V> struct Curve { V value, slope; };
 
-// All but relu(x)^2 are x G(x) with G(-x) = 1 - G(x): G's tail, G(-a), and its density, G'(a), at a = |x| are enough.
+// All but relu(x)^2 are x G(x) with G(-x) = 1 - G(x): G's tail, G(-a), and the slope of a G(-a), at a = |x| are enough.
 // That the tail is computed as such, and not as a difference from 1, keeps its accuracy to where it underflows.
-template <typename V> struct Tail { V tail, density; };
+template <typename V> struct Tail { V tail, slope; };
 
 // x G(x) and its slope. From `end` on the tail is zero, and a greater a counts as `end`: infinity would make it NaN.
 template <typename F, typename V> MEGATRON_BOTH Curve<V> times_distribution(V x, int end, F distribution) {
   using R = Real<V>;
   const V a = vec_abs(x, R(end));
   const Tail<V> at = distribution(a);
-  const V slope = at.tail - a * at.density;
-  return {(x > R(0) ? x : V{}) - a * at.tail, x < R(0) ? slope : R(1) - slope};
+  return {(x > R(0) ? x : V{}) - a * at.tail, x < R(0) ? at.slope : R(1) - at.slope};
 }
 
-// exp(-a) for a >= 0; kShort, here and below: for results that are rounded to 16 bits, to 1e-5 or 1e-4 instead of 1e-7.
+// exp(-a) for a >= 0; kShort, here and below: for results that are rounded to bfloat16, to 2e-4 instead of 1e-7.
 template <bool kShort, typename V> MEGATRON_BOTH V decay(V a) {
   if constexpr (kShort) return vec_short_exp2(a * -1.44269504f);
   else return vec_decay(a);
 }
 
-// G(x) = 1 / (1 + exp(-w(x))), given w(a) and w'(a).
-template <bool kShort, typename V> MEGATRON_BOTH Tail<V> logistic_tail(V w, V slope) {
+// G(x) = 1 / (1 + exp(-w(x))), given a, w(a) and w'(a).
+template <bool kShort, typename V> MEGATRON_BOTH Tail<V> logistic_tail(V a, V w, V slope) {
   const V small = decay<kShort>(w), tail = small / (Real<V>(1) + small);
-  return {tail, (tail - tail * tail) * slope};
+  return {tail, tail - a * ((tail - tail * tail) * slope)};
 }
+
+constexpr double kNormalHeight = 0.39894228040143267794;  // of the normal density, 1 / sqrt(2 pi)
 
 // Phi(-a), given exp(-a^2 / 2): what it is of that, erfcx(a / sqrt(2)) / 2, falls slowly and smoothly, and a quotient
 // of polynomials with positive coefficients, which lose nothing, has it to 6e-9. They were fitted by least squares,
@@ -50,28 +51,32 @@ template <typename V> MEGATRON_BOTH V vec_normal_tail(V a, V gauss) {
   return gauss * (above / below);
 }
 
-// Phi(-a) for a from 0 to 14, where it ends in float, to 6e-5: 2 to the power of a polynomial, fitted as the other one.
-// It is less work, which is what takes the time in 16 bits, where there is half as much memory to wait for.
-template <typename V> MEGATRON_BOTH V short_normal_tail(V a) {
+// -log2(Phi(-a)) for a from 0 to 14, where Phi(-a) ends in float, by a polynomial fitted as the other one; Phi(-a) is
+// right to 6e-5 by that.
+template <typename V> MEGATRON_BOTH V vec_tail_exponent(V a) {
   const V b = a * a;  // even and odd powers apart, so that neither waits for the other
   const V odd = (((1.5976063e-9f * b + 4.0547056e-6f) * b + 9.8112947e-4f) * b + 0.053525165f) * b + 1.1507286f;
   const V even = (((-1.215887e-7f * b - 7.8348436e-5f) * b - 0.0084918644f) * b + 0.45932359f) * b + 1.0000489f;
-  return vec_short_exp2(-even - a * odd);
+  return even + a * odd;
+}
+
+// The slope of a Phi(-a), as accurate.
+template <typename V> MEGATRON_BOTH V vec_tail_slope(V a, V tail) {
+  return tail - a * (vec_short_exp2(a * a * -0.72134752f) * Real<V>(kNormalHeight));
 }
 
 // gelu(x) = x Phi(x) (Hendrycks and Gimpel 2016).
 template <bool kShort> struct ErfGelu {
   template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
-    using R = Real<V>;
-    const R height = R(0.39894228040143267794);  // of the density, 1 / sqrt(2 pi)
     if constexpr (kShort) {
-      return times_distribution(x, 14, [=](V a) {
-        return Tail<V>{short_normal_tail(a), vec_short_exp2(a * a * R(-0.72134752)) * height};
+      return times_distribution(x, 14, [](V a) {
+        const V tail = vec_short_exp2(-vec_tail_exponent(a));
+        return Tail<V>{tail, vec_tail_slope(a, tail)};
       });
     } else {
-      return times_distribution(x, 40, [=](V a) {
-        const V gauss = vec_gauss(a);
-        return Tail<V>{vec_normal_tail(a, gauss), gauss * height};
+      return times_distribution(x, 40, [](V a) {
+        const V gauss = vec_gauss(a), tail = vec_normal_tail(a, gauss);
+        return Tail<V>{tail, tail - a * (gauss * Real<V>(kNormalHeight))};
       });
     }
   }
@@ -83,7 +88,7 @@ template <bool kShort> struct TanhGelu {
     using R = Real<V>;
     const R first = R(1.59576912160573071176), third = first * R(0.044715);  // 2 sqrt(2 / pi)
     return times_distribution(x, 40, [=](V a) {
-      return logistic_tail<kShort>(a * (first + third * (a * a)), first + 3 * third * (a * a));
+      return logistic_tail<kShort>(a, a * (first + third * (a * a)), first + 3 * third * (a * a));
     });
   }
 };
@@ -91,7 +96,7 @@ template <bool kShort> struct TanhGelu {
 // silu(x) = x / (1 + exp(-x)) (ibid., section 2).
 template <bool kShort> struct Silu {
   template <typename V> MEGATRON_BOTH Curve<V> operator()(V x) const {
-    return times_distribution(x, 800, [](V a) { return logistic_tail<kShort>(a, V{} + Real<V>(1)); });
+    return times_distribution(x, 800, [](V a) { return logistic_tail<kShort>(a, a, V{} + Real<V>(1)); });
   }
 };
 

@@ -49,11 +49,18 @@ struct Mask {
 // global numbers of the sequences. bias and residual may be null, and so may sample_index with threshold 0, which drops
 // nothing. Where sums is not null, sums [columns] = sum over rows of what is added to the residual, by way of partial
 // [num_partials, columns]. Backward is the same function: dx of dy, with dbias as its sums.
+//
+// kept is the mask, a bit for each channel, its rows padded to a multiple of megatron_dropout_kept() channels: written
+// where draws is 1, read where it is 0. It is null, with draws 0, where threshold or megatron_dropout_kept() is 0.
 MEGATRON_API const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64_t heads, int64_t columns,
                                           const void* x, int64_t x_position, int64_t x_sample, int64_t x_head,
                                           const void* bias, const void* residual, int64_t residual_position,
                                           int64_t residual_sample, int64_t residual_head, int64_t threshold,
                                           double scale, int64_t key, const void* sample_index, int64_t first_position,
-                                          int64_t first_head, void* y, int64_t y_position, int64_t y_sample,
-                                          int64_t y_head, void* sums, void* partial, int64_t num_partials,
-                                          int64_t threads, void* stream);
+                                          int64_t first_head, void* kept, int64_t draws, void* y, int64_t y_position,
+                                          int64_t y_sample, int64_t y_head, void* sums, void* partial,
+                                          int64_t num_partials, int64_t threads, void* stream);
+
+// Whether a library keeps the mask from forward for backward, as above. A CPU does, since drawing takes it as long as all
+// the rest. A GPU, which waits for memory anyway, draws again.
+MEGATRON_API int64_t megatron_dropout_kept();

@@ -15,16 +15,25 @@ template <typename W> struct Product {
   static MEGATRON_BOTH W of(W w, uint32_t m) { return (w & 0xffffffff) * m; }
 };
 
+// The keys of the rounds. In an array they are operands in memory, for which nothing is computed.
+struct Keys {
+  uint64_t low[10], high[10];
+  MEGATRON_BOTH explicit Keys(uint64_t key) {
+    for (uint32_t round = 0; round < 10; ++round) {
+      low[round] = static_cast<uint32_t>(key) + round * 0x9E3779B9u;
+      high[round] = static_cast<uint32_t>(key >> 32) + round * 0xBB67AE85u;
+    }
+  }
+};
+
 // Puts four random words in the place of each counter; what the upper halves hold, before and after, is arbitrary.
-template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[kCount], uint64_t key) {
-  uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[kCount], const Keys& keys) {
+  MEGATRON_UNROLL
   for (int round = 0; round < 10; ++round) {
     for (Four<W>& counter : counters) {
       const W a = Product<W>::of(counter.of[0], 0xD2511F53u), b = Product<W>::of(counter.of[2], 0xCD9E8D57u);
-      counter = Four<W>{{(b >> 32) ^ counter.of[1] ^ low, b, (a >> 32) ^ counter.of[3] ^ high, a}};
+      counter = Four<W>{{(b >> 32) ^ counter.of[1] ^ keys.low[round], b, (a >> 32) ^ counter.of[3] ^ keys.high[round], a}};
     }
-    low += 0x9E3779B9u;
-    high += 0xBB67AE85u;
   }
 }
 

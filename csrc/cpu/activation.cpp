@@ -51,7 +51,7 @@ const char* megatron_bias_activation(int64_t dtype, int64_t activation, int64_t 
   if (!is_activation(activation)) return kWrongActivation;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    with_activation<sizeof(T) == 2>(activation, [=](auto f, auto pieces) {
+    with_activation<std::is_same_v<T, bf16>>(activation, [=](auto f, auto pieces) {
       constexpr int kPieces = decltype(pieces)::value;
       with_streams<T>(y, rows, columns, [=](auto stream) {
         for_rows(rows, threads, [=](int64_t row) {
@@ -70,7 +70,7 @@ const char* megatron_bias_activation_backward(int64_t dtype, int64_t activation,
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     using A = Wide<T>;
-    with_activation<sizeof(T) == 2>(activation, [=](auto f, auto pieces) {
+    with_activation<std::is_same_v<T, bf16>>(activation, [=](auto f, auto pieces) {
       constexpr int kPieces = decltype(pieces)::value;
       const int64_t width = kPieces * columns;
       with_streams<T>(dx, kPieces * rows, columns, [=](auto stream) {

@@ -15,7 +15,9 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   const Wide<T> center = values.of[0] / columns;
   auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
     prefetch(x, x_stride + i);
-    auto v = only(load(row + i, n) - center, n);
+    auto u = load(row + i, n);
+    if (kStream && residual) put<kStream>(sum + i, u, n);  // while nothing else goes to memory
+    auto v = only(u - center, n);
     sums[0] += v * v;
   });
   const Wide<T> scale = 1 / std::sqrt(squares.of[0] / columns + static_cast<Wide<T>>(epsilon));
@@ -24,7 +26,6 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   for_row<T>(columns, [=](int64_t i, auto n) {
     prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
-    if (kStream && residual) put<kStream>(sum + i, v, n);
     put<kStream>(y + i, (v - center) * scale * load(weight + i, n) + load(bias + i, n), n);
   });
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <initializer_list>
 
+#include "cpu/normal_table.h"
 #include "cpu/vec.h"
 
 namespace megatron {
@@ -72,7 +73,7 @@ MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
 MEGATRON_INLINE DoubleVec vec_decay(DoubleVec v) { return vec_exp(-v); }
 MEGATRON_INLINE FloatVec vec_decay(FloatVec v) { return exp_within(vec_at_least(-v, -104.0f), FloatVec{}); }
 
-// 2^v for v <= 0 to 3e-6, enough for what is rounded to 16 bits: 2^n 2^r, n being the integer below v, and 2^r by the
+// 2^v for v <= 0 to 8e-5, enough for what is rounded to 16 bits: 2^n 2^r, n being the integer below v, and 2^r by the
 // polynomial that is the best for 0 <= r <= 1.
 MEGATRON_INLINE FloatVec vec_short_exp2(FloatVec v) {
 #if defined(__AVX512F__)
@@ -81,7 +82,7 @@ MEGATRON_INLINE FloatVec vec_short_exp2(FloatVec v) {
   v = vec_at_least(v, -150.0f);
   FloatVec shifted = v - 0.5f + kRound, r = v - (shifted - kRound);
 #endif
-  FloatVec series = ((0.013534167f * r + 0.05201146f) * r + 0.24144276f) * (r * r) + (0.69300383f * r + 1.0000026f);
+  FloatVec series = ((0.07802452f * r + 0.22606716f) * r + 0.6958335f) * r + 0.999925f;
 #if defined(__AVX512F__)
   return (FloatVec)_mm512_scalef_ps((__m512)series, (__m512)v);  // by 2^n, too
 #else

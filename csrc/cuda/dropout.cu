@@ -8,12 +8,14 @@ using namespace megatron;
 // The most packs of x, of the residual and of the sums that a thread can hold without spills.
 constexpr int kThreads = 512, kHeld = 4;
 
+int64_t megatron_dropout_kept() { return 0; }
+
 const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64_t heads, int64_t columns,
                              const void* x, int64_t x_position, int64_t x_sample, int64_t x_head, const void* bias,
                              const void* residual, int64_t residual_position, int64_t residual_sample,
                              int64_t residual_head, int64_t threshold, double scale, int64_t key,
-                             const void* sample_index, int64_t first_position, int64_t first_head, void* y,
-                             int64_t y_position, int64_t y_sample, int64_t y_head, void* sums, void* partial,
+                             const void* sample_index, int64_t first_position, int64_t first_head, void*, int64_t,
+                             void* y, int64_t y_position, int64_t y_sample, int64_t y_head, void* sums, void* partial,
                              int64_t num_partials, int64_t, void* stream) {
   const Mask mask{length,     batch, heads, first_position, first_head, static_cast<uint64_t>(key),
                   static_cast<uint32_t>(threshold)};

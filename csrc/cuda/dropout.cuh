@@ -9,7 +9,7 @@ namespace megatron {
 template <int N>
 __device__ inline void draw(const Mask& mask, Place place, int64_t sample, int64_t i, uint32_t (&halves)[N]) {
   Four<uint64_t> words[1] = {mask.counter(static_cast<uint64_t>(i / 8), place, sample)};
-  philox(words, mask.key);
+  philox(words, Keys(mask.key));
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     const int64_t half = N == 8 ? k : i % 8 + k;

@@ -32,7 +32,7 @@ def bias_dropout_add(
     or attention weights ``[b, heads, s, t]`` whose first head is ``first_head``; ``bias`` is ``[h]`` or ``[t]``;
     ``sample_index`` ``[b]`` has the sequences' global numbers as int64, and is not needed where p is 0. What is absent
     is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is rounded to a multiple
-    of 2^-16; every body draws the same, so the mask is not kept for backward, which draws it again.
+    of 2^-16; every body draws the same. For backward the CPU body keeps one bit of an element, and the CUDA body nothing.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
@@ -41,7 +41,8 @@ def bias_dropout_add(
     if serving("dropout", backend, x.device.type, x.dtype) == "reference":
         _check(x, bias, residual, p, sample_index)
         return reference.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
-    return torch.ops.megatron_core.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
+    given = x, bias, residual, p, key, sample_index, first_position, first_head
+    return torch.ops.megatron_core.bias_dropout_add(*given)[0]
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sample_index: Tensor | None) -> None:
@@ -70,19 +71,22 @@ def _bias_dropout_add(
     sample_index: Tensor | None,
     first_position: int,
     first_head: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """-> (y, what of the mask is kept for backward)."""
     _check(x, bias, residual, p, sample_index)
-    y, _ = _run(x, bias, residual, p, key, sample_index, first_position, first_head, sums=False)
-    return y
+    kept = _room_for_kept(x, p)
+    y, _ = _run(x, bias, residual, p, key, sample_index, first_position, first_head, kept, draws=True, sums=False)
+    return y, kept
 
 
 @torch.library.custom_op("megatron_core::bias_dropout_add_backward", mutates_args=())
 def _bias_dropout_add_backward(
-    dy: Tensor, p: float, key: int, sample_index: Tensor | None, first_position: int, first_head: int, sums: bool
+    dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
     _check(dy, None, None, p, sample_index)
-    return _run(dy, None, None, p, key, sample_index, first_position, first_head, sums=sums)
+    given = dy, None, None, p, key, sample_index, first_position, first_head, kept
+    return _run(*given, draws=False, sums=sums)
 
 
 def _run(
@@ -94,7 +98,9 @@ def _run(
     sample_index: Tensor | None,
     first_position: int,
     first_head: int,
+    kept: Tensor,
     *,
+    draws: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (y, the sum of its rows or nothing)."""
@@ -107,6 +113,7 @@ def _run(
         *(x.dtype, *rows.shape, rows, *rows.stride()[:-1]),
         *(None if bias is None else bias.contiguous(), added, *((0, 0, 0) if added is None else added.stride()[:-1])),
         *(threshold(p), scale(p), key, None if p == 0 else sample_index.contiguous(), first_position, first_head),
+        *((kept, draws) if len(kept) else (None, False)),
         *(y, *_by_places(y).stride()[:-1], total if sums else None, partial, 0 if partial is None else len(partial)),
     )
     return y, total
@@ -116,6 +123,13 @@ def _by_places(x: Tensor) -> Tensor:
     """``x`` as ``[s, b, heads, channels]``; a view, unless its channels lie apart."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.unsqueeze(2) if x.dim() == 3 else x.permute(2, 0, 1, 3)
+
+
+def _room_for_kept(x: Tensor, p: float) -> Tensor:
+    """Memory for a bit of each element, where the library keeps them; rows padded as csrc/common/dropout.h says."""
+    padding = native.library(x.device.type).megatron_dropout_kept() if threshold(p) else 0
+    row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
+    return x.new_empty(x.shape[:-1].numel() * row, dtype=torch.uint8)
 
 
 def _sums_of(x: Tensor, wanted: bool) -> Tensor:
@@ -132,30 +146,31 @@ def _(
     sample_index: Tensor | None,
     first_position: int,
     first_head: int,
-) -> Tensor:
-    return x.new_empty(x.shape)
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _room_for_kept(x, p)
 
 
 @_bias_dropout_add_backward.register_fake
 def _(
-    dy: Tensor, p: float, key: int, sample_index: Tensor | None, first_position: int, first_head: int, sums: bool
+    dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), _sums_of(dy, sums)
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     _, _, _, ctx.p, ctx.key, sample_index, *ctx.first = inputs
-    ctx.save_for_backward(sample_index)
+    ctx.save_for_backward(sample_index, output[1])
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     of_x, of_bias, of_residual = ctx.needs_input_grad[:3]
     dx, dbias = None, None
     if ctx.p == 0:
         dx, dbias = dy, dy.flatten(0, -2).sum(0) if of_bias else None
     elif of_x or of_bias:
+        sample_index, kept = ctx.saved_tensors
         dx, sums = torch.ops.megatron_core.bias_dropout_add_backward(
-            dy, ctx.p, ctx.key, *ctx.saved_tensors, *ctx.first, of_bias
+            dy, ctx.p, ctx.key, sample_index, *ctx.first, kept, of_bias
         )
         dbias = sums if of_bias else None
     return dx, dbias, dy if of_residual else None, *[None] * 5
