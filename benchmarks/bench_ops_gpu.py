@@ -72,10 +72,18 @@ def size(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def names_of(op: str, dtype: torch.dtype) -> list[str]:
-    """Who can compute an operation here."""
-    there = [name for name, library in LIBRARIES.items() if op.removeprefix("add_") in library.OPS]
-    return ["eager", "compiled", "native", *(n for n in there if LIBRARIES[n].why_not("cuda", dtype) is None)]
+def names_of(case: Case) -> list[str]:
+    """Who can compute a case here: another library where it is there and serves the very call that is timed."""
+    timed = CASES[case.op]
+    deciding = timed.deciding(*timed.inputs(*case.shape, case.dtype))
+    there = [
+        name
+        for name, library in LIBRARIES.items()
+        if library.covers(timed.op, case.dtype)
+        and library.why_not(timed.op, "cuda", case.dtype) is None
+        and library.fits(timed.op, *deciding)
+    ]
+    return ["eager", "compiled", "native", *there]
 
 
 def measure(case: Case, name: str, repeats: int) -> dict[str, tuple[float, float]]:
@@ -124,7 +132,7 @@ def main(settings: Settings) -> int:
         for columns in settings.columns:
             for dtype in (getattr(torch, name) for name in settings.dtypes):
                 case = Case(op, (settings.elements // columns, columns), dtype, threads=1)
-                found = {name: measure(case, name, settings.repeats) for name in names_of(op, dtype)}
+                found = {name: measure(case, name, settings.repeats) for name in names_of(case)}
                 rows += report(case, found, copy)
     if settings.keep:
         append("bench_ops_gpu", rows, device=device)

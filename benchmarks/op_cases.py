@@ -26,6 +26,10 @@ class OpCase:
     """Takes the tensors and ``backend``; -> the output or a tuple of outputs."""
     inputs: Callable[[int, int, torch.dtype], list[Tensor]]
     """Its tensors for so many rows and columns of a dtype; gradients are wanted of those that require them."""
+    op: str
+    """The operation's name in ``ops.backend``."""
+    deciding: Callable[..., tuple] = lambda *tensors: ()
+    """Of its tensors, the arguments that decide whether another library takes the call (``ops.backend``)."""
     limit: float = 0.8
     """What the time may be as a part of torch eager's."""
     eager: Callable | None = None
@@ -37,14 +41,14 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def norm(function: Callable, *, rows: int, parameters: int, limit: float = 0.8) -> OpCase:
+def norm(function: Callable, op: str, *, rows: int, parameters: int, limit: float = 0.8) -> OpCase:
     """A norm of the sum of so many tensors."""
 
     def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
         of_rows = [random(length, columns, dtype=dtype) for _ in range(rows)]
         return of_rows + [random(columns, dtype=dtype) for _ in range(parameters)]
 
-    return OpCase(lambda *tensors, backend: function(*tensors, EPSILON, backend=backend), inputs, limit)
+    return OpCase(lambda *tensors, backend: function(*tensors, EPSILON, backend=backend), inputs, op, limit=limit)
 
 
 def eager_softmax(scores: Tensor, mask: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def softmax(*, causal: bool) -> OpCase:
             return eager_softmax(scores, mask)
         return ops.attention_softmax(scores, None if causal else mask, scale=SCALE, causal=causal, backend=backend)
 
-    return OpCase(function, inputs)
+    return OpCase(function, inputs, "softmax", lambda scores, mask: (scores, None if causal else mask, causal, None))
 
 
 def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -112,25 +116,35 @@ def activation(kind: str) -> OpCase:
     def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
         return [random(length, columns, dtype=dtype), random(columns, dtype=dtype)]
 
-    return OpCase(lambda x, bias, backend: ops.bias_activation(x, bias, kind, backend=backend), inputs)
+    def function(x: Tensor, bias: Tensor, *, backend: str) -> Tensor:
+        return ops.bias_activation(x, bias, kind, backend=backend)
+
+    return OpCase(function, inputs, "activation", lambda x, _: (x, kind))
 
 
 CASES = {
-    "rms_norm": norm(ops.rms_norm, rows=1, parameters=1),
-    "layer_norm": norm(ops.layer_norm, rows=1, parameters=2, limit=1.0),  # eager does it in one pass as well
-    "add_rms_norm": norm(ops.add_rms_norm, rows=2, parameters=1),
-    "add_layer_norm": norm(ops.add_layer_norm, rows=2, parameters=2),
+    "rms_norm": norm(ops.rms_norm, "rms_norm", rows=1, parameters=1),
+    "layer_norm": norm(ops.layer_norm, "layer_norm", rows=1, parameters=2, limit=1.0),  # eager does it in one pass too
+    "add_rms_norm": norm(ops.add_rms_norm, "rms_norm", rows=2, parameters=1),
+    "add_layer_norm": norm(ops.add_layer_norm, "layer_norm", rows=2, parameters=2),
     "causal_softmax": softmax(causal=True),
     "masked_softmax": softmax(causal=False),
-    "rope": OpCase(lambda x, cos, sin, *_, backend: ops.rope(x, cos, sin, backend=backend), rope, eager=eager_rope),
+    "rope": OpCase(
+        lambda x, cos, sin, *_, backend: ops.rope(x, cos, sin, backend=backend),
+        rope,
+        "rope",
+        lambda x, cos, sin, *_: (x, cos, sin, False),
+        eager=eager_rope,
+    ),
     "bias_dropout_add": OpCase(
         lambda x, bias, residual, sample, backend: ops.bias_dropout_add(
             x, bias, residual, P, 1, sample, backend=backend
         ),
         bias_dropout_add,
+        "dropout",
         eager=lambda x, bias, residual, sample: residual + functional.dropout(x + bias, P),
     ),
-    "cross_entropy": OpCase(cross_entropy, logits_and_target, eager=eager_cross_entropy),
+    "cross_entropy": OpCase(cross_entropy, logits_and_target, "cross_entropy", eager=eager_cross_entropy),
     "bias_gelu": activation("gelu"),
     "bias_gelu_tanh": activation("gelu_tanh"),
     "bias_squared_relu": activation("squared_relu"),

@@ -99,10 +99,15 @@ def kernels() -> Iterator[str]:
 
 
 def other_libraries() -> Iterator[str]:
-    """Of each other library whose operations can be chosen, whether it is there."""
+    """Of each other library whose operations can be chosen, whether it is there, and which it takes in part."""
     for name, library in LIBRARIES.items():
-        obstacle = library.why_not("cuda", torch.bfloat16)
-        yield f"--kernel-backend {name}, for {', '.join(library.OPS)} on cuda: {obstacle or 'there'}"
+        states: dict[str, list[str]] = {}
+        for op in library.OPS:
+            states.setdefault(library.why_not(op, "cuda", torch.bfloat16) or "there", []).append(op)
+        for state, ops in states.items():
+            part = ", ".join(op for op in ops if op in library.LIMITED)
+            limits = f"; of {part} it takes some calls only, see docs/kernels.md" if part and state == "there" else ""
+            yield f"--kernel-backend {name}, for {', '.join(ops)} on cuda: {state}{limits}"
 
 
 def serving(op: str, device_type: str, dtype: torch.dtype) -> str:

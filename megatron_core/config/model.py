@@ -60,8 +60,8 @@ class ModelConfig:
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
     kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = "auto"
     """Body of the fused operations: auto takes the compiled one where there is one for the device and data type, native
-    insists on it, reference takes PyTorch's own; apex and transformer_engine take these libraries' norms, auto for the
-    rest."""
+    insists on it, reference takes PyTorch's own; apex and transformer_engine take what these libraries have, auto for
+    the rest."""
     cross_entropy_loss_fusion: bool = False
     """Let --cross-entropy-fusion-impl say how the loss is computed; without it, it is native."""
     cross_entropy_fusion_impl: Literal["native", "linear"] = "native"

@@ -37,6 +37,7 @@ def build_stages(
         params_dtype=getattr(torch, config.training.compute_dtype),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         perform_initialization=initialise,
+        kernel_backend=config.model.kernel_backend,
         device=device,
     )
     stages: dict[int, GPTModel] = {}

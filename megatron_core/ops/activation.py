@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients
 
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
@@ -51,9 +51,10 @@ def bias_geglu(
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
     """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first
     half is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``."""
-    if serving("activation", backend, x.device.type, x.dtype) == "reference":
+    body = serving_call("activation", backend, x, x, kind)
+    if body != "native":
         _check("bias_activation", x, bias, kind)
-        return reference.bias_activation(x, bias, kind)
+        return plain(body).bias_activation(x, bias, kind)
     return torch.ops.megatron_core.bias_activation(x, bias, kind)
 
 

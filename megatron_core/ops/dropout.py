@@ -32,7 +32,7 @@ def bias_dropout_add(
     or attention weights ``[b, heads, s, t]`` whose first head is ``first_head``; ``bias`` is ``[h]`` or ``[t]``;
     ``sample_index`` ``[b]`` has the sequences' global numbers as int64, and is not needed where p is 0. What is absent
     is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is rounded to a multiple
-    of 2^-16; every body draws the same. For backward the CPU body keeps one bit of an element, and the CUDA body nothing.
+    of 2^-16; every body draws the same. For backward the CPU body keeps a bit of an element and the CUDA body nothing.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving_call
 
 CHUNK = 16384
 """Elements that are one piece of work: enough to hide that it is dealt out, and 20 M of them still feed every GPU."""
@@ -31,18 +31,20 @@ def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Ten
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     _check("squared_norm", tensors=tensors)
-    if _serving(tensors, backend) == "reference":
-        return reference.squared_norm(tensors)
+    body = _serving(tensors, backend)
+    if body != "native":
+        return plain(body).squared_norm(tensors)
     return torch.ops.megatron_core.squared_norm(tensors)
 
 
 def scale_(tensors: Sequence[Tensor], factor: float, *, backend: Backend = "auto") -> None:
     """x = factor * x for all tensors, in place."""
     _check("scale_", tensors=tensors)
-    if tensors and _serving(tensors, backend) == "native":
+    body = _serving(tensors, backend) if tensors else "reference"
+    if body == "native":
         torch.ops.megatron_core.scale_(tensors, factor)
     else:
-        reference.scale_(tensors, factor)
+        plain(body).scale_(tensors, factor)
 
 
 def adamw_(
@@ -75,9 +77,10 @@ def adamw_(
     _check("adamw_", **lists)
     _check_adamw(lists)
     beta1, beta2 = betas
-    if not weights or _serving(weights, backend) == "reference":
+    body = _serving(weights, backend) if weights else "reference"
+    if body != "native":
         rates = {"beta1": beta1, "beta2": beta2, "eps": epsilon, "lr": lr, "weight_decay": weight_decay}
-        reference.adamw_(*lists.values(), step=step, factor=factor, **rates)
+        plain(body).adamw_(*lists.values(), step=step, factor=factor, **rates)
         return
     torch.ops.megatron_core.adamw_(
         *lists.values(),
@@ -152,7 +155,7 @@ def _table(*lists: Sequence[Tensor] | None) -> Tensor:
 
 
 def _serving(tensors: Sequence[Tensor], backend: Backend) -> str:
-    return serving("multi_tensor", backend, tensors[0].device.type, tensors[0].dtype)
+    return serving_call("multi_tensor", backend, tensors[0], tensors)
 
 
 def _check(op: str, **lists: Sequence[Tensor]) -> None:

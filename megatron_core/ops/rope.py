@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.rows import wide
 
 
@@ -25,9 +25,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
     same row. They get no gradient. ``x`` is read where it lies, whatever its strides.
     Source: Su et al. 2021, section 3.4.2.
     """
-    if serving("rope", backend, x.device.type, x.dtype) == "reference":
+    body = serving_call("rope", backend, x, x, cos, sin, interleaved)
+    if body != "native":
         _check(x, cos, sin)
-        return reference.rope(x, cos, sin, interleaved)
+        return plain(body).rope(x, cos, sin, interleaved)
     return torch.ops.megatron_core.rope(x, cos, sin, interleaved, False)
 
 

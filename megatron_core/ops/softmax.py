@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.rows import refuse_gradients
 
 
@@ -31,9 +31,10 @@ def attention_softmax(
     its gradient. Keys after a query and before its window are not read.
     Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
-    if serving("softmax", backend, scores.device.type, scores.dtype) == "reference":
+    body = serving_call("softmax", backend, scores, scores, mask, causal, window)
+    if body != "native":
         _check(scores, mask, window)
-        return reference.attention_softmax(scores, mask, scale, causal, window)
+        return plain(body).attention_softmax(scores, mask, scale, causal, window)
     return torch.ops.megatron_core.attention_softmax(scores, mask, scale, causal, window)
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_core.ops.backend import LIBRARIES, Backend, library_serves
 
-def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+
+def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, backend: Backend = "auto") -> None:
     """main_grad_OI += grad_y_TO^T x_TI, without rounding the product to fewer bits than ``main_grad`` has.
 
-    T tokens, O output and I input features; ``grad_y`` and ``x`` are of one dtype, ``main_grad`` of that or wider.
+    T tokens, O output and I input features; ``grad_y`` and ``x`` are of one dtype, ``main_grad`` of that or wider. All
+    bodies but another library's are torch's products.
     """
+    if library_serves("weight_grad", backend, x.device.type, x.dtype):
+        library = LIBRARIES[backend]
+        if library.fits("weight_grad", main_grad, x):
+            library.accumulate_weight_grad_(main_grad, grad_y, x)
+            return
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
     elif x.device.type == "cuda":

@@ -105,7 +105,7 @@ class ColumnParallelLinear(_ParallelLayer):
         if weight is None:
             raise LayoutError("this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
-        output = parallel_linear(input_, weight, bias, self.comm)
+        output = parallel_linear(input_, weight, bias, self.comm, backend=self.config.kernel_backend)
         if self.gather_output:
             output = gather_channels(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -149,7 +149,7 @@ class RowParallelLinear(_ParallelLayer):
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
-        output = parallel_linear(input_, self.weight, None)
+        output = parallel_linear(input_, self.weight, None, backend=self.config.kernel_backend)
         combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
         output = combine(output, self.tp_group)
         if self.bias is None or self.skip_bias_add:

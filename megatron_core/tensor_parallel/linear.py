@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.ops import accumulate_weight_grad_
+from megatron_core.ops import Backend, accumulate_weight_grad_
 from megatron_core.parallel.collectives import (
     Done,
     start_all_reduce,
@@ -38,37 +38,46 @@ class LinearComm:
 NO_COMM = LinearComm(LocalGroup())
 
 
-def parallel_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
+def parallel_linear(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM, *, backend: Backend = "auto"
+) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
     If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none. If it has a ``grad_queue``
-    that collects (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs.
+    that collects (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend`` says
+    who adds to the ``main_grad``.
     """
-    return _ParallelLinear.apply(x, weight, bias, comm)
+    return _ParallelLinear.apply(x, weight, bias, comm, backend)
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, comm):
+    def forward(ctx, x, weight, bias, comm, backend):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd notices if it has changed by then
         # A recomputed forward hands backward another tensor for the weight, without its main_grad and grad_queue.
-        ctx.weight, ctx.comm, ctx.has_bias = weight, comm, bias is not None
+        ctx.weight, ctx.comm, ctx.backend, ctx.has_bias = weight, comm, backend, bias is not None
         return nn.functional.linear(gather_input(x, comm), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, comm = ctx.weight, ctx.comm
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight, comm, backend = ctx.weight, ctx.comm, ctx.backend
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        if needs_weight and _is_put_off(weight, x, grad_y, comm):
+        if needs_weight and _is_put_off(weight, x, grad_y, comm, backend):
             needs_weight = False
-        grad_x, grad_weight = _input_and_weight_grads(grad_y, x, weight, comm, needs_x, needs_weight)
-        return grad_x, grad_weight, grad_bias, None
+        grad_x, grad_weight = _input_and_weight_grads(grad_y, x, weight, comm, backend, needs_x, needs_weight)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _input_and_weight_grads(
-    grad_y: Tensor, x: Tensor, weight: nn.Parameter, comm: LinearComm, needs_x: bool, needs_weight: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: nn.Parameter,
+    comm: LinearComm,
+    backend: Backend,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, what one communicates overlapping with what the other computes."""
     gathering: Done = Done()
@@ -78,20 +87,20 @@ def _input_and_weight_grads(
     gathering.wait()
     if not comm.overlap:
         reducing.wait()
-    grad_weight = weight_grad(weight, x, grad_y) if needs_weight else None
+    grad_weight = weight_grad(weight, x, grad_y, backend) if needs_weight else None
     if comm.overlap:
         reducing.wait()
     return grad_x, grad_weight
 
 
-def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm) -> bool:
+def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, backend: Backend) -> bool:
     """Leave the weight gradient to the queue that a split backward has attached to ``weight``, if there is one."""
     queue = getattr(weight, "grad_queue", None)
     if queue is None or not queue.is_collecting:
         return False
 
     def job() -> None:
-        grad = weight_grad(weight, gather_input(x, comm), grad_y)
+        grad = weight_grad(weight, gather_input(x, comm), grad_y, backend)
         if grad is not None:  # no main_grad: it goes where autograd would have put it
             weight.grad = grad if weight.grad is None else weight.grad + grad
 
@@ -121,11 +130,11 @@ def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor
     return grad_x, Done()
 
 
-def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
+def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backend) -> Tensor | None:
     """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` (and None returned) where there is one."""
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)
-    accumulate_weight_grad_(main_grad, flat_grad, flat_x)
+    accumulate_weight_grad_(main_grad, flat_grad, flat_x, backend=backend)
     return None

@@ -56,12 +56,12 @@ def linear_cross_entropy(
     most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
     pieces = max(-(-target.numel() // most), 1)
     tokens = max(-(-target.numel() // pieces), 1)  # as good as the same for each piece
-    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens)
+    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens, backend)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, target, loss, comm, tokens):
+    def forward(ctx, hidden, weight, target, loss, comm, tokens, backend):
         x = gather_input(hidden, comm)
         parts = [
             loss.parts(nn.functional.linear(x_piece, weight), ids)
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, statistics = loss.joined(torch.cat(parts, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
         # A recomputed forward hands backward another tensor for the weight, without its main_grad.
-        ctx.weight, ctx.loss, ctx.comm, ctx.tokens = weight, loss, comm, tokens
+        ctx.weight, ctx.loss, ctx.comm, ctx.tokens, ctx.backend = weight, loss, comm, tokens, backend
         return losses.view(target.shape)
 
     @staticmethod
@@ -87,11 +87,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_x:
                 torch.mm(grad_y, weight, out=_flat(grad_x)[number * ctx.tokens :][: len(ids)])
             if needs_weight:
-                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y))
+                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y, ctx.backend))
         if needs_x:
             grad_x, reducing = start_input_grad_reduction(grad_x, ctx.comm)
             reducing.wait()
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_core.ops import Backend
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
@@ -21,5 +23,7 @@ class ModelParallelConfig:
     """Draw the weights when a layer is made; False leaves them to the caller."""
     variable_seq_lengths: bool = False
     """Micro-batches have sequences of different lengths, which only their messages tell the next pipeline stage."""
+    kernel_backend: Backend = "auto"
+    """Body of the operation that adds a weight gradient to a main gradient, as the flag of this name."""
     device: torch.device | str = "cpu"
     """Where the weights lie."""

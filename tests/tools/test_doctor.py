@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_core.ops import native
+from megatron_core.ops.backend import LIBRARIES
 from megatron_core.verify.ranks import RankFailure
 from tests.ops import libraries
 from tools import doctor
@@ -28,8 +29,8 @@ def test_the_doctor_as_users_start_it() -> None:
     assert "Warning" not in result.stderr
     for op in ("rms_norm", "layer_norm"):
         assert f"{op} on cpu" in result.stdout
-    for library in ("apex", "transformer_engine"):
-        assert f"--kernel-backend {library}, for layer_norm, rms_norm on cuda: " in result.stdout
+    for name, library in LIBRARIES.items():
+        assert f"--kernel-backend {name}, for {', '.join(library.OPS)} on cuda: " in result.stdout
 
 
 def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,6 +50,18 @@ def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatc
 def test_what_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.use(libraries.cpu(), monkeypatch)
     assert doctor.serving("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
+
+
+def test_the_parts_that_a_library_serves_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        LIBRARIES["apex"], "why_not", lambda op, device_type, dtype: (op == "rope" and "no rope") or None
+    )
+    said = [line for line in doctor.other_libraries() if "apex" in line]
+    assert said == [
+        "--kernel-backend apex, for layer_norm, multi_tensor, rms_norm, softmax, weight_grad on cuda: there; of "
+        "multi_tensor, softmax, weight_grad it takes some calls only, see docs/kernels.md",
+        "--kernel-backend apex, for rope on cuda: no rope",
+    ]
 
 
 def test_wrong_and_failed_collectives_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
