@@ -13,6 +13,9 @@ from megatron_core.parallel.groups import Group
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 
+SHARD_MULTIPLE = 8
+"""Elements of which a shard has a whole multiple, so that each begins at 16 bytes, which kernels read at once."""
+
 
 @dataclass(frozen=True)
 class BucketKind:
@@ -42,8 +45,8 @@ class Bucket:
     """Parameters that lie one after another in one flat buffer, and their gradients in another.
 
     ``parameter.data`` becomes a view of ``weights`` and ``parameter.main_grad`` a view of ``grads`` (float32 for 16-bit
-    weights). The end is padded so that the data-parallel ranks' shards are equal. With ``sharded`` this rank owns
-    ``shard``, one of those parts; otherwise ``shard`` is the whole bucket.
+    weights). The end is padded so that the data-parallel ranks' shards are equal and begin at 16 bytes. With
+    ``sharded`` this rank owns ``shard``, one of those parts; otherwise ``shard`` is the whole bucket.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class Bucket:
         self.kind, self.stage, self.dp_group, self.sharded = kind, stage, dp_group, sharded
         first = self.parameters[0]
         numel = sum(p.numel() for p in self.parameters)
-        padded = -(-numel // dp_group.size()) * dp_group.size()
+        step = dp_group.size() * SHARD_MULTIPLE
+        padded = -(-numel // step) * step
         grad_dtype = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)

@@ -55,6 +55,7 @@ def test_shards_are_equal_and_cover_everything() -> None:
     for left, right in zip(*shards, strict=True):
         assert left.weight_shard.numel() == right.weight_shard.numel()
         assert left.shard.stop == right.shard.start
+        assert left.shard.stop % 8 == 0  # 16 bytes of the narrowest type
         covered = [(name, i) for b in (left, right) for name, _, a, z, _ in b.pieces() for i in range(a, z)]
         assert len(covered) == len(set(covered)) == sum(p.numel() for p in left.parameters)
 
