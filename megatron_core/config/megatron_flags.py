@@ -139,7 +139,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     profile_ranks profile_step_end profile_step_start q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
     qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu record_memory_history
     relative_attention_max_distance relative_attention_num_buckets replication
-    rope_scaling_factor rotary_interleaved rotary_scaling_factor
+    rope_scaling_factor rotary_scaling_factor
     rotary_seq_len_interpolation_factor save_retain_interval sft sgd_momentum skip_train spec
     start_eval_at_iter start_weight_decay step_batch_size_schedule test_mode
     tokenizer_metadata tp_comm_overlap_cfg trust_remote_code use_checkpoint_args

@@ -32,6 +32,8 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Fraction of each head's channels that rotate."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels together, as RoFormer and GPT-J do; default channel i and the one half a head on."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5

@@ -26,6 +26,7 @@ MEANING = (
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
+    "rotary_interleaved",
     "norm_epsilon",
     "swiglu",
     "geglu",

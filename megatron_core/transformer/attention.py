@@ -67,7 +67,7 @@ class SelfAttention(nn.Module):
             skip_bias_add=True,
             tp_group=tp_group,
         )
-        self.backend = config.kernel_backend
+        self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
         if config.position_embedding_type == "rope":
             weight = self.linear_qkv.weight
             serving("rope", self.backend, weight.device.type, weight.dtype)  # fails now, not at the first step
@@ -77,7 +77,9 @@ class SelfAttention(nn.Module):
         bias of the last matrix, if it has one, is left to be added."""
         query, key, value = self._query_key_value(hidden)
         if context.rotary is not None:
-            query, key = (rope(x, *context.rotary, backend=self.backend) for x in (query, key))
+            cos, sin = context.rotary
+            turned = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
+            query, key = turned(query), turned(key)
         query = query.flatten(2, 3)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)

@@ -1,4 +1,4 @@
-"""Rotary positions: channel i and channel i + r/2 turn by position * base^(-2i/r) (Su et al. 2021, section 3.4.2)."""
+"""Rotary positions: the channels of pair i turn by position * base^(-2i/r) (Su et al. 2021, section 3.4.2)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,27 +115,57 @@ def test_llama(groups: int) -> None:
         num_query_groups=groups if groups < HEADS else None,
     )
 
-    def pairs(of) -> dict[str, Tensor]:
-        found = {
-            "embedding.word_embeddings.weight": of(theirs.model.embed_tokens.weight),
-            "decoder.final_layernorm.weight": of(theirs.model.norm.weight),
-            "output_layer.weight": of(theirs.lm_head.weight),
-        }
-        for n, block in enumerate(theirs.model.layers):
-            layer, attention, mlp = f"decoder.layers.{n}.", block.self_attn, block.mlp
-            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            found |= {
-                f"{layer}input_layernorm.weight": of(block.input_layernorm.weight),
-                f"{layer}pre_mlp_layernorm.weight": of(block.post_attention_layernorm.weight),
-                f"{layer}self_attention.linear_qkv.weight": _fuse(*(of(p.weight) for p in projections), groups),
-                f"{layer}self_attention.linear_proj.weight": of(attention.o_proj.weight),
-                f"{layer}mlp.linear_fc1.weight": torch.cat([of(mlp.gate_proj.weight), of(mlp.up_proj.weight)]),
-                f"{layer}mlp.linear_fc2.weight": of(mlp.down_proj.weight),
-            }
-        return found
+    _compare(ours, theirs, _llama_pairs(theirs, groups, Tensor.detach), tolerance)
+    _same_gradients(ours, _llama_pairs(theirs, groups, lambda x: x.grad), tolerance)
 
-    _compare(ours, theirs, pairs(lambda x: x.detach()), tolerance)
-    _same_gradients(ours, pairs(lambda x: x.grad), tolerance)
+
+def test_glm() -> None:
+    """Pairs of neighbouring channels turn, of half the channels of a head; two query heads share a key and value."""
+    groups = 2
+    config = transformers.GlmConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, head_dim=8,
+        num_attention_heads=HEADS, num_key_value_heads=groups, max_position_embeddings=LENGTH, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, attention_bias=False, attention_dropout=0.0, pad_token_id=0,
+    )  # fmt: skip
+    tolerance = 2e-6  # as Llama's
+    torch.manual_seed(0)
+    theirs = transformers.GlmForCausalLM(config).double()
+    ours = _ours(
+        position_embedding_type="rope",
+        rotary_interleaved=True,
+        rotary_percent=0.5,
+        normalization="RMSNorm",
+        swiglu=True,
+        ffn_hidden_size=48,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        group_query_attention=True,
+        num_query_groups=groups,
+    )
+    _compare(ours, theirs, _llama_pairs(theirs, groups, Tensor.detach), tolerance)
+    _same_gradients(ours, _llama_pairs(theirs, groups, lambda x: x.grad), tolerance)
+
+
+def _llama_pairs(theirs: torch.nn.Module, groups: int, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """By our names, ``of`` each weight of a model that is built like Llama."""
+    found = {
+        "embedding.word_embeddings.weight": of(theirs.model.embed_tokens.weight),
+        "decoder.final_layernorm.weight": of(theirs.model.norm.weight),
+        "output_layer.weight": of(theirs.lm_head.weight),
+    }
+    for n, block in enumerate(theirs.model.layers):
+        layer, attention, mlp = f"decoder.layers.{n}.", block.self_attn, block.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_and_value = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+        found |= {
+            f"{layer}input_layernorm.weight": of(block.input_layernorm.weight),
+            f"{layer}pre_mlp_layernorm.weight": of(block.post_attention_layernorm.weight),
+            f"{layer}self_attention.linear_qkv.weight": _fuse(*(of(p.weight) for p in projections), groups),
+            f"{layer}self_attention.linear_proj.weight": of(attention.o_proj.weight),
+            f"{layer}mlp.linear_fc1.weight": torch.cat([of(p.weight) for p in gate_and_value]),
+            f"{layer}mlp.linear_fc2.weight": of(mlp.down_proj.weight),
+        }
+    return found
 
 
 def _same_gradients(ours: GPTModel, expected: dict[str, Tensor], tolerance: float) -> None:
