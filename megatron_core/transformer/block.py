@@ -18,7 +18,8 @@ from megatron_core.transformer.recompute import recompute_runs, recomputed
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
-    Each += is one pass over x together with the dropout and the bias of the last matrix product before it.
+    Each += is one pass over x together with the dropout and the bias of the last matrix product before it, or where
+    attention's has neither, with the norm behind it.
     ``layer`` is the global number of the layer from 0, whatever stage it is on.
     """
 
@@ -35,9 +36,13 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
-        attended = self.self_attention(self.input_layernorm(hidden), context)
-        hidden = self._add(hidden, *attended, self.attention_dropout, context)
-        return self._add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden)), self.mlp_dropout, context)
+        attended, bias = self.self_attention(self.input_layernorm(hidden), context)
+        if bias is None and not self.attention_dropout.active:
+            normed, hidden = self.pre_mlp_layernorm(attended, residual=hidden)
+        else:
+            hidden = self._add(hidden, attended, bias, self.attention_dropout, context)
+            normed = self.pre_mlp_layernorm(hidden)
+        return self._add(hidden, *self.mlp(normed), self.mlp_dropout, context)
 
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext

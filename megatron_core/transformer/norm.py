@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import layer_norm, rms_norm
+from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.blueprint import Blueprint
@@ -43,8 +43,11 @@ class Norm(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dim of ``x``."""
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon, backend=self.backend)
-        return layer_norm(x, self.weight, self.bias, self.epsilon, backend=self.backend)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize the last dim of ``x``; or of ``x + residual``, in one pass: -> (y, x + residual)."""
+        parameters = (self.weight, self.epsilon) if self.bias is None else (self.weight, self.bias, self.epsilon)
+        if residual is None:
+            norm = rms_norm if self.bias is None else layer_norm
+            return norm(x, *parameters, backend=self.backend)
+        norm_of_sum = add_rms_norm if self.bias is None else add_layer_norm
+        return norm_of_sum(x, residual, *parameters, backend=self.backend)
