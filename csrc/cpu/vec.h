@@ -196,6 +196,16 @@ template <typename Order, typename V> MEGATRON_INLINE V picked(V a, V b) {
   return picked<Order>(a, b, std::make_index_sequence<sizeof(V) / sizeof a[0]>());
 }
 
+// The sum of all lanes, by halves: one after another they would take a tenth of the time of a norm's short rows.
+template <typename A> MEGATRON_INLINE A sum_lanes(Vec<A> v) {
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &v, sizeof lanes);
+  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
 template <typename A, int K> struct Sums { A of[K]; };
 
 // Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because
@@ -215,8 +225,7 @@ MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
   if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums[1]);
   Sums<A, K> totals{};
   for (int k = 0; k < K; ++k) {
-    Vec<A> together = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
-    for (int lane = 0; lane < kLanes<A>; ++lane) totals.of[k] += together[lane];
+    totals.of[k] = sum_lanes<A>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
   }
   return totals;
 }
