@@ -1,0 +1,88 @@
+"""A whole training step with the native bodies of the fused operations and with the reference, on one thread of a CPU.
+
+One run, one machine: the two take turns, and their median steps are compared. Prints a table and appends it to
+benchmarks/results.csv; ``ratio`` there is the time to the reference's.
+
+    python -m benchmarks.bench_backends
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from benchmarks.bench_step import SHAPE, Measured, time_steps
+from benchmarks.results import Row, append
+from megatron_core.config import RunConfig
+from megatron_core.parallel import World
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+
+MODELS: dict[str, dict[str, object]] = {
+    "GPT": {"openai_gelu": False},
+    "GPT with dropout": {"openai_gelu": False, "hidden_dropout": 0.1},
+    "GPT with dropout, attention unfused": {
+        "openai_gelu": False,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "attention_backend": "unfused",
+    },
+    "Llama": {
+        "openai_gelu": False,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+    },
+}
+DTYPES: dict[str, dict[str, object]] = {"float32": {}, "bfloat16": {"bf16": True}}
+BACKENDS = ("native", "reference")
+GLOBAL_BATCH_SIZE = 8
+
+
+def steps_of(flags: dict[str, object], steps: int) -> tuple[list[float], int]:
+    """Seconds of each step of a run, and its peak memory."""
+    world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
+    run = set_up(RunConfig.from_flat(SHAPE | {"global_batch_size": GLOBAL_BATCH_SIZE} | flags), world)
+    return time_steps(lambda: train_step(run), steps)
+
+
+def compare(flags: dict[str, object], rounds: int, steps: int) -> dict[str, Measured]:
+    """Both backends, in turns."""
+    found = {name: Measured(1, GLOBAL_BATCH_SIZE * int(str(SHAPE["seq_length"]))) for name in BACKENDS}
+    for _ in range(rounds):
+        for name, entry in found.items():
+            seconds, memory = run_ranks(1, steps_of, flags | {"kernel_backend": name}, steps, timeout=600.0)[0]
+            entry.seconds += seconds
+            entry.memory = max(entry.memory, memory)
+    return found
+
+
+def main(rounds: int = 3, steps: int = 3) -> None:
+    """Time whole training steps.
+
+    Args:
+        rounds: How often each backend takes its turn.
+        steps: Timed steps in each turn, after one that is not.
+    """
+    print(f"{'tokens/s, MiB':46}{'native':>14}{'reference':>14}{'time':>7}")
+    for model, model_flags in MODELS.items():
+        for dtype, dtype_flags in DTYPES.items():
+            found = compare(model_flags | dtype_flags, rounds, steps)
+            rates = {name: entry.tokens_per_second for name, entry in found.items()}
+            times = {name: rates["reference"] / rate for name, rate in rates.items()}
+            cells = (f"{rates[name]:7.0f}{entry.memory / 2**20:7.0f}" for name, entry in found.items())
+            print(f"{f'{model}, {dtype}':46}", *cells, f"{times['native']:6.2f}", sep="", flush=True)
+            rows = [
+                Row(f"{model} {dtype} {name}", rates[name], "tokens/s", None, entry.memory, times[name])
+                for name, entry in found.items()
+            ]
+            append("bench_backends", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main, description=__doc__))
