@@ -48,11 +48,9 @@ inline int64_t extent(int64_t rows, int64_t stride, int64_t columns) { return (r
 template <typename T>
 const char* join_partials(const void* partial, int64_t num_partials, int64_t width, int64_t first, void* total,
                           int64_t columns, void* stream) {
-  constexpr int kThreads = 128;
   auto kernel = sum_partials<T>;
-  const int64_t blocks = (columns + kThreads - 1) / kThreads;
-  return LAUNCH(kernel, blocks, kThreads, stream, Array<float>(partial, num_partials * width), num_partials,
-                width, first, Array<T>(total, columns), columns);
+  return LAUNCH(kernel, (columns + 31) / 32, 32 * kSumWarps, stream, Array<float>(partial, num_partials * width),
+                num_partials, width, first, Array<T>(total, columns), columns);
 }
 
 }  // namespace megatron

@@ -109,14 +109,24 @@ __device__ inline Two block_sum(Two v, Scratch& scratch) {
   return join_block(v, Two{0, 0}, scratch, [](Two numbers) { return warp_sum(numbers); });
 }
 
-// total[i] = sum over parts of partial[part * width + i], one thread a column.
+// total[i] = sum over parts of partial[part * width + i]. A block has 32 columns, and in each of its warps every
+// kSumWarps-th part of them: one thread a column would wait for hundreds of loads one after the other.
+constexpr int kSumWarps = 16;
 template <typename T>
 __global__ void sum_partials(Array<float> partial, int64_t num_partials, int64_t width, int64_t first,
                              Array<T> total, int64_t columns) {
-  const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
+  __shared__ Shared<float, kSumWarps * 32> scratch;
+  const int64_t column = int64_t(blockIdx.x) * 32 + threadIdx.x % 32;
   float sum = 0;
-  for (int64_t part = 0; part < num_partials; ++part) sum += partial.get(part * width + first + column);
+  if (column < columns) {
+    for (int64_t part = threadIdx.x / 32; part < num_partials; part += kSumWarps) {
+      sum += partial.get(part * width + first + column);
+    }
+  }
+  scratch[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x >= 32 || column >= columns) return;
+  for (int warp = 1; warp < kSumWarps; ++warp) sum += scratch[warp * 32 + threadIdx.x];
   total.set(column, from_float<T>(sum));
 }
 
