@@ -1,5 +1,6 @@
 // The activations and their slopes, for a number or a vector V. To be included behind what is the device's own:
-// vec_abs(V, limit), vec_decay(V), vec_gauss(V), which are exp(-x) and exp(-x^2 / 2), and vec_short_exp2(V).
+// vec_abs(V, limit), vec_at_least(V, limit), vec_decay(V), vec_gauss(V), which are exp(-x) and exp(-x^2 / 2), and
+// vec_short_exp2(V).
 #pragma once
 #include <type_traits>
 
@@ -24,7 +25,7 @@ template <typename F, typename V> MEGATRON_BOTH Curve<V> times_distribution(V x,
   using R = Real<V>;
   const V a = vec_abs(x, R(end));
   const Tail<V> at = distribution(a);
-  return {(x > R(0) ? x : V{}) - a * at.tail, x < R(0) ? at.slope : R(1) - at.slope};
+  return {vec_at_least(x, R(0)) - a * at.tail, x < R(0) ? at.slope : R(1) - at.slope};
 }
 
 // exp(-a) for a >= 0; kShort, here and below: for results that are rounded to bfloat16, to 2e-4 instead of 1e-7.

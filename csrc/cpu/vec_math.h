@@ -65,6 +65,8 @@ MEGATRON_INLINE FloatVec vec_at_least(FloatVec v, float limit) {
 #endif
 }
 
+MEGATRON_INLINE DoubleVec vec_at_least(DoubleVec v, double limit) { return v < limit ? DoubleVec{} + limit : v; }
+
 MEGATRON_INLINE FloatVec vec_exp(FloatVec v) {
   return exp_within(vec_at_least(vec_at_most(v, 89.0f), -104.0f), FloatVec{});
 }

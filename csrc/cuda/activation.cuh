@@ -5,6 +5,7 @@
 
 namespace megatron {
 __device__ inline float vec_abs(float v, float limit) { return fabsf(v) > limit ? limit : fabsf(v); }  // NaN stays NaN
+__device__ inline float vec_at_least(float v, float limit) { return v < limit ? limit : v; }
 __device__ inline float vec_decay(float v) { return expf(-v); }
 __device__ inline float vec_short_exp2(float v) { return exp2f(v); }
 // The rounding of the square, which v^2 / 2 would magnify, is made good.
@@ -14,7 +15,7 @@ __device__ inline float vec_gauss(float v) {
 }
 }  // namespace megatron
 
-// Behind the three functions that it is made of.
+// Behind the functions that it is made of.
 #include "common/activation_math.h"
 
 namespace megatron {
