@@ -33,7 +33,7 @@ class ModelConfig:
     rotary_percent: float = 1.0
     """Fraction of each head's channels that rotate."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring channels together, as RoFormer and GPT-J do; default channel i and the one half a head on."""
+    """Rotate channels 2i and 2i + 1 together, as RoFormer and GPT-J do; default i and i + half, as Llama does."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
