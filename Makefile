@@ -52,9 +52,10 @@ cuda-check: install
 gpu: install-test
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu: torch sees no GPU'"
 	$(BIN)/python -m pytest tests/ops
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	$(BIN)/python -m benchmarks.bench_ops_gpu
+	$(BIN)/python -m benchmarks.bench_optimizer --device cuda --parameters 500000000
 
 wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -1,8 +1,7 @@
 """The fused operations on a GPU: bandwidth beside a measured copy, torch eager, torch.compile, and other libraries.
 
-Bandwidth is what a pass has to move at least, every input read once and every output written once, over its median
-time by device events; ``of_peak`` in benchmarks/results.csv is its part of the copy's, ``ratio`` the time to torch
-eager's. Tensors are larger than the cache.
+Bandwidth is what a pass has to move at least (``OpCase.moved``) over its median time by device events; ``of_peak`` in
+benchmarks/results.csv is its part of the copy's, ``ratio`` the time to torch eager's.
 
     python -m benchmarks.bench_ops_gpu
 """
@@ -38,7 +37,7 @@ class Settings:
     columns: tuple[int, ...] = (4096, 8192, 16384)
     """Lengths of rows; there are as many rows as elements fill."""
     elements: int = 2**27
-    """Elements of the largest tensor."""
+    """Elements of the largest tensor: more than the cache has."""
     dtypes: tuple[str, ...] = ("bfloat16",)
     """Data types, by torch's names."""
     repeats: int = 30
@@ -48,16 +47,18 @@ class Settings:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median time of a call on the device."""
-    times = []
-    for _ in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Median time of a call on the device.
+
+    Nothing waits between the calls, so that each is there before the device has done the one before: else the time in
+    which Python prepares it would count.
+    """
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
+    for begin, end in events:
         begin.record()
         work()
         end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events[3:]) / 1e3
 
 
 def copy_bandwidth(repeats: int) -> float:
@@ -94,7 +95,7 @@ def measure(case: Case, name: str, repeats: int) -> dict[str, tuple[float, float
     grads = [torch.randn_like(y) for y in outputs]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     backward = partial(torch.autograd.grad, outputs, wanted, grads, retain_graph=True)
-    moved = {"forward": size(inputs) + size(list(outputs)), "backward": size(grads) + size(inputs) + size(wanted)}
+    moved = dict(zip(AIMS, (count * size(inputs[:1]) for count in CASES[case.op].moved(*inputs)), strict=True))
     with torch.no_grad():
         times = {"forward": seconds(partial(function, *inputs), repeats)}
     times["backward"] = seconds(backward, repeats)

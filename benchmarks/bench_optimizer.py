@@ -178,7 +178,8 @@ def main(settings: Settings) -> None:
         works = Problem(settings).works()
         rows = report(works, measure(works, settings), settings, threads)
         if settings.keep:
-            append("bench_optimizer", rows)
+            device = None if settings.device == "cpu" else torch.cuda.get_device_name()
+            append("bench_optimizer", rows, device=device)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ class OpCase:
     """Its tensors for so many rows and columns of a dtype; gradients are wanted of those that require them."""
     op: str
     """The operation's name in ``ops.backend``."""
+    moved: Callable[..., tuple[float, float]]
+    """Of its tensors, what forward and backward have to move at least, in sizes of the first of them."""
     deciding: Callable[..., tuple] = lambda *tensors: ()
     """Of its tensors, the arguments that decide whether another library takes the call (``ops.backend``)."""
     limit: float = 0.8
@@ -48,7 +50,15 @@ def norm(function: Callable, op: str, *, rows: int, parameters: int, limit: floa
         of_rows = [random(length, columns, dtype=dtype) for _ in range(rows)]
         return of_rows + [random(columns, dtype=dtype) for _ in range(parameters)]
 
-    return OpCase(lambda *tensors, backend: function(*tensors, EPSILON, backend=backend), inputs, op, limit=limit)
+    # x and y, then dy, x and dx; the residual and the sum are one more each, then the gradient of the sum.
+    moved = (2, 3) if rows == 1 else (4, 4)
+    return OpCase(
+        lambda *tensors, backend: function(*tensors, EPSILON, backend=backend),
+        inputs,
+        op,
+        lambda *tensors: moved,
+        limit=limit,
+    )
 
 
 def eager_softmax(scores: Tensor, mask: Tensor) -> Tensor:
@@ -72,7 +82,16 @@ def softmax(*, causal: bool) -> OpCase:
             return eager_softmax(scores, mask)
         return ops.attention_softmax(scores, None if causal else mask, scale=SCALE, causal=causal, backend=backend)
 
-    return OpCase(function, inputs, "softmax", lambda scores, mask: (scores, None if causal else mask, causal, None))
+    def moved(scores: Tensor, mask: Tensor) -> tuple[float, float]:
+        """The triangle's hidden scores need not be read, but all results are written; a mask is of bytes."""
+        read = 1 - mask.float().mean().item() if causal else 1.0
+        read_mask = 0.0 if causal else mask.nbytes / scores.nbytes
+        return read + read_mask + 1, 2 * read + 1
+
+    def deciding(scores: Tensor, mask: Tensor) -> tuple:
+        return scores, None if causal else mask, causal, None
+
+    return OpCase(function, inputs, "softmax", moved, deciding)
 
 
 def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -119,7 +138,8 @@ def activation(kind: str) -> OpCase:
     def function(x: Tensor, bias: Tensor, *, backend: str) -> Tensor:
         return ops.bias_activation(x, bias, kind, backend=backend)
 
-    return OpCase(function, inputs, "activation", lambda x, _: (x, kind))
+    out = 0.5 if kind in ("swiglu", "geglu") else 1.0
+    return OpCase(function, inputs, "activation", lambda *_: (1 + out, 2 + out), lambda x, _: (x, kind))
 
 
 CASES = {
@@ -133,6 +153,7 @@ CASES = {
         lambda x, cos, sin, *_, backend: ops.rope(x, cos, sin, backend=backend),
         rope,
         "rope",
+        lambda x, cos, *_: (2 + 2 * cos.nbytes / x.nbytes, 2 + 2 * cos.nbytes / x.nbytes),
         lambda x, cos, sin, *_: (x, cos, sin, False),
         eager=eager_rope,
     ),
@@ -142,9 +163,12 @@ CASES = {
         ),
         bias_dropout_add,
         "dropout",
+        lambda *_: (3, 2),  # the residual's gradient is the output's
         eager=lambda x, bias, residual, sample: residual + functional.dropout(x + bias, P),
     ),
-    "cross_entropy": OpCase(cross_entropy, logits_and_target, "cross_entropy", eager=eager_cross_entropy),
+    "cross_entropy": OpCase(
+        cross_entropy, logits_and_target, "cross_entropy", lambda *_: (1, 2), eager=eager_cross_entropy
+    ),
     "bias_gelu": activation("gelu"),
     "bias_gelu_tanh": activation("gelu_tanh"),
     "bias_squared_relu": activation("squared_relu"),

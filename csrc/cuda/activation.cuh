@@ -120,8 +120,7 @@ __global__ void __launch_bounds__(256)
   });
   if (!partial) return;
   for (int piece = 0; piece < kPieces; ++piece)
-    for (int k = 0; k < N; ++k)
-      partial.set((place.row * kPieces + piece) * columns + place.column + k, sums.of[piece].of[k]);
+    store_floats<N>(partial, (place.row * kPieces + piece) * columns + place.column, sums.of[piece]);
 }
 
 }  // namespace megatron

@@ -1,5 +1,5 @@
-// Lists of tensors: a table of them goes to a kernel by value, and each block takes one chunk of one tensor, four
-// elements a thread at a time.
+// Lists of tensors: a table of them goes to a kernel by value, and each block takes one chunk of one tensor, a
+// pack of elements a thread at a time.
 #pragma once
 #include "cuda/platform.cuh"
 
@@ -27,35 +27,36 @@ template <int kPointers> __device__ inline Part own_part(const Table<kPointers>&
   return {tensor, begin, begin + chunk < size ? begin + chunk : size};
 }
 
-// Calls f(i) for the first of each four elements that are this thread's.
-template <typename F> __device__ inline void for_fours(Part part, F f) {
-  for (int64_t i = part.begin + 4 * threadIdx.x; i < part.end; i += 4 * blockDim.x) f(i);
+// Calls f(i) for the first of each N elements that are this thread's; kTogether says how many are under way at once.
+template <int N, int kTogether, typename F> __device__ inline void for_each(Part part, F f) {
+#pragma unroll kTogether
+  for (int64_t i = part.begin + N * threadIdx.x; i < part.end; i += N * blockDim.x) f(i);
 }
 
-// A tensor in fours: in one access where its beginning allows that, else one by one; what lies behind its end is zero.
-template <typename T> struct Fours {
-  using Four = Pack<T, 4>;
+// A tensor in packs: in one access where its beginning allows that, else one by one; what lies behind its end is zero.
+template <typename T, int N> struct Packs {
   Array<T> tensor;
   int64_t size;
   bool packed;
 
-  __device__ Fours(void* pointer, int64_t size)
-      : tensor(pointer, size), size(size), packed(reinterpret_cast<uintptr_t>(pointer) % sizeof(Four) == 0) {}
-  __device__ Four load(int64_t i) const {
-    if (packed && i + 4 <= size) return tensor.template load<4>(i);
-    Four four{};
+  __device__ Packs(void* pointer, int64_t size)
+      : tensor(pointer, size), size(size), packed(reinterpret_cast<uintptr_t>(pointer) % sizeof(Pack<T, N>) == 0) {}
+  __device__ Pack<T, N> load(int64_t i) const {
+    if (packed && i + N <= size) return tensor.template load<N>(i);
+    Pack<T, N> pack{};
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      if (i + k < size) four.of[k] = tensor.get(i + k);
-    return four;
+    for (int k = 0; k < N; ++k)
+      if (i + k < size) pack.of[k] = tensor.get(i + k);
+    return pack;
   }
-  __device__ void store(int64_t i, Four four) const {
-    if (packed && i + 4 <= size) return tensor.template store<4>(i, four);
+  __device__ void store(int64_t i, Pack<T, N> pack) const {
+    if (packed && i + N <= size) return tensor.template store<N>(i, pack);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      if (i + k < size) tensor.set(i + k, four.of[k]);
+    for (int k = 0; k < N; ++k)
+      if (i + k < size) tensor.set(i + k, pack.of[k]);
   }
 };
+template <typename T> using Fours = Packs<T, 4>;
 
 // The sum over all threads of a block, in the first of them, added up in an order that is always the same.
 __device__ inline double sum_of_block(double v, Shared<double, kTableThreads>& scratch) {
@@ -73,11 +74,12 @@ __global__ void __launch_bounds__(kTableThreads)
     squared_norm_kernel(Table<1> table, int64_t chunk, Array<double> partial, int64_t done) {
   __shared__ Shared<double, kTableThreads> scratch;
   const Part part = own_part(table, chunk);
-  const Fours<T> x(table.pointers[part.tensor][0], table.size[part.tensor]);
+  constexpr int N = 16 / sizeof(T);
+  const Packs<T, N> x(table.pointers[part.tensor][0], table.size[part.tensor]);
   double sum = 0;
-  for_fours(part, [&](int64_t i) {
-    const Pack<T, 4> v = x.load(i);
-    for (int k = 0; k < 4; ++k) sum += double(to_float(v.of[k])) * to_float(v.of[k]);
+  for_each<N, 4>(part, [&](int64_t i) {
+    const Pack<T, N> v = x.load(i);
+    for (int k = 0; k < N; ++k) sum += double(to_float(v.of[k])) * to_float(v.of[k]);
   });
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) partial.set(done + blockIdx.x, sum);
@@ -96,10 +98,11 @@ __global__ void __launch_bounds__(kTableThreads)
 template <typename T>
 __global__ void __launch_bounds__(kTableThreads) scale_kernel(Table<1> table, int64_t chunk, float factor) {
   const Part part = own_part(table, chunk);
-  const Fours<T> x(table.pointers[part.tensor][0], table.size[part.tensor]);
-  for_fours(part, [&](int64_t i) {
-    Pack<T, 4> v = x.load(i);
-    for (int k = 0; k < 4; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) * factor);
+  constexpr int N = 16 / sizeof(T);
+  const Packs<T, N> x(table.pointers[part.tensor][0], table.size[part.tensor]);
+  for_each<N, 4>(part, [&](int64_t i) {
+    Pack<T, N> v = x.load(i);
+    for (int k = 0; k < N; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) * factor);
     x.store(i, v);
   });
 }
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kTableThreads) adamw_kernel(Table<5> table, in
   const Fours<float> weight(table.pointers[part.tensor][1], size), mean(table.pointers[part.tensor][2], size),
       square(table.pointers[part.tensor][3], size);
   const Fours<C> copy(table.pointers[part.tensor][4], size);
-  for_fours(part, [&](int64_t i) {
+  for_each<4, 1>(part, [&](int64_t i) {
     const Pack<G, 4> grads = grad.load(i);
     Pack<float, 4> m = mean.load(i), v = square.load(i), w = weight.load(i);
     Pack<C, 4> narrow;

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 template <typename T, int N, int kHeld>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(1024)
     rms_norm_backward_kernel(int64_t rows, int64_t columns, Array<T> dy, int64_t dy_stride, Array<T> dsum,
                              int64_t dsum_stride, Array<T> x, int64_t x_stride, Array<T> weight,
                              Array<float> rstd, Array<T> dx, Array<float> partial) {

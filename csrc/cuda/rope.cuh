@@ -1,29 +1,19 @@
 // Rotary positions: one block for all heads of one position of one sequence.
 #pragma once
 #include "common/rope.h"
-#include "cuda/platform.cuh"
+#include "cuda/rows.cuh"
 
 namespace megatron {
 
-// Turns N pairs; pair k is elements k * kStep and k * kStep + kApart.
+// Turns N pairs; pair k is elements k * kStep and k * kStep + kApart. A sign of -1 turns them back.
 template <int kStep, int kApart, typename T, int N>
-__device__ inline void turn(T (&pairs)[2 * N], const float (&cos)[N], const float (&sin)[N]) {
+__device__ inline void turn(T (&pairs)[2 * N], const Pack<float, N>& cos, const Pack<float, N>& sin, float sign) {
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     T &a = pairs[k * kStep], &b = pairs[k * kStep + kApart];
-    const float old_a = to_float(a), old_b = to_float(b);
-    a = from_float<T>(old_a * cos[k] - old_b * sin[k]);
-    b = from_float<T>(old_b * cos[k] + old_a * sin[k]);
-  }
-}
-
-// N numbers of a table, in packs of 16 bytes where x comes in packs.
-template <int N> __device__ inline void load_table(Array<float> table, int64_t begin, float sign, float (&values)[N]) {
-  constexpr int kPack = N < 4 ? 1 : 4;
-#pragma unroll
-  for (int k = 0; k < N; k += kPack) {
-    const Pack<float, kPack> pack = table.template load<kPack>(begin + k);
-    for (int i = 0; i < kPack; ++i) values[k + i] = sign * pack.of[i];
+    const float old_a = to_float(a), old_b = to_float(b), s = sign * sin.of[k];
+    a = from_float<T>(old_a * cos.of[k] - old_b * s);
+    b = from_float<T>(old_b * cos.of[k] + old_a * s);
   }
 }
 
@@ -46,15 +36,13 @@ __global__ void __launch_bounds__(256)
   const int thread = static_cast<int>(threadIdx.x), first_head = thread < across * down ? thread / across : heads;
   for (int pack = thread % across; pack < packs; pack += across) {
     const int first = interleaved ? 2 * pack * N : pack * N, second = interleaved ? first + N : first + half;
-    float c[N], s[N];
-    load_table<N>(cos, table + pack * N, 1.0f, c);
-    load_table<N>(sin, table + pack * N, sign, s);
+    const Pack<float, N> c = load_floats<N>(cos, table + pack * N), s = load_floats<N>(sin, table + pack * N);
     for (int head = first_head; head < heads; head += down) {
       const int64_t from = head_of_x(head), to = out + head * shape.channels;
       Pack<T, N> u = x.template load<N>(from + first), v = x.template load<N>(from + second);
       T pairs[2 * N];
       for (int k = 0; k < N; ++k) pairs[k] = u.of[k], pairs[N + k] = v.of[k];
-      if (interleaved) turn<2, 1, T, N>(pairs, c, s); else turn<1, N, T, N>(pairs, c, s);
+      if (interleaved) turn<2, 1, T, N>(pairs, c, s, sign); else turn<1, N, T, N>(pairs, c, s, sign);
       for (int k = 0; k < N; ++k) u.of[k] = pairs[k], v.of[k] = pairs[N + k];
       y.template store<N>(to + first, u);
       y.template store<N>(to + second, v);

@@ -31,7 +31,16 @@ template <typename T, int N, int kHeld> struct Row {
       : tensor(tensor), residual(residual), begin(begin), residual_begin(residual_begin) {}
 
   __device__ void fetch(int64_t columns) {
-    if constexpr (kHeld > 0) for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { held[slot] = read(i); });
+    if constexpr (kHeld > 0) {
+      // All loads before the first addition, so that they are under way together.
+      for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { held[slot] = tensor.template load<N>(begin + i); });
+      if (!residual) return;
+      Pack<T, N> beside[kHeld];
+      for_packs<kHeld, N>(columns, [&](int slot, int64_t i) {
+        beside[slot] = residual.template load<N>(residual_begin + i);
+      });
+      for_packs<kHeld, N>(columns, [&](int slot, int64_t) { held[slot] = sum(held[slot], beside[slot]); });
+    }
   }
   __device__ Pack<T, N> load(int slot, int64_t i) const {
     if constexpr (kHeld > 0) return held[slot];
@@ -39,15 +48,36 @@ template <typename T, int N, int kHeld> struct Row {
   }
 
  private:
-  __device__ Pack<T, N> read(int64_t i) const {
-    Pack<T, N> v = tensor.template load<N>(begin + i);
-    if (residual) {
-      const Pack<T, N> r = residual.template load<N>(residual_begin + i);
-      for (int k = 0; k < N; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) + to_float(r.of[k]));
-    }
+  __device__ static Pack<T, N> sum(Pack<T, N> v, Pack<T, N> r) {
+    for (int k = 0; k < N; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) + to_float(r.of[k]));
     return v;
   }
+  __device__ Pack<T, N> read(int64_t i) const {
+    const Pack<T, N> v = tensor.template load<N>(begin + i);
+    return residual ? sum(v, residual.template load<N>(residual_begin + i)) : v;
+  }
 };
+
+// N floats in packs of 16 bytes, or fewer where N is 1: single ones would each be a transaction of 32 bytes.
+template <int N> __device__ inline Pack<float, N> load_floats(Array<float> from, int64_t begin) {
+  constexpr int kFew = N < 4 ? N : 4;
+  Pack<float, N> v;
+#pragma unroll
+  for (int k = 0; k < N; k += kFew) {
+    const Pack<float, kFew> few = from.template load<kFew>(begin + k);
+    for (int j = 0; j < kFew; ++j) v.of[k + j] = few.of[j];
+  }
+  return v;
+}
+template <int N> __device__ inline void store_floats(Array<float> to, int64_t begin, Pack<float, N> v) {
+  constexpr int kFew = N < 4 ? N : 4;
+#pragma unroll
+  for (int k = 0; k < N; k += kFew) {
+    Pack<float, kFew> few;
+    for (int j = 0; j < kFew; ++j) few.of[j] = v.of[k + j];
+    to.template store<kFew>(begin + k, few);
+  }
+}
 
 // A block's sums for the columns that are this thread's, kept in registers where packs are held, else in `partial`.
 template <int N, int kHeld> struct ColumnSums {
@@ -72,14 +102,8 @@ template <int N, int kHeld> struct ColumnSums {
   __device__ void put(int slot, int64_t i, Pack<float, N> v) {
     if (kHeld > 0) held[slot] = v; else set(i, v);
   }
-  __device__ Pack<float, N> get(int64_t i) const {
-    Pack<float, N> v;
-    for (int k = 0; k < N; ++k) v.of[k] = partial.get(begin + i + k);
-    return v;
-  }
-  __device__ void set(int64_t i, Pack<float, N> v) const {
-    for (int k = 0; k < N; ++k) partial.set(begin + i + k, v.of[k]);
-  }
+  __device__ Pack<float, N> get(int64_t i) const { return load_floats<N>(partial, begin + i); }
+  __device__ void set(int64_t i, Pack<float, N> v) const { store_floats<N>(partial, begin + i, v); }
 };
 
 // The sums of two numbers over all threads of a block, in every thread; `scratch` is free again afterwards.
@@ -113,12 +137,14 @@ __device__ inline Two block_sum(Two v, Scratch& scratch) {
 // kSumWarps-th part of them: one thread a column would wait for hundreds of loads one after the other.
 constexpr int kSumWarps = 16;
 template <typename T>
-__global__ void sum_partials(Array<float> partial, int64_t num_partials, int64_t width, int64_t first,
-                             Array<T> total, int64_t columns) {
+__global__ void __launch_bounds__(kSumWarps * 32)
+    sum_partials(Array<float> partial, int64_t num_partials, int64_t width, int64_t first, Array<T> total,
+                 int64_t columns) {
   __shared__ Shared<float, kSumWarps * 32> scratch;
   const int64_t column = int64_t(blockIdx.x) * 32 + threadIdx.x % 32;
   float sum = 0;
   if (column < columns) {
+#pragma unroll 8
     for (int64_t part = threadIdx.x / 32; part < num_partials; part += kSumWarps) {
       sum += partial.get(part * width + first + column);
     }

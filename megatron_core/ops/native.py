@@ -63,9 +63,20 @@ def why_not(op: str, device_type: str, dtype: torch.dtype) -> str | None:
         return str(error)
     if dtype not in DTYPES or (device_type == "cuda" and dtype == torch.float64):
         return f"it is not built for {dtype} on {device_type}"
-    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    return _gpu_obstacle() if device_type == "cuda" else None
+
+
+def _gpu_obstacle() -> str | None:
+    """Why the current GPU cannot run the library's kernels; None if it can."""
+    if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0, for which it is built"
-    return None
+    entry = library("cuda").megatron_obstacle
+    entry.restype = ctypes.c_char_p
+    obstacle = entry()
+    if obstacle is None:
+        return None
+    name = torch.cuda.get_device_name()
+    return f"its kernels do not run on {name}: {obstacle.decode()}; update the driver, or build it with an older CUDA"
 
 
 def architecture(device_type: str) -> str:

@@ -45,12 +45,14 @@ def partials(rows: Tensor, sums: int) -> Tensor:
     """New memory ``[parts, sums, n]`` in which parts of the rows ``[rows, n]`` are added up before they are joined.
 
     Their number follows from the shape and the kind of device alone, so that threads do not change a sum's bits: at
-    least 32 rows a part keep this memory small beside the rows; a GPU takes two blocks a multiprocessor.
+    least 32 rows a part keep this memory small beside the rows; a GPU takes two to eight blocks a multiprocessor, the
+    more the shorter the rows and so the blocks are.
     """
     count = len(rows) // 32
     limit = 64
     if rows.device.type == "cuda":
-        count, limit = len(rows), 2 * torch.cuda.get_device_properties(rows.device).multi_processor_count
+        blocks = max(2, min(8, 16384 // rows.shape[1]))
+        count, limit = len(rows), blocks * torch.cuda.get_device_properties(rows.device).multi_processor_count
     return rows.new_empty((max(1, min(count, limit)), sums, rows.shape[1]), dtype=wide(rows.dtype))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron_core.ops.backend import LIBRARIES, Backend, library_serves
 
@@ -21,6 +22,9 @@ def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, bac
             return
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
+    elif x.device.type == "cuda" and TorchVersion(torch.__version__) < (2, 10):
+        # Before 2.10 addmm took a wider result only where what it is added to is as narrow as the matrices.
+        main_grad.add_(torch.mm(grad_y.t(), x, out_dtype=main_grad.dtype))
     elif x.device.type == "cuda":
         # The matrix unit adds to what is there: no second pass over main_grad.
         torch.addmm(main_grad, grad_y.t(), x, out_dtype=main_grad.dtype, out=main_grad)

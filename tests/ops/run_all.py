@@ -1,20 +1,65 @@
-"""Runs every operation once, forward and backward, on the GPU: what compute-sanitizer is let loose on.
+"""Runs every operation, forward and backward, on the GPU: what compute-sanitizer is let loose on.
 
-compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.ops.run_all
+Without PyTorch's cache each tensor is memory of its own, so that an access behind its end is one outside of all memory:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.ops.run_all
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from benchmarks.bench_ops import as_tuple
-from benchmarks.op_cases import CASES
+from benchmarks.op_cases import CASES, OpCase
+from megatron_core import ops
 from tests.ops.checks import LOW
 
-# In packs of 16 bytes and held in registers, too long for that, and in single elements.
-SHAPES = ((37, 256), (6, 65536), (9, 128 * 3))
+# Held in registers, and too long for that.
+SHAPES = ((37, 256), (9, 384), (6, 65536))
+SIZES = (1, 7, 1030, *[16391] * 70)
+"""Of a list of tensors: ends of packs and of chunks, and more of them than one table has."""
+
+
+def off_16_bytes(x: Tensor) -> Tensor:
+    """The same where packs of 16 bytes cannot be read."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
+    return moved.requires_grad_(x.requires_grad)
+
+
+def run(case: OpCase, inputs: list[Tensor]) -> None:
+    """Both passes of one operation."""
+    outputs = as_tuple(case.function(*inputs, backend="native"))
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    torch.autograd.grad(outputs, wanted, [torch.randn_like(y) for y in outputs])
+
+
+def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    """The operations on lists of tensors, which begin at 16 bytes or do not."""
+    for place in (off_16_bytes, torch.clone):
+        grads, copies = ([place(torch.randn(size).to(dtype)) for size in sizes] for _ in range(2))
+        weights, averages, squares = ([place(torch.rand(size)) for size in sizes] for _ in range(3))
+        ops.squared_norm(grads, backend="native")
+        ops.scale_(grads, 0.5, backend="native")
+        rates = {"lr": 1e-3, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}
+        lists = (grads, weights, averages, squares, *([] if dtype == torch.float32 else [copies]))
+        ops.adamw_(*lists, step=1, **rates, backend="native")
+
+
+def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
+    """Every operation on these, in all data types that GPUs have."""
+    for op, case in CASES.items():
+        for dtype in LOW:
+            for shape in shapes:
+                inputs = case.inputs(*shape, dtype)
+                run(case, inputs)
+                run(case, [off_16_bytes(tensor) for tensor in inputs])
+        print(op, flush=True)
+    for dtype in LOW:
+        run_on_lists(dtype, sizes)
 
 
 def main() -> int:
@@ -23,15 +68,8 @@ def main() -> int:
         print("tests.ops.run_all needs a GPU, and torch sees none")
         return 1
     torch.set_default_device("cuda")
-    for op, case in CASES.items():
-        for dtype in LOW:
-            for rows, columns in SHAPES:
-                inputs = case.inputs(rows, columns, dtype)
-                outputs = as_tuple(case.function(*inputs, backend="native"))
-                wanted = [tensor for tensor in inputs if tensor.requires_grad]
-                torch.autograd.grad(outputs, wanted, [torch.randn_like(y) for y in outputs])
-        torch.cuda.synchronize()
-        print(op, flush=True)
+    run_all(SHAPES, SIZES)
+    torch.cuda.synchronize()
     return 0
 
 

@@ -134,10 +134,12 @@ def test_values_and_slopes_have_the_relative_accuracy_of_float32(body: str, kind
     if kind in ("gelu_tanh", "geglu_tanh"):
         unit *= 1 + exponent(x.double()).abs().clamp(max=200) / 2  # exp(u + d) = exp(u) (1 + d), and d is rounding
     smallest = torch.finfo(torch.float32).smallest_normal * unit
-    assert ((found - value).abs() <= 4 * unit * value.abs() + 2 * smallest * x.double().abs().clamp(min=1)).all()
+    exp = 1 if body == "cuda" else 0  # a unit more: the device's expf is right to one, the C library's to half of one
+    least = 2 * smallest * x.double().abs().clamp(min=1)
+    assert ((found - value).abs() <= (4 + exp) * unit * value.abs() + least).all()
     terms = slope.abs() + torch.where(x == 0, 0.5, value / x.double()).abs()  # slope = G + x G'
     error = (gradient[:, : x.shape[1]] - slope).abs()
-    assert (error <= 5 * unit * terms + 2 * smallest * x.double().abs().clamp(min=1)).all()
+    assert (error <= (5 + exp) * unit * terms + least).all()
 
 
 @KINDS

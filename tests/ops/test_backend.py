@@ -6,6 +6,7 @@ import ctypes
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,3 +99,33 @@ def test_the_flag() -> None:
     assert parse_run_config(["--mock-data", "--kernel-backend", "reference"]).model.kernel_backend == "reference"
     with pytest.raises(SystemExit):
         parse_run_config(["--mock-data", "--kernel-backend", "triton"])
+
+
+@pytest.fixture
+def some_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """torch sees a GPU of compute capability 9.0, and the library loads."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(native, "library", lambda device_type: SimpleNamespace(megatron_obstacle=lambda: None))
+    native.why_not.cache_clear()
+    yield monkeypatch
+    native.why_not.cache_clear()
+
+
+def test_a_gpu_that_is_new_enough_serves(some_gpu: pytest.MonkeyPatch) -> None:
+    assert native.why_not("rope", "cuda", torch.bfloat16) is None
+    assert native.why_not("rope", "cuda", torch.float64) == "it is not built for torch.float64 on cuda"
+
+
+def test_an_old_gpu_is_named(some_gpu: pytest.MonkeyPatch) -> None:
+    some_gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "Some GPU is older than compute capability 8.0" in native.why_not("rope", "cuda", torch.bfloat16)
+
+
+def test_a_driver_that_is_too_old_is_named(some_gpu: pytest.MonkeyPatch) -> None:
+    told = b"CUDA driver version is insufficient for CUDA runtime version"
+    some_gpu.setattr(native, "library", lambda device_type: SimpleNamespace(megatron_obstacle=lambda: told))
+    said = native.why_not("rope", "cuda", torch.bfloat16)
+    assert f"its kernels do not run on Some GPU: {told.decode()}; update the driver" in said
+    assert backend.serving("rope", "auto", "cuda", torch.bfloat16) == "reference"

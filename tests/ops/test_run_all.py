@@ -1,0 +1,14 @@
+"""What compute-sanitizer is let loose on, here with the checks of csrc/host_cuda."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops import libraries
+from tests.ops.run_all import run_all
+
+
+def test_every_operation_keeps_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aligned and not; an access outside of a tensor, or one that is not aligned, is an error."""
+    libraries.use(libraries.compiled(*libraries.HOST_CUDA), monkeypatch)
+    run_all([(5, 256), (3, 384)], [1, 7, 1030, *[39] * 70])
