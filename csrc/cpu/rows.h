@@ -30,7 +30,7 @@ template <typename F> void for_rows(int64_t rows, int64_t threads, F work) {
 template <typename T, typename F> void with_streams(const void* out, int64_t rows, int64_t columns, F f) {
   constexpr int64_t kLarge = 4 << 20, kVector = kLanes<T> * sizeof(T);
   const int64_t bytes = columns * int64_t(sizeof(T));
-  if constexpr (!std::is_same_v<T, double>) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, bf16>) {  // the others are too rare for code of their own
     const bool whole_vectors = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(bytes)) % kVector == 0;
     if (whole_vectors && rows * bytes >= kLarge) return f(std::true_type());
   }

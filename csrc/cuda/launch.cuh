@@ -19,24 +19,16 @@ bool in_packs(std::initializer_list<const void*> pointers, std::initializer_list
   return bits % bytes == 0;
 }
 
-// Calls launch(Int<N>, Int<held>, threads) for a row of `columns` and blocks of at most kThreads; held is the first of
-// kHeld packs a thread that holds the row, or 0 where none does.
-template <typename T, int kThreads, int... kHeld, typename F>
-const char* with_row(int64_t columns, bool packed, F launch) {
+// Calls launch(Int<N>, Int<held>, threads) for a row of `columns` and blocks of at most kThreads; held is kHeld or 0.
+template <typename T, int kThreads, int kHeld, typename F> const char* with_row(int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T);
   auto whole_warps = [](int64_t wanted) {
     return static_cast<int>(wanted >= kThreads ? kThreads : wanted < 1 ? 32 : (wanted + 31) / 32 * 32);
   };
   if (!packed) return launch(Int<1>{}, Int<0>{}, whole_warps(columns));
   const int64_t packs = columns / kPack;
-  const char* error = nullptr;
-  auto fits = [&](auto held) {
-    if (packs > kThreads * held) return false;
-    error = launch(Int<kPack>{}, held, whole_warps((packs + held - 1) / held));
-    return true;
-  };
-  if ((fits(Int<kHeld>{}) || ...)) return error;
-  return launch(Int<kPack>{}, Int<0>{}, kThreads);
+  if (packs > kThreads * kHeld) return launch(Int<kPack>{}, Int<0>{}, kThreads);
+  return launch(Int<kPack>{}, Int<kHeld>{}, whole_warps((packs + kHeld - 1) / kHeld));
 }
 
 // Calls launch(T()) for the dtypes that GPUs have.

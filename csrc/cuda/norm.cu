@@ -7,8 +7,9 @@
 using namespace megatron;
 
 // The largest blocks, and packs that a thread holds, whose registers nvcc finds without spills; backward also holds the
-// sums for the weight, and LayerNorm's those for the bias, which leaves threads for half as large a block.
-constexpr int kThreads = 1024, kForwardHeld = 4, kRmsBackwardHeld = 2, kLayerBackwardThreads = 512;
+// sums for the weight, and LayerNorm those for the bias.
+constexpr int kThreads = 1024, kForwardHeld = 4, kRmsBackwardHeld = 2;
+constexpr int kLayerBackwardThreads = 512, kLayerBackwardHeld = 4;
 
 const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
                               const void* residual, int64_t residual_stride, const void* weight, double epsilon,
@@ -74,7 +75,7 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
-    const char* error = with_row<T, kLayerBackwardThreads, 2, 4>(columns, packed, [=](auto n, auto held, int threads) {
+    const char* error = with_row<T, kLayerBackwardThreads, kLayerBackwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = layer_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
