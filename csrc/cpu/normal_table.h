@@ -5,15 +5,16 @@
 #if defined(__AVX512F__)
 namespace megatron {
 
-// A function on 0 <= a <= 14 by a parabola in each of 32 pieces, which meets it at the piece's Chebyshev points.
+// A function on 0 <= a <= 14 by 32 parabolas, each in a piece around a multiple of the step, where it meets the function
+// at the Chebyshev points.
 struct Parabolas {
   static constexpr int kPieces = 32;
-  static constexpr double kEnd = 14.25;  // so that 14 is in the last piece, however it is rounded
+  static constexpr double kEnd = 14.25;  // so that 14 is in the last piece
   alignas(64) float square[kPieces], linear[kPieces], constant[kPieces];
 
   template <typename F> explicit Parabolas(F function) {
     for (int piece = 0; piece < kPieces; ++piece) {
-      const double half = kEnd / kPieces / 2, middle = half * (2 * piece + 1), reach = half * std::sqrt(0.75);
+      const double step = kEnd / kPieces, middle = piece * step, reach = step / 2 * std::sqrt(0.75);
       const double low = function(middle - reach), at = function(middle), high = function(middle + reach);
       const double curve = (low - 2 * at + high) / (2 * reach * reach), slope = (high - low) / (2 * reach);
       square[piece] = static_cast<float>(curve);
@@ -23,7 +24,7 @@ struct Parabolas {
   }
 
   MEGATRON_INLINE FloatVec operator()(FloatVec a) const {
-    const __m512i piece = (__m512i)(a * float(kPieces / kEnd) + (0x1.8p23f - 0.5f));  // in the lowest bits
+    const __m512i piece = (__m512i)(a * float(kPieces / kEnd) + 0x1.8p23f);  // rounded, in the lowest bits
     auto pick = [=](const float* of) {
       return (FloatVec)_mm512_permutex2var_ps(_mm512_load_ps(of), piece, _mm512_load_ps(of + 16));
     };

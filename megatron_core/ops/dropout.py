@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def bias_dropout_add(
     or attention weights ``[b, heads, s, t]`` whose first head is ``first_head``; ``bias`` is ``[h]`` or ``[t]``;
     ``sample_index`` ``[b]`` has the sequences' global numbers as int64, and is not needed where p is 0. What is absent
     is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is rounded to a multiple
-    of 2^-16; every body draws the same. For backward the CPU body keeps a bit of an element and the CUDA body nothing.
+    of 2^-16; every body draws the same. For backward the CPU body keeps a bit of each element, in rows of a multiple of
+    64 to 256 channels, and the CUDA body nothing.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
@@ -129,7 +131,7 @@ def _room_for_kept(x: Tensor, p: float) -> Tensor:
     """Memory for a bit of each element, where the library keeps them; rows padded as csrc/common/dropout.h says."""
     padding = native.library(x.device.type).megatron_dropout_kept() if threshold(p) else 0
     row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
-    return x.new_empty(x.shape[:-1].numel() * row, dtype=torch.uint8)
+    return x.new_empty(math.prod(x.shape[:-1]) * row, dtype=torch.uint8)
 
 
 def _sums_of(x: Tensor, wanted: bool) -> Tensor:

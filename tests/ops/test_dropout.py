@@ -191,6 +191,21 @@ def test_torch_compile_gives_the_same(cpu_body: None, p: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_compiled_function_takes_any_length(cpu_body: None) -> None:
+    """What is kept for backward depends on the sizes, and must not make constants of them."""
+
+    def function(x: Tensor, number: Tensor) -> Tensor:
+        return bias_dropout_add(x, None, None, P, KEY, number, backend="native")
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes, may_compile in (((6, 2, 40), True), ((9, 4, 300), False)):
+        x = draw(sizes, torch.float32).requires_grad_()
+        with torch._dynamo.config.patch(error_on_recompile=not may_compile):
+            y = compiled(x, samples(x))
+        assert torch.equal(y, function(x, samples(x)))
+        y.sum().backward()
+
+
 def test_a_backward_has_no_backward_and_says_so(cpu_body: None) -> None:  # C52
     x = draw((3, 2, 8), torch.float32).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"no backward.*reference"):
