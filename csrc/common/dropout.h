@@ -61,6 +61,6 @@ MEGATRON_API const char* megatron_dropout(int64_t dtype, int64_t length, int64_t
                                           int64_t y_sample, int64_t y_head, void* sums, void* partial,
                                           int64_t num_partials, int64_t threads, void* stream);
 
-// Whether a library keeps the mask from forward for backward, as above. A CPU does, since drawing takes it as long as all
-// the rest. A GPU, which waits for memory anyway, draws again.
+// Whether a library keeps the mask from forward for backward, as above. A CPU does, since drawing takes it as long as
+// all the rest. A GPU, which waits for memory anyway, draws again.
 MEGATRON_API int64_t megatron_dropout_kept();

@@ -32,7 +32,8 @@ template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[
   for (int round = 0; round < 10; ++round) {
     for (Four<W>& counter : counters) {
       const W a = Product<W>::of(counter.of[0], 0xD2511F53u), b = Product<W>::of(counter.of[2], 0xCD9E8D57u);
-      counter = Four<W>{{(b >> 32) ^ counter.of[1] ^ keys.low[round], b, (a >> 32) ^ counter.of[3] ^ keys.high[round], a}};
+      const W first = (b >> 32) ^ counter.of[1] ^ keys.low[round], third = (a >> 32) ^ counter.of[3] ^ keys.high[round];
+      counter = Four<W>{{first, b, third, a}};
     }
   }
 }

@@ -5,8 +5,8 @@
 #if defined(__AVX512F__)
 namespace megatron {
 
-// A function on 0 <= a <= 14 by 32 parabolas, each in a piece around a multiple of the step, where it meets the function
-// at the Chebyshev points.
+// A function on 0 <= a <= 14 by 32 parabolas, each in a piece around a multiple of the step, where it meets the
+// function at the Chebyshev points.
 struct Parabolas {
   static constexpr int kPieces = 32;
   static constexpr double kEnd = 14.25;  // so that 14 is in the last piece
@@ -36,7 +36,10 @@ inline double normal_tail(double a) { return std::erfc(a * std::sqrt(0.5)) / 2; 
 
 // -log2(Phi(-a)), and what the slope of a Phi(-a) is of Phi(-a): 1 - a phi(a) / Phi(-a). Both are nearly parabolas.
 inline const Parabolas kTailExponent([](double a) { return -std::log2(normal_tail(a)); });
-inline const Parabolas kTailSlope([](double a) { return 1 - a * std::exp(a * a / -2) / std::sqrt(8 * std::atan(1)) / normal_tail(a); });
+inline const Parabolas kTailSlope([](double a) {
+  const double density = std::exp(a * a / -2) / std::sqrt(8 * std::atan(1));
+  return 1 - a * density / normal_tail(a);
+});
 
 // They take the place of activation_math.h's, which are for all processors, and of a third of gelu's time.
 MEGATRON_INLINE FloatVec vec_tail_exponent(FloatVec a) { return kTailExponent(a); }

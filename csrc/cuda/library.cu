@@ -10,8 +10,8 @@ MEGATRON_API const char* megatron_architectures() { return MEGATRON_ARCHITECTURE
 
 static __global__ void any_kernel() {}
 
-// Why none of the kernels can run on the current device: a driver that is older than the runtime which is linked here, or
-// a device that they are not compiled for. Null where they can.
+// Why none of the kernels can run on the current device: a driver that is older than the runtime which is linked here,
+// or a device that they are not compiled for. Null where they can.
 MEGATRON_API const char* megatron_obstacle() {
   cudaFuncAttributes attributes;
   const char* obstacle = megatron::words_of(cudaFuncGetAttributes(&attributes, any_kernel));

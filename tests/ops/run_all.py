@@ -30,47 +30,55 @@ def off_16_bytes(x: Tensor) -> Tensor:
     return moved.requires_grad_(x.requires_grad)
 
 
-def run(case: OpCase, inputs: list[Tensor]) -> None:
-    """Both passes of one operation."""
+def run(case: OpCase, inputs: list[Tensor]) -> bool:
+    """Both passes of one operation; whether all that comes out is finite."""
     outputs = as_tuple(case.function(*inputs, backend="native"))
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    torch.autograd.grad(outputs, wanted, [torch.randn_like(y) for y in outputs])
+    grads = torch.autograd.grad(outputs, wanted, [torch.randn_like(y) for y in outputs])
+    return _are_finite([*outputs, *grads])
 
 
-def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> None:
-    """The operations on lists of tensors, which begin at 16 bytes or do not."""
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.isfinite().all() for tensor in tensors)
+
+
+def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """The operations on lists of tensors, which begin at 16 bytes or do not; whether all that comes out is finite."""
+    finite = True
     for place in (off_16_bytes, torch.clone):
         grads, copies = ([place(torch.randn(size).to(dtype)) for size in sizes] for _ in range(2))
         weights, averages, squares = ([place(torch.rand(size)) for size in sizes] for _ in range(3))
-        ops.squared_norm(grads, backend="native")
+        norm = ops.squared_norm(grads, backend="native")
         ops.scale_(grads, 0.5, backend="native")
         rates = {"lr": 1e-3, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}
         lists = (grads, weights, averages, squares, *([] if dtype == torch.float32 else [copies]))
         ops.adamw_(*lists, step=1, **rates, backend="native")
+        finite &= _are_finite([norm, *grads, *weights, *averages, *squares, *copies])
+    return finite
 
 
-def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
-    """Every operation on these, in all data types that GPUs have."""
+def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str, bool]:
+    """Every operation on these, in all data types that GPUs have: name -> whether all that came out was finite."""
+    finite = {}
     for op, case in CASES.items():
-        for dtype in LOW:
-            for shape in shapes:
-                inputs = case.inputs(*shape, dtype)
-                run(case, inputs)
-                run(case, [off_16_bytes(tensor) for tensor in inputs])
+        drawn = (case.inputs(*shape, dtype) for dtype in LOW for shape in shapes)
+        placed = (tensors for aligned in drawn for tensors in (aligned, [off_16_bytes(tensor) for tensor in aligned]))
+        finite[op] = all([run(case, tensors) for tensors in placed])
         print(op, flush=True)
-    for dtype in LOW:
-        run_on_lists(dtype, sizes)
+    finite["lists of tensors"] = all([run_on_lists(dtype, sizes) for dtype in LOW])
+    return finite
 
 
 def main() -> int:
-    """Run them; 1 where there is no GPU."""
+    """Run them; 1 where there is no GPU, or where something came out that is not finite."""
     if not torch.cuda.is_available():
         print("tests.ops.run_all needs a GPU, and torch sees none")
         return 1
     torch.set_default_device("cuda")
-    run_all(SHAPES, SIZES)
-    torch.cuda.synchronize()
-    return 0
+    wrong = [op for op, finite in run_all(SHAPES, SIZES).items() if not finite]
+    if wrong:
+        print(f"not finite: {', '.join(wrong)}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

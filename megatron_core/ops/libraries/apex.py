@@ -3,7 +3,7 @@
 Loaded only where ``kernel_backend='apex'`` asks for it. It has to be built from its sources, with its CUDA extensions:
 the package ``apex`` of the Python package index is another one. Its functions take less than ours do: ``covers`` and
 ``fits`` say which calls they serve; ``auto`` serves the others. Of rope the names with ``_cached`` are needed, which
-builds before October 2023 lack.
+older builds lack.
 """
 
 from __future__ import annotations
