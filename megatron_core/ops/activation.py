@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
-from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients
+from megatron_core.ops.operator import operator
+from megatron_core.ops.rows import as_rows, check, partials
 
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
@@ -55,10 +55,10 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Back
     if body != "native":
         _check("bias_activation", x, bias, kind)
         return plain(body).bias_activation(x, bias, kind)
-    return torch.ops.megatron_core.bias_activation(x, bias, kind)
+    return _bias_activation(x, bias, kind)
 
 
-@torch.library.custom_op("megatron_core::bias_activation", mutates_args=())
+@operator("bias_activation")
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     _check("bias_activation", x, bias, kind)
     rows, y = as_rows(x), _like_output(x, kind)
@@ -70,7 +70,7 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-@torch.library.custom_op("megatron_core::bias_activation_backward", mutates_args=())
+@operator("bias_activation_backward")
 def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias), the latter without elements where there is no bias."""
     _check("bias_activation_backward", x, bias, kind)
@@ -105,12 +105,12 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
-    dx, dbias = torch.ops.megatron_core.bias_activation_backward(dy, x, bias, ctx.kind)
+    dx, dbias = _bias_activation_backward(dy, x, bias, ctx.kind)
     return dx, None if bias is None else dbias, None
 
 
-_bias_activation.register_autograd(_backward, setup_context=_save)
-_bias_activation_backward.register_autograd(_backward, setup_context=refuse_gradients)
+_bias_activation.register_autograd(_backward, _save)
+_bias_activation_backward.refuse_gradients()
 
 
 def _approximated(kind: Literal["gelu", "geglu"], approximate: str) -> Kind:

@@ -7,14 +7,13 @@ which takes no part and gets no gradient. ``target`` ``[...]`` are int64 tokens 
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import as_rows, check, wide
 
 
@@ -28,7 +27,7 @@ def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, 
     if serving("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
         _check(logits, target, valid)
         return reference.cross_entropy_parts(logits, target, first, valid)
-    return torch.ops.megatron_core.cross_entropy_parts(logits, target, first, valid)
+    return _cross_entropy_parts(logits, target, first, valid)
 
 
 def cross_entropy_backward(
@@ -58,13 +57,13 @@ def cross_entropy_backward(
         )
     arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
     if not overwrite:
-        return torch.ops.megatron_core.cross_entropy_backward(*arguments)
+        return _cross_entropy_backward(*arguments)
     torch.ops.megatron_core.cross_entropy_backward_(*arguments)
     return logits
 
 
-@torch.library.custom_op("megatron_core::cross_entropy_parts", mutates_args=())
-def _parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
+@operator("cross_entropy_parts")
+def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     _check(logits, target, valid)
     rows, parts = as_rows(logits), _new_parts(logits)
     native.call(
@@ -75,8 +74,8 @@ def _parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     return parts
 
 
-@torch.library.custom_op("megatron_core::cross_entropy_backward", mutates_args=())
-def _backward(
+@operator("cross_entropy_backward")
+def _cross_entropy_backward(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -92,7 +91,7 @@ def _backward(
 
 
 @torch.library.custom_op("megatron_core::cross_entropy_backward_", mutates_args=("logits",))
-def _backward_(
+def _cross_entropy_backward_(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -135,12 +134,12 @@ def _write_gradient(
     )
 
 
-@_parts.register_fake
+@_cross_entropy_parts.register_fake
 def _(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     return _new_parts(logits)
 
 
-@_backward.register_fake
+@_cross_entropy_backward.register_fake
 def _(
     dloss: Tensor,
     logits: Tensor,
@@ -173,11 +172,5 @@ def _check(logits: Tensor, target: Tensor, valid: int) -> None:
         raise ConfigError(f"cross_entropy: valid={valid} of {logits.shape[-1]} columns; legal: 0 to all of them")
 
 
-def _refuse_gradients(ctx: object, inputs: tuple, output: object) -> NoReturn:
-    raise NotImplementedError(
-        "this operation has no backward of its own; take tensor_parallel.vocab_parallel_cross_entropy, which has one"
-    )
-
-
-_parts.register_autograd(_refuse_gradients, setup_context=_refuse_gradients)
-_backward.register_autograd(_refuse_gradients, setup_context=_refuse_gradients)
+for part in (_cross_entropy_parts, _cross_entropy_backward):
+    part.refuse_gradients("take tensor_parallel.vocab_parallel_cross_entropy, which has one")

@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.operator import operator
 from megatron_core.ops.reference.dropout import scale, threshold
-from megatron_core.ops.rows import check, partials, refuse_gradients
+from megatron_core.ops.rows import check, partials
 
 
 def bias_dropout_add(
@@ -44,7 +45,7 @@ def bias_dropout_add(
         _check(x, bias, residual, p, sample_index)
         return reference.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
     given = x, bias, residual, p, key, sample_index, first_position, first_head
-    return torch.ops.megatron_core.bias_dropout_add(*given)[0]
+    return _bias_dropout_add(*given)[0]
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sample_index: Tensor | None) -> None:
@@ -63,7 +64,7 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sa
         )
 
 
-@torch.library.custom_op("megatron_core::bias_dropout_add", mutates_args=())
+@operator("bias_dropout_add")
 def _bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,
@@ -81,7 +82,7 @@ def _bias_dropout_add(
     return y, kept
 
 
-@torch.library.custom_op("megatron_core::bias_dropout_add_backward", mutates_args=())
+@operator("bias_dropout_add_backward")
 def _bias_dropout_add_backward(
     dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor]:
@@ -171,12 +172,10 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
         dx, dbias = dy, dy.flatten(0, -2).sum(0) if of_bias else None
     elif of_x or of_bias:
         sample_index, kept = ctx.saved_tensors
-        dx, sums = torch.ops.megatron_core.bias_dropout_add_backward(
-            dy, ctx.p, ctx.key, sample_index, *ctx.first, kept, of_bias
-        )
+        dx, sums = _bias_dropout_add_backward(dy, ctx.p, ctx.key, sample_index, *ctx.first, kept, of_bias)
         dbias = sums if of_bias else None
     return dx, dbias, dy if of_residual else None, *[None] * 5
 
 
-_bias_dropout_add.register_autograd(_backward, setup_context=_save)
-_bias_dropout_add_backward.register_autograd(_backward, setup_context=refuse_gradients)
+_bias_dropout_add.register_autograd(_backward, _save)
+_bias_dropout_add_backward.refuse_gradients()

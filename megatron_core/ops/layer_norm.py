@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
-from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
+from megatron_core.ops.operator import operator
+from megatron_core.ops.rows import as_rows, check, partials, statistics
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -19,7 +20,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *
     if body != "native":
         check("layer_norm", x, {}, weight=weight, bias=bias)
         return plain(body).layer_norm(x, weight, bias, epsilon)
-    return torch.ops.megatron_core.layer_norm(x, weight, bias, epsilon)[0]
+    return _layer_norm(x, weight, bias, epsilon)[0]
 
 
 def add_layer_norm(
@@ -31,23 +32,23 @@ def add_layer_norm(
         check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
         total = x + residual
         return plain(body).layer_norm(total, weight, bias, epsilon), total
-    return torch.ops.megatron_core.add_layer_norm(x, residual, weight, bias, epsilon)[:2]
+    return _add_layer_norm(x, residual, weight, bias, epsilon)[:2]
 
 
-@torch.library.custom_op("megatron_core::layer_norm", mutates_args=())
+@operator("layer_norm")
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     y, _, mean, rstd = _forward(x, None, weight, bias, epsilon)
     return y, mean, rstd
 
 
-@torch.library.custom_op("megatron_core::add_layer_norm", mutates_args=())
+@operator("add_layer_norm")
 def _add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward(x, residual, weight, bias, epsilon)
 
 
-@torch.library.custom_op("megatron_core::layer_norm_backward", mutates_args=())
+@operator("layer_norm_backward")
 def _layer_norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,6 +106,7 @@ def _(
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, weight, _, _ = inputs
     _, mean, rstd = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, mean, rstd)
 
@@ -112,19 +114,26 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, _, weight, _, _ = inputs
     _, total, mean, rstd = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(total, weight, mean, rstd)
 
 
-def _backward(ctx: Any, dy: Tensor, dmean: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.megatron_core.layer_norm_backward(dy, None, *ctx.saved_tensors), None
+def _backward(ctx: Any, dy: Tensor | None, dmean: None, drstd: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 4
+    return *_layer_norm_backward(dy, None, *ctx.saved_tensors), None
 
 
-def _add_backward(ctx: Any, dy: Tensor, dsum: Tensor, dmean: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = torch.ops.megatron_core.layer_norm_backward(dy, dsum, *ctx.saved_tensors)
+def _add_backward(
+    ctx: Any, dy: Tensor | None, dsum: Tensor | None, dmean: None, drstd: None
+) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return dsum, dsum, *[None] * 3
+    dx, dweight, dbias = _layer_norm_backward(dy, dsum, *ctx.saved_tensors)
     return dx, dx, dweight, dbias, None
 
 
-_layer_norm.register_autograd(_backward, setup_context=_save)
-_add_layer_norm.register_autograd(_add_backward, setup_context=_save_sum)
-_layer_norm_backward.register_autograd(_backward, setup_context=refuse_gradients)
+_layer_norm.register_autograd(_backward, _save)
+_add_layer_norm.register_autograd(_add_backward, _save_sum)
+_layer_norm_backward.refuse_gradients()

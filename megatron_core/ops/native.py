@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def architecture(device_type: str) -> str:
 def call(function: str, device: torch.device, *values: Value) -> None:
     """Run ``megatron_<function>`` on tensors that are all on ``device``, with torch's threads, on torch's stream."""
     plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
-    entry = _entry(library(device.type), function, tuple(map(_kind, values)))
+    entry = _entry(library(device.type), function, tuple(map(type, values)))
     if device.type == "cuda":
         with torch.cuda.device(device):
             error = entry(*plain, 1, torch.cuda.current_stream(device).cuda_stream)
@@ -103,14 +104,14 @@ def call(function: str, device: torch.device, *values: Value) -> None:
 
 
 @cache
-def _entry(library: ctypes.CDLL, function: str, kinds: tuple[type, ...]) -> Callable[..., bytes | None]:
-    """The C function; a prototype of its own for each tuple of kinds, so that none changes another's."""
-    prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *kinds, ctypes.c_int64, ctypes.c_void_p)
+def _entry(library: ctypes.CDLL, function: str, types: tuple[type, ...]) -> Callable[..., bytes | None]:
+    """The C function; a prototype of its own for each tuple of types, so that none changes another's."""
+    prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *map(_kind, types), ctypes.c_int64, ctypes.c_void_p)
     return prototype((f"megatron_{function}", library))
 
 
-def _kind(value: Value) -> type:
+def _kind(value: type) -> type:
     """Tensors go as pointers, other numbers as int64 or double: the interface has nothing else."""
-    if value is None or isinstance(value, Tensor):
+    if value is NoneType or issubclass(value, Tensor):
         return ctypes.c_void_p
-    return ctypes.c_double if isinstance(value, float) else ctypes.c_int64
+    return ctypes.c_double if issubclass(value, float) else ctypes.c_int64

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
-from megatron_core.ops.rows import as_rows, check, partials, refuse_gradients, statistics
+from megatron_core.ops.operator import operator
+from megatron_core.ops.rows import as_rows, check, partials, statistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -18,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backe
     if body != "native":
         check("rms_norm", x, {}, weight=weight)
         return plain(body).rms_norm(x, weight, epsilon)
-    return torch.ops.megatron_core.rms_norm(x, weight, epsilon)[0]
+    return _rms_norm(x, weight, epsilon)[0]
 
 
 def add_rms_norm(
@@ -30,21 +31,21 @@ def add_rms_norm(
         check("rms_norm", x, {"residual": residual}, weight=weight)
         total = x + residual
         return plain(body).rms_norm(total, weight, epsilon), total
-    return torch.ops.megatron_core.add_rms_norm(x, residual, weight, epsilon)[:2]
+    return _add_rms_norm(x, residual, weight, epsilon)[:2]
 
 
-@torch.library.custom_op("megatron_core::rms_norm", mutates_args=())
+@operator("rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     y, _, rstd = _forward(x, None, weight, epsilon)
     return y, rstd
 
 
-@torch.library.custom_op("megatron_core::add_rms_norm", mutates_args=())
+@operator("add_rms_norm")
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     return _forward(x, residual, weight, epsilon)
 
 
-@torch.library.custom_op("megatron_core::rms_norm_backward", mutates_args=())
+@operator("rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -95,6 +96,7 @@ def _(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, weight, _ = inputs
     _, rstd = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(x, weight, rstd)
 
@@ -102,19 +104,24 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, _, weight, _ = inputs
     _, total, rstd = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(total, weight, rstd)
 
 
-def _backward(ctx: Any, dy: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.megatron_core.rms_norm_backward(dy, None, *ctx.saved_tensors), None
+def _backward(ctx: Any, dy: Tensor | None, drstd: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 3
+    return *_rms_norm_backward(dy, None, *ctx.saved_tensors), None
 
 
-def _add_backward(ctx: Any, dy: Tensor, dsum: Tensor, drstd: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight = torch.ops.megatron_core.rms_norm_backward(dy, dsum, *ctx.saved_tensors)
+def _add_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, drstd: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return dsum, dsum, *[None] * 2
+    dx, dweight = _rms_norm_backward(dy, dsum, *ctx.saved_tensors)
     return dx, dx, dweight, None
 
 
-_rms_norm.register_autograd(_backward, setup_context=_save)
-_add_rms_norm.register_autograd(_add_backward, setup_context=_save_sum)
-_rms_norm_backward.register_autograd(_backward, setup_context=refuse_gradients)
+_rms_norm.register_autograd(_backward, _save)
+_add_rms_norm.register_autograd(_add_backward, _save_sum)
+_rms_norm_backward.refuse_gradients()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
+from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import wide
 
 
@@ -29,7 +29,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
     if body != "native":
         _check(x, cos, sin)
         return plain(body).rope(x, cos, sin, interleaved)
-    return torch.ops.megatron_core.rope(x, cos, sin, interleaved, False)
+    return _rope(x, cos, sin, interleaved, False)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -51,7 +51,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             )
 
 
-@torch.library.custom_op("megatron_core::rope", mutates_args=())
+@operator("rope")
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     _check(x, cos, sin)
     y = x.new_empty(x.shape)
@@ -96,7 +96,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The rotation back, which is linear too: every further derivative is one of the two."""
-    return torch.ops.megatron_core.rope(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *[None] * 4
+    return _rope(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *[None] * 4
 
 
-_rope.register_autograd(_backward, setup_context=_save)
+_rope.register_autograd(_backward, _save)

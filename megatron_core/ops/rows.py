@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -54,10 +52,3 @@ def partials(rows: Tensor, sums: int) -> Tensor:
         blocks = max(2, min(8, 16384 // rows.shape[1]))
         count, limit = len(rows), blocks * torch.cuda.get_device_properties(rows.device).multi_processor_count
     return rows.new_empty((max(1, min(count, limit)), sums, rows.shape[1]), dtype=wide(rows.dtype))
-
-
-def refuse_gradients(ctx: object, inputs: tuple, output: object) -> NoReturn:
-    """A ``setup_context`` for operations without a backward: torch calls it where a gradient would be needed."""
-    raise NotImplementedError(
-        "this operation has no backward (it is one itself); for second derivatives take backend='reference'"
-    )

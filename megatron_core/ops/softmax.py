@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
-from megatron_core.ops.rows import refuse_gradients
+from megatron_core.ops.operator import operator
 
 
 def attention_softmax(
@@ -35,10 +35,10 @@ def attention_softmax(
     if body != "native":
         _check(scores, mask, window)
         return plain(body).attention_softmax(scores, mask, scale, causal, window)
-    return torch.ops.megatron_core.attention_softmax(scores, mask, scale, causal, window)
+    return _attention_softmax(scores, mask, scale, causal, window)
 
 
-@torch.library.custom_op("megatron_core::attention_softmax", mutates_args=())
+@operator("attention_softmax")
 def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
     _check(scores, mask, window)
     if mask is not None:
@@ -53,7 +53,7 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
     return probs
 
 
-@torch.library.custom_op("megatron_core::attention_softmax_backward", mutates_args=())
+@operator("attention_softmax_backward")
 def _attention_softmax_backward(
     dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
 ) -> Tensor:
@@ -125,9 +125,9 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor | None, ...]:
-    dscores = torch.ops.megatron_core.attention_softmax_backward(dprobs, *ctx.saved_tensors, *ctx.settings)
+    dscores = _attention_softmax_backward(dprobs, *ctx.saved_tensors, *ctx.settings)
     return dscores, None, None, None, None
 
 
-_attention_softmax.register_autograd(_backward, setup_context=_save)
-_attention_softmax_backward.register_autograd(_backward, setup_context=refuse_gradients)
+_attention_softmax.register_autograd(_backward, _save)
+_attention_softmax_backward.refuse_gradients()
