@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, partials
+from megatron_core.ops.rows import as_rows, check, new_like, partials
 
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
@@ -77,7 +77,7 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
     columns = _columns(x, kind)
     check("bias_activation_backward", x[..., :columns], {"dy": dy})
     rows, dy_rows = as_rows(x), as_rows(dy)
-    dx, dbias = x.new_empty(x.shape), _like_bias(x, bias)
+    dx, dbias = new_like(x), _like_bias(x, bias)
     partial = None if bias is None else partials(rows, 1)
     native.call(
         "bias_activation_backward",
@@ -95,7 +95,7 @@ def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 @_bias_activation_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _like_bias(x, bias)
+    return new_like(x), _like_bias(x, bias)
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:

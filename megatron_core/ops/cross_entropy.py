@@ -14,7 +14,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, wide
+from megatron_core.ops.rows import as_rows, check, new_like, wide
 
 
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, *, backend: Backend = "auto") -> Tensor:
@@ -85,7 +85,7 @@ def _cross_entropy_backward(
     kept: float,
     spread: float,
 ) -> Tensor:
-    dlogits = logits.new_empty(logits.shape)
+    dlogits = new_like(logits)
     _write_gradient(as_rows(dlogits), dloss, logits, target, statistics, first, valid, kept, spread)
     return dlogits
 
@@ -150,7 +150,7 @@ def _(
     kept: float,
     spread: float,
 ) -> Tensor:
-    return logits.new_empty(logits.shape)
+    return new_like(logits)
 
 
 def _new_parts(logits: Tensor) -> Tensor:

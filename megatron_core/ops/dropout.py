@@ -13,7 +13,7 @@ from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, serving
 from megatron_core.ops.operator import operator
 from megatron_core.ops.reference.dropout import scale, threshold
-from megatron_core.ops.rows import check, partials
+from megatron_core.ops.rows import check, new_like, partials
 
 
 def bias_dropout_add(
@@ -107,7 +107,7 @@ def _run(
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (y, the sum of its rows or nothing)."""
-    y, total, rows = x.new_empty(x.shape), _sums_of(x, sums), _by_places(x)
+    y, total, rows = new_like(x), _sums_of(x, sums), _by_places(x)
     partial = partials(y.flatten(0, -2), 1) if sums else None
     added = None if residual is None else _by_places(residual)
     native.call(
@@ -150,14 +150,14 @@ def _(
     first_position: int,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _room_for_kept(x, p)
+    return new_like(x), _room_for_kept(x, p)
 
 
 @_bias_dropout_add_backward.register_fake
 def _(
     dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dy.shape), _sums_of(dy, sums)
+    return new_like(dy), _sums_of(dy, sums)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, partials, statistics
+from megatron_core.ops.rows import as_rows, check, new_like, partials, statistics
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -55,7 +55,7 @@ def _layer_norm_backward(
     check("layer_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
     rows, dy_rows = as_rows(x), as_rows(dy)
     dsum_rows = None if dsum is None else as_rows(dsum)
-    dx, dweight, dbias = x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
+    dx, dweight, dbias = new_like(x), torch.empty_like(weight), torch.empty_like(weight)
     partial = partials(rows, 2)
     native.call(
         "layer_norm_backward",
@@ -73,7 +73,7 @@ def _forward(
     check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
     rows = as_rows(x)
     added = None if residual is None else as_rows(residual)
-    y, mean, rstd = x.new_empty(x.shape), statistics(x), statistics(x)
+    y, mean, rstd = new_like(x), statistics(x), statistics(x)
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "layer_norm",
@@ -86,21 +86,21 @@ def _forward(
 
 @_layer_norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), statistics(x), statistics(x)
+    return new_like(x), statistics(x), statistics(x)
 
 
 @_add_layer_norm.register_fake
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), statistics(x), statistics(x)
+    return new_like(x), new_like(x), statistics(x), statistics(x)
 
 
 @_layer_norm_backward.register_fake
 def _(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
+    return new_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, partials, statistics
+from megatron_core.ops.rows import as_rows, check, new_like, partials, statistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -52,7 +52,7 @@ def _rms_norm_backward(
     check("rms_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
     rows, dy_rows = as_rows(x), as_rows(dy)
     dsum_rows = None if dsum is None else as_rows(dsum)
-    dx, dweight, partial = x.new_empty(x.shape), torch.empty_like(weight), partials(rows, 1)
+    dx, dweight, partial = new_like(x), torch.empty_like(weight), partials(rows, 1)
     native.call(
         "rms_norm_backward",
         x.device,
@@ -67,7 +67,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float)
     check("rms_norm", x, {"residual": residual}, weight=weight)
     rows = as_rows(x)
     added = None if residual is None else as_rows(residual)
-    y, rstd = x.new_empty(x.shape), statistics(x)
+    y, rstd = new_like(x), statistics(x)
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "rms_norm",
@@ -80,17 +80,17 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float)
 
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), statistics(x)
+    return new_like(x), statistics(x)
 
 
 @_add_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), statistics(x)
+    return new_like(x), new_like(x), statistics(x)
 
 
 @_rms_norm_backward.register_fake
 def _(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight)
+    return new_like(x), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import wide
+from megatron_core.ops.rows import new_like, wide
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto") -> Tensor:
@@ -54,7 +54,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 @operator("rope")
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     _check(x, cos, sin)
-    y = x.new_empty(x.shape)
+    y = new_like(x)
     heads = _five_dims(x, cos.dim() - 1)
     cos, sin = cos.contiguous(), sin.contiguous()
     native.call(
@@ -84,7 +84,7 @@ def _table_strides(table: Tensor) -> tuple[int, int]:
 
 @_rope.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
+    return new_like(x)
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:

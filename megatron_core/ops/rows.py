@@ -13,12 +13,13 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
     device."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements")
-    expected = {name: (tensor, x.shape[-1:]) for name, tensor in parameters.items()}
-    expected |= {name: (tensor, x.shape) for name, tensor in like.items() if tensor is not None}
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ConfigError(f"{op}: {name} is {list(tensor.shape)}; for x {list(x.shape)} it has to be {list(shape)}")
-        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+    for tensors, shape in ((like, x.shape), (parameters, x.shape[-1:])):
+        for name, tensor in tensors.items():
+            if tensor is None or (tensor.shape == shape and tensor.dtype == x.dtype and tensor.device == x.device):
+                continue
+            if tensor.shape != shape:
+                wanted = f"for x {list(x.shape)} it has to be {list(shape)}"
+                raise ConfigError(f"{op}: {name} is {list(tensor.shape)}; {wanted}")
             there, here = (f"{t.dtype} on {t.device}" for t in (tensor, x))
             raise ConfigError(f"{op}: {name} is {there} and x {here}; both have to be the same")
 
@@ -27,6 +28,11 @@ def as_rows(x: Tensor) -> Tensor:
     """``[..., n]`` as ``[rows, n]`` whose rows are contiguous: a view where strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def new_like(x: Tensor) -> Tensor:
+    """New memory for a contiguous tensor of the shape of ``x``."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

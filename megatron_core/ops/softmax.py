@@ -11,6 +11,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.operator import operator
+from megatron_core.ops.rows import new_like
 
 
 def attention_softmax(
@@ -43,7 +44,7 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
     _check(scores, mask, window)
     if mask is not None:
         mask = _keys_in_memory(mask.expand(*mask.shape[:-1], scores.shape[-1])).expand(scores.shape)
-    scores, probs = _keys_in_memory(scores), scores.new_empty(scores.shape)
+    scores, probs = _keys_in_memory(scores), new_like(scores)
     native.call(
         "attention_softmax",
         scores.device,
@@ -57,7 +58,7 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
 def _attention_softmax_backward(
     dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), probs.new_empty(probs.shape)
+    dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), new_like(probs)
     native.call(
         "attention_softmax_backward",
         probs.device,
@@ -111,12 +112,12 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 @_attention_softmax.register_fake
 def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    return scores.new_empty(scores.shape)
+    return new_like(scores)
 
 
 @_attention_softmax_backward.register_fake
 def _(dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
-    return probs.new_empty(probs.shape)
+    return new_like(probs)
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
