@@ -1,7 +1,8 @@
 """The native bodies of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
 
 One run, one machine: in every round each contender takes its turn on the same tensors, some calls of its own after one
-that is not timed, and medians over all rounds are compared. Prints a table and appends it to benchmarks/results.csv;
+that is not timed, and medians over all rounds are compared. The turns' order is drawn anew each round: who comes second
+finds other memory in the caches, which makes up to a tenth. Prints a table and appends it to benchmarks/results.csv;
 ``ratio`` there is the time to torch eager's.
 
     python -m benchmarks.bench_ops
@@ -10,6 +11,7 @@ that is not timed, and medians over all rounds are compared. Prints a table and 
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -90,8 +92,10 @@ def measure(case: Case, names: tuple[str, ...], settings: Settings) -> dict[tupl
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     functions = {name: contender(case, name) for name in names}
+    order, draw = list(functions.items()), random.Random(0)
     for _ in range(settings.rounds):
-        for name, function in functions.items():
+        draw.shuffle(order)
+        for name, function in order:
             times[name, "forward"] += seconds(partial(function, *tensors), settings.calls)
             outputs = as_tuple(function(*tensors))
             grads = [torch.randn_like(y) for y in outputs]

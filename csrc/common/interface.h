@@ -12,7 +12,7 @@
 
 namespace megatron {
 // To be counted up whenever a function is added or its signature changes; megatron_core/ops/native.py calls this version only.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 enum DType : int64_t { Float32 = 0, Float64 = 1, BFloat16 = 2, Float16 = 3 };
 constexpr const char* kWrongDType = "this data type is none of those the operation is built for";
 }  // namespace megatron

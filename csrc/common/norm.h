@@ -16,17 +16,18 @@ MEGATRON_API const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows,
                                                     const void* rstd, void* dx, void* dweight, void* partial,
                                                     int64_t num_partials, int64_t threads, void* stream);
 
-// sum as above; y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + epsilon).
+// sum as above; y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + epsilon); statistics
+// [2, rows] are mean and rstd.
 MEGATRON_API const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x,
                                              int64_t x_stride, const void* residual, int64_t residual_stride,
                                              const void* weight, const void* bias, double epsilon, void* y, void* sum,
-                                             void* mean, void* rstd, int64_t threads, void* stream);
+                                             void* statistics, int64_t threads, void* stream);
 
 // dx = rstd * (weight * dy - mean(weight * dy) - xhat * mean(weight * dy * xhat)) + dsum, xhat = (x - mean) * rstd;
 // dweight as above, dbias = sum of dy, by way of partial [num_partials, 2, columns].
 MEGATRON_API const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy,
                                                       int64_t dy_stride, const void* dsum, int64_t dsum_stride,
                                                       const void* x, int64_t x_stride, const void* weight,
-                                                      const void* mean, const void* rstd, void* dx, void* dweight,
-                                                      void* dbias, void* partial, int64_t num_partials,
-                                                      int64_t threads, void* stream);
+                                                      const void* statistics, void* dx, void* dweight, void* dbias,
+                                                      void* partial, int64_t num_partials, int64_t threads,
+                                                      void* stream);

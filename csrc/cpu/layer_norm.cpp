@@ -34,6 +34,7 @@ template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
                   Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias, int64_t columns) {
   auto products = sum_row<T, 2>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+    prefetch(long_rows_of(dsum, columns), i);
     auto grad = load(dy + i, n), grad_xhat = grad * ((load(x + i, n) - center) * rstd), scale = load(weight + i, n);
     sums[0] += grad * scale;
     sums[1] += grad_xhat * scale;
@@ -41,10 +42,9 @@ void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int
     store(dbias + i, load(dbias + i, n) + grad, n);
   });
   const Wide<T> mean = products.of[0] / columns, slope = products.of[1] / columns * rstd;
-  const T *next_dy = fetch_ahead<T>(columns) ? dy : nullptr, *next_x = fetch_ahead<T>(columns) ? x : nullptr;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(next_dy, dy_stride + i);
-    prefetch(next_x, x_stride + i);
+    prefetch(long_rows_of(dy, columns), dy_stride + i);
+    prefetch(long_rows_of(x, columns), x_stride + i);
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - mean - (load(x + i, n) - center) * slope);
     if (dsum) grad += load(dsum + i, n);
     put<kStream>(dx + i, grad, n);
@@ -58,14 +58,15 @@ using namespace megatron;
 
 const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
                                 const void* residual, int64_t residual_stride, const void* weight, const void* bias,
-                                double epsilon, void* y, void* sum, void* mean, void* rstd, int64_t threads, void*) {
+                                double epsilon, void* y, void* sum, void* statistics, int64_t threads, void*) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     with_streams<T>(y, rows, columns, [=](auto stream) {
       for_rows(rows, threads, [=](int64_t row) {
         forward_row<stream>(at<T>(x, row * x_stride), x_stride, at<T>(residual, row * residual_stride),
                             residual_stride, at<T>(weight), at<T>(bias), epsilon, at<T>(y, row * columns),
-                            at<T>(sum, row * columns), at<Wide<T>>(mean, row), at<Wide<T>>(rstd, row), columns);
+                            at<T>(sum, row * columns), at<Wide<T>>(statistics, row),
+                            at<Wide<T>>(statistics, rows + row), columns);
       });
     });
   });
@@ -73,8 +74,8 @@ const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, co
 
 const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy,
                                          int64_t dy_stride, const void* dsum, int64_t dsum_stride, const void* x,
-                                         int64_t x_stride, const void* weight, const void* mean, const void* rstd,
-                                         void* dx, void* dweight, void* dbias, void* partial, int64_t num_partials,
+                                         int64_t x_stride, const void* weight, const void* statistics, void* dx,
+                                         void* dweight, void* dbias, void* partial, int64_t num_partials,
                                          int64_t threads, void*) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
@@ -82,8 +83,8 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
     with_streams<T>(dx, rows, columns, [=](auto stream) {
       for_rows_with_partials(rows, threads, at<A>(partial), num_partials, 2 * columns, [=](int64_t row, A* own) {
         backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride),
-                             at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(mean, row), *at<A>(rstd, row),
-                             at<T>(dx, row * columns), own, own + columns, columns);
+                             at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(statistics, row),
+                             *at<A>(statistics, rows + row), at<T>(dx, row * columns), own, own + columns, columns);
       });
     });
     sum_partials(at<A>(partial), num_partials, 2 * columns, at<T>(dweight), columns, threads);

@@ -28,15 +28,15 @@ template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
                   Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
   auto products = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+    prefetch(long_rows_of(dsum, columns), i);
     auto grad = load(dy + i, n), grad_xhat = grad * (load(x + i, n) * rstd);
     sums[0] += grad_xhat * load(weight + i, n);
     store(dweight + i, load(dweight + i, n) + grad_xhat, n);
   });
   const Wide<T> mean = products.of[0] / columns;
-  const T *next_dy = fetch_ahead<T>(columns) ? dy : nullptr, *next_x = fetch_ahead<T>(columns) ? x : nullptr;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(next_dy, dy_stride + i);
-    prefetch(next_x, x_stride + i);
+    prefetch(long_rows_of(dy, columns), dy_stride + i);
+    prefetch(long_rows_of(x, columns), x_stride + i);
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - load(x + i, n) * (rstd * mean));
     if (dsum) grad += load(dsum + i, n);
     put<kStream>(dx + i, grad, n);

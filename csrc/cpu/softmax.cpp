@@ -70,10 +70,9 @@ void backward_row(const T* dy, int64_t dy_stride, const T* y, int64_t y_stride, 
   auto products = sum_row<T, 1>(
       columns, [=](int64_t i, auto n, Vec<T>* sums) { sums[0] += load(dy + i, n) * load(y + i, n); });
   const Wide<T> mean = products.of[0];
-  const T *next_dy = fetch_ahead<T>(columns) ? dy : nullptr, *next_y = fetch_ahead<T>(columns) ? y : nullptr;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(next_dy, dy_stride + i);
-    prefetch(next_y, y_stride + i);
+    prefetch(long_rows_of(dy, columns), dy_stride + i);
+    prefetch(long_rows_of(y, columns), y_stride + i);
     store(dx + i, (load(dy + i, n) - mean) * (load(y + i, n) * scale), n);
   });
 }

@@ -8,7 +8,7 @@ using namespace megatron;
 // Calls launch(Int<N>, threads) for a row of `columns`; nothing of it is held, and so a row may have any length.
 template <typename T, typename F> static const char* with_packs(int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T), kThreads = 512;
-  const int64_t packs = packed ? (columns / kPack + kForwardPacks - 1) / kForwardPacks : columns;
+  const int64_t packs = packed ? (columns / kPack + 2 * kPacks - 1) / (2 * kPacks) : columns;
   const int threads = static_cast<int>(packs >= kThreads ? kThreads : packs < 1 ? 32 : (packs + 31) / 32 * 32);
   return packed ? launch(Int<kPack>{}, threads) : launch(Int<1>{}, threads);
 }

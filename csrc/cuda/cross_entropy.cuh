@@ -6,8 +6,8 @@
 
 namespace megatron {
 
-// Packs that a thread has under way at once: what comes next is not known to be another place than what is written.
-constexpr int kForwardPacks = 4, kBackwardPacks = 2;
+// Packs of a row that a thread uses at once; it reads as many ahead.
+constexpr int kPacks = 2;
 
 // Of some elements of a row: their maximum, the sum of exponentials relative to it, their sum.
 struct RowParts { float maximum, exp_sum, sum; };
@@ -32,19 +32,34 @@ __device__ inline RowParts warp_parts(RowParts v) {
   return v;
 }
 
-// Calls f(packs, columns, count) for the packs of the columns [0, packed) that are this thread's, up to kPacks at once.
-template <int kPacks, typename T, int N, typename F>
-__device__ inline void for_some_packs(Array<T> tensor, int64_t begin, int64_t packed, F f) {
-  const int64_t step = int64_t(blockDim.x) * N;
-  for (int64_t first = int64_t(threadIdx.x) * N; first < packed; first += kPacks * step) {
-    Pack<T, N> packs[kPacks] = {};
+// The packs of a row's columns [0, packed) that are this thread's, kPacks at once.
+template <typename T, int N> struct SomePacks {
+  Array<T> tensor;
+  int64_t begin, packed, step, first;
+  Pack<T, N> of[kPacks] = {};
+
+  __device__ SomePacks(Array<T> tensor, int64_t begin, int64_t packed)
+      : tensor(tensor), begin(begin), packed(packed), step(int64_t(blockDim.x) * N), first(int64_t(threadIdx.x) * N) {
+    read();
+  }
+  __device__ bool any() const { return first < packed; }
+  __device__ bool has(int p) const { return first + p * step < packed; }
+  // Those that follow, whose loads are under way from here on.
+  __device__ SomePacks next() const {
+    SomePacks following = *this;
+    following.first += kPacks * step;
+    following.read();
+    return following;
+  }
+
+ private:
+  __device__ void read() {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (first + p * step < packed) packs[p] = tensor.template load<N>(begin + first + p * step);
+      if (has(p)) of[p] = tensor.template load<N>(begin + first + p * step);
     }
-    f(packs, first, step);
   }
-}
+};
 
 template <typename T, int N>
 __global__ void __launch_bounds__(512)
@@ -53,26 +68,29 @@ __global__ void __launch_bounds__(512)
   __shared__ Shared<RowParts, 32> scratch;
   const int64_t row = blockIdx.x, begin = row * stride, packed = valid / N * N;
   RowParts own{-INFINITY, 0, 0};
-  for_some_packs<kForwardPacks, T, N>(logits, begin, packed, [&](const Pack<T, N>* packs, int64_t first, int64_t step) {
+  SomePacks<T, N> packs(logits, begin, packed);
+  while (packs.any()) {
+    const auto following = packs.next();
     float maximum = own.maximum;
 #pragma unroll
-    for (int p = 0; p < kForwardPacks; ++p) {
-      if (first + p * step >= packed) continue;
-      for (int k = 0; k < N; ++k) maximum = fmaxf(maximum, to_float(packs[p].of[k]));
+    for (int p = 0; p < kPacks; ++p) {
+      if (!packs.has(p)) continue;
+      for (int k = 0; k < N; ++k) maximum = fmaxf(maximum, to_float(packs.of[p].of[k]));
     }
     const float zero = zero_of(maximum);
     own.exp_sum *= expf(own.maximum - zero);
     own.maximum = maximum;
 #pragma unroll
-    for (int p = 0; p < kForwardPacks; ++p) {
-      if (first + p * step >= packed) continue;
+    for (int p = 0; p < kPacks; ++p) {
+      if (!packs.has(p)) continue;
       for (int k = 0; k < N; ++k) {
-        const float z = to_float(packs[p].of[k]);
+        const float z = to_float(packs.of[p].of[k]);
         own.exp_sum += exp_of<T>(z - zero);
         own.sum += z;
       }
     }
-  });
+    packs = following;
+  }
   const int64_t rest = packed + threadIdx.x;
   if (rest < valid) {
     const float z = to_float(logits.get(begin + rest));
@@ -98,26 +116,27 @@ __global__ void __launch_bounds__(512)
                                   Array<int64_t> target, int64_t first_token, Array<float> statistics,
                                   Array<float> dloss, float kept, float spread, Array<T> dlogits, int64_t out_stride) {
   const int64_t row = blockIdx.x, begin = row * stride, out = row * out_stride, packed = valid / N * N;
+  SomePacks<T, N> packs(logits, begin, packed);  // before what all of them wait for
   const float loss = dloss.get(row), maximum = statistics.get(row), scale = loss / statistics.get(rows + row);
-  auto gradient = [=](T z) { return expf(to_float(z) - maximum) * scale - loss * spread; };
-  // The thread that writes the target's element reads it first and writes it once more at the end.
   const int64_t label = target.get(row) - first_token;
-  const int64_t writer = label < packed ? label / N % blockDim.x : label - packed;
-  const bool mine = 0 <= label && label < valid && writer == threadIdx.x;
-  const float at_target = mine ? gradient(logits.get(begin + label)) - loss * kept : 0.0f;
-  for_some_packs<kBackwardPacks, T, N>(logits, begin, packed, [&](const Pack<T, N>* packs, int64_t first, int64_t step) {
+  auto gradient = [=](T z, bool is_target) {
+    return from_float<T>(exp_of<T>(to_float(z) - maximum) * scale - loss * spread - (is_target ? loss * kept : 0.0f));
+  };
+  while (packs.any()) {
+    const auto following = packs.next();  // before the stores, which might be to the same place for all that nvcc knows
 #pragma unroll
-    for (int p = 0; p < kBackwardPacks; ++p) {
-      if (first + p * step >= packed) continue;
+    for (int p = 0; p < kPacks; ++p) {
+      if (!packs.has(p)) continue;
+      const int64_t column = packs.first + p * packs.step;
       Pack<T, N> grad;
-      for (int k = 0; k < N; ++k) grad.of[k] = from_float<T>(gradient(packs[p].of[k]));
-      dlogits.template store<N>(out + first + p * step, grad);
+      for (int k = 0; k < N; ++k) grad.of[k] = gradient(packs.of[p].of[k], column + k == label);
+      dlogits.template store<N>(out + column, grad);
     }
-  });
-  for (int64_t i = packed + threadIdx.x; i < columns; i += blockDim.x) {
-    dlogits.set(out + i, from_float<T>(i < valid ? gradient(logits.get(begin + i)) : 0.0f));
+    packs = following;
   }
-  if (mine) dlogits.set(out + label, from_float<T>(at_target));
+  for (int64_t i = packed + threadIdx.x; i < columns; i += blockDim.x) {
+    dlogits.set(out + i, i < valid ? gradient(logits.get(begin + i), i == label) : from_float<T>(0.0f));
+  }
 }
 
 }  // namespace megatron

@@ -11,6 +11,9 @@ using namespace megatron;
 constexpr int kThreads = 1024, kForwardHeld = 4, kRmsBackwardHeld = 2;
 constexpr int kLayerBackwardThreads = 512, kLayerBackwardHeld = 4;
 
+// Of statistics [2, rows] those that come second.
+static const float* second(const void* statistics, int64_t rows) { return static_cast<const float*>(statistics) + rows; }
+
 const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
                               const void* residual, int64_t residual_stride, const void* weight, double epsilon,
                               void* y, void* sum, void* rstd, int64_t, void* stream) {
@@ -51,7 +54,7 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
 
 const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
                                 const void* residual, int64_t residual_stride, const void* weight, const void* bias,
-                                double epsilon, void* y, void* sum, void* mean, void* rstd, int64_t, void* stream) {
+                                double epsilon, void* y, void* sum, void* statistics, int64_t, void* stream) {
   if (rows == 0) return nullptr;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
@@ -61,17 +64,17 @@ const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, co
       return LAUNCH(kernel, rows, threads, stream, columns, Array<T>(x, extent(rows, x_stride, columns)),
                     x_stride, Array<T>(residual, extent(rows, residual_stride, columns)), residual_stride,
                     Array<T>(weight, columns), Array<T>(bias, columns), static_cast<float>(epsilon),
-                    Array<T>(y, rows * columns), Array<T>(sum, rows * columns), Array<float>(mean, rows),
-                    Array<float>(rstd, rows));
+                    Array<T>(y, rows * columns), Array<T>(sum, rows * columns), Array<float>(statistics, rows),
+                    Array<float>(second(statistics, rows), rows));
     });
   });
 }
 
 const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy,
                                          int64_t dy_stride, const void* dsum, int64_t dsum_stride, const void* x,
-                                         int64_t x_stride, const void* weight, const void* mean, const void* rstd,
-                                         void* dx, void* dweight, void* dbias, void* partial, int64_t num_partials,
-                                         int64_t, void* stream) {
+                                         int64_t x_stride, const void* weight, const void* statistics, void* dx,
+                                         void* dweight, void* dbias, void* partial, int64_t num_partials, int64_t,
+                                         void* stream) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
@@ -81,7 +84,8 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
                     Array<T>(dsum, extent(rows, dsum_stride, columns)), dsum_stride,
                     Array<T>(x, extent(rows, x_stride, columns)), x_stride, Array<T>(weight, columns),
-                    Array<float>(mean, rows), Array<float>(rstd, rows), Array<T>(dx, rows * columns),
+                    Array<float>(statistics, rows), Array<float>(second(statistics, rows), rows),
+                    Array<T>(dx, rows * columns),
                     Array<float>(partial, num_partials * 2 * columns));
     });
     if (error) return error;

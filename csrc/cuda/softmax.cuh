@@ -54,13 +54,17 @@ __global__ void __launch_bounds__(1024)
   const int64_t mask_begin = row.begin(mask_by) + visible.start, out = blockIdx.x * shape.keys;
   Row<T, N, kHeld> values(scores, row.begin(by) + visible.start);
   values.fetch(visible.count);
+  Pack<uint8_t, N> masked[kHeld > 0 ? kHeld : 1];  // under way together with the scores
+  if (kHeld > 0 && mask) {
+    for_packs<kHeld, N>(visible.count, [&](int slot, int64_t i) { masked[slot] = mask.template load<N>(mask_begin + i); });
+  }
 
   bool any = false;
   auto load_scaled = [&](int slot, int64_t i) {
     const Pack<T, N> v = values.load(slot, i);
     unsigned hidden = visible.hidden(i);
     if (mask) {
-      const Pack<uint8_t, N> bytes = mask.template load<N>(mask_begin + i);
+      const Pack<uint8_t, N> bytes = kHeld > 0 ? masked[slot] : mask.template load<N>(mask_begin + i);
       for (int k = 0; k < N; ++k) hidden |= unsigned(bytes.of[k] != 0) << k;
     }
     any |= hidden != (1u << N) - 1;

@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving_call
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, new_like, partials
+from megatron_core.ops.rows import check, count, in_rows, new_like, partials
 
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
@@ -61,11 +61,11 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Back
 @operator("bias_activation")
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     _check("bias_activation", x, bias, kind)
-    rows, y = as_rows(x), _like_output(x, kind)
+    y = _like_output(x, kind)
     native.call(
         "bias_activation",
         x.device,
-        *(x.dtype, NUMBERS[kind], len(rows), y.shape[-1], rows, rows.stride(0), _contiguous(bias), y),
+        *(x.dtype, NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y),
     )
     return y
 
@@ -76,13 +76,12 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
     _check("bias_activation_backward", x, bias, kind)
     columns = _columns(x, kind)
     check("bias_activation_backward", x[..., :columns], {"dy": dy})
-    rows, dy_rows = as_rows(x), as_rows(dy)
     dx, dbias = new_like(x), _like_bias(x, bias)
-    partial = None if bias is None else partials(rows, 1)
+    partial = None if bias is None else partials(x, 1)
     native.call(
         "bias_activation_backward",
         x.device,
-        *(x.dtype, NUMBERS[kind], len(rows), columns, dy_rows, dy_rows.stride(0), rows, rows.stride(0)),
+        *(x.dtype, NUMBERS[kind], count(x), columns, *in_rows(dy), *in_rows(x)),
         *(_contiguous(bias), dx, None if bias is None else dbias, partial, 0 if partial is None else len(partial)),
     )
     return dx, dbias

@@ -14,7 +14,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, new_like, wide
+from megatron_core.ops.rows import check, count, in_rows, new_like, wide
 
 
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, *, backend: Backend = "auto") -> Tensor:
@@ -65,11 +65,11 @@ def cross_entropy_backward(
 @operator("cross_entropy_parts")
 def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     _check(logits, target, valid)
-    rows, parts = as_rows(logits), _new_parts(logits)
+    parts = _new_parts(logits)
     native.call(
         "cross_entropy_parts",
         logits.device,
-        *(logits.dtype, len(rows), valid, rows, rows.stride(0), target.contiguous(), first, parts),
+        *(logits.dtype, count(logits), valid, *in_rows(logits), target.contiguous(), first, parts),
     )
     return parts
 
@@ -86,7 +86,7 @@ def _cross_entropy_backward(
     spread: float,
 ) -> Tensor:
     dlogits = new_like(logits)
-    _write_gradient(as_rows(dlogits), dloss, logits, target, statistics, first, valid, kept, spread)
+    _write_gradient(dlogits, dloss, logits, target, statistics, first, valid, kept, spread)
     return dlogits
 
 
@@ -101,7 +101,7 @@ def _cross_entropy_backward_(
     kept: float,
     spread: float,
 ) -> None:
-    rows = as_rows(logits)
+    rows, _ = in_rows(logits)
     _write_gradient(rows, dloss, logits, target, statistics, first, valid, kept, spread)
     if rows.data_ptr() != logits.data_ptr():  # their strides allow no view as rows
         logits.copy_(rows.view(logits.shape))
@@ -125,12 +125,11 @@ def _write_gradient(
                 f"cross_entropy_backward: {name} is {given.dtype} {list(given.shape)}; for logits "
                 f"{logits.dtype} {list(logits.shape)} it has to be {wide(logits.dtype)} {list(shape)}"
             )
-    rows = as_rows(logits)
     native.call(
         "cross_entropy_backward",
         logits.device,
-        *(logits.dtype, *rows.shape, valid, rows, rows.stride(0), target.contiguous(), first),
-        *(statistics.contiguous(), dloss.contiguous(), kept, spread, into, into.stride(0)),
+        *(logits.dtype, count(logits), logits.shape[-1], valid, *in_rows(logits), target.contiguous(), first),
+        *(statistics.contiguous(), dloss.contiguous(), kept, spread, *in_rows(into)),
     )
 
 

@@ -108,7 +108,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """-> (y, the sum of its rows or nothing)."""
     y, total, rows = new_like(x), _sums_of(x, sums), _by_places(x)
-    partial = partials(y.flatten(0, -2), 1) if sums else None
+    partial = partials(y, 1) if sums else None
     added = None if residual is None else _by_places(residual)
     native.call(
         "dropout",

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, new_like, partials, statistics
+from megatron_core.ops.rows import check, count, in_rows, new_like, new_statistics, partials
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -36,98 +36,88 @@ def add_layer_norm(
 
 
 @operator("layer_norm")
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, _, mean, rstd = _forward(x, None, weight, bias, epsilon)
-    return y, mean, rstd
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    y, _, statistics = _forward(x, None, weight, bias, epsilon)
+    return y, statistics
 
 
 @operator("add_layer_norm")
 def _add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return _forward(x, residual, weight, bias, epsilon)
 
 
 @operator("layer_norm_backward")
 def _layer_norm_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, statistics: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     check("layer_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
-    rows, dy_rows = as_rows(x), as_rows(dy)
-    dsum_rows = None if dsum is None else as_rows(dsum)
     dx, dweight, dbias = new_like(x), torch.empty_like(weight), torch.empty_like(weight)
-    partial = partials(rows, 2)
+    partial = partials(x, 2)
     native.call(
         "layer_norm_backward",
         x.device,
-        *(x.dtype, *rows.shape, dy_rows, dy_rows.stride(0), dsum_rows, 0 if dsum is None else dsum_rows.stride(0)),
-        *(rows, rows.stride(0), weight.contiguous(), mean, rstd, dx, dweight, dbias, partial, len(partial)),
+        *(x.dtype, count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
+        *(weight.contiguous(), statistics, dx, dweight, dbias, partial, len(partial)),
     )
     return dx, dweight, dbias
 
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> (y, sum, mean, rstd), the sum being ``x`` where there is no residual."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (y, sum, [mean, rstd]), the sum being ``x`` where there is no residual."""
     check("layer_norm", x, {"residual": residual}, weight=weight, bias=bias)
-    rows = as_rows(x)
-    added = None if residual is None else as_rows(residual)
-    y, mean, rstd = new_like(x), statistics(x), statistics(x)
+    y, statistics = new_like(x), new_statistics(x, 2)
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "layer_norm",
         x.device,
-        *(x.dtype, *rows.shape, rows, rows.stride(0), added, 0 if added is None else added.stride(0)),
-        *(weight.contiguous(), bias.contiguous(), epsilon, y, total, mean, rstd),
+        *(x.dtype, count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
+        *(weight.contiguous(), bias.contiguous(), epsilon, y, total, statistics),
     )
-    return y, x if total is None else total, mean, rstd
+    return y, x if total is None else total, statistics
 
 
 @_layer_norm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return new_like(x), statistics(x), statistics(x)
+def _(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return new_like(x), new_statistics(x, 2)
 
 
 @_add_layer_norm.register_fake
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return new_like(x), new_like(x), statistics(x), statistics(x)
+def _(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    return new_like(x), new_like(x), new_statistics(x, 2)
 
 
 @_layer_norm_backward.register_fake
-def _(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return new_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, weight, _, _ = inputs
-    _, mean, rstd = output
+    _, statistics = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.mark_non_differentiable(statistics)
+    ctx.save_for_backward(x, weight, statistics)
 
 
 def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, _, weight, _, _ = inputs
-    _, total, mean, rstd = output
+    _, total, statistics = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(total, weight, mean, rstd)
+    ctx.mark_non_differentiable(statistics)
+    ctx.save_for_backward(total, weight, statistics)
 
 
-def _backward(ctx: Any, dy: Tensor | None, dmean: None, drstd: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dstatistics: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 4
     return *_layer_norm_backward(dy, None, *ctx.saved_tensors), None
 
 
-def _add_backward(
-    ctx: Any, dy: Tensor | None, dsum: Tensor | None, dmean: None, drstd: None
-) -> tuple[Tensor | None, ...]:
+def _add_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, dstatistics: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return dsum, dsum, *[None] * 3
     dx, dweight, dbias = _layer_norm_backward(dy, dsum, *ctx.saved_tensors)

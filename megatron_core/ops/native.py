@@ -16,7 +16,7 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Where the build puts the libraries."""
 
-INTERFACE = 3
+INTERFACE = 4
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, plain, serving
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import as_rows, check, new_like, partials, statistics
+from megatron_core.ops.rows import check, count, in_rows, new_like, new_statistics, partials
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -50,14 +50,12 @@ def _rms_norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     check("rms_norm_backward", x, {"dy": dy, "dsum": dsum}, weight=weight)
-    rows, dy_rows = as_rows(x), as_rows(dy)
-    dsum_rows = None if dsum is None else as_rows(dsum)
-    dx, dweight, partial = new_like(x), torch.empty_like(weight), partials(rows, 1)
+    dx, dweight, partial = new_like(x), torch.empty_like(weight), partials(x, 1)
     native.call(
         "rms_norm_backward",
         x.device,
-        *(x.dtype, *rows.shape, dy_rows, dy_rows.stride(0), dsum_rows, 0 if dsum is None else dsum_rows.stride(0)),
-        *(rows, rows.stride(0), weight.contiguous(), rstd, dx, dweight, partial, len(partial)),
+        *(x.dtype, count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
+        *(weight.contiguous(), rstd, dx, dweight, partial, len(partial)),
     )
     return dx, dweight
 
@@ -65,14 +63,12 @@ def _rms_norm_backward(
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """-> (y, sum, rstd), the sum being ``x`` where there is no residual."""
     check("rms_norm", x, {"residual": residual}, weight=weight)
-    rows = as_rows(x)
-    added = None if residual is None else as_rows(residual)
-    y, rstd = new_like(x), statistics(x)
+    y, rstd = new_like(x), new_statistics(x)
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "rms_norm",
         x.device,
-        *(x.dtype, *rows.shape, rows, rows.stride(0), added, 0 if added is None else added.stride(0)),
+        *(x.dtype, count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
         *(weight.contiguous(), epsilon, y, total, rstd),
     )
     return y, x if total is None else total, rstd
@@ -80,12 +76,12 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float)
 
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return new_like(x), statistics(x)
+    return new_like(x), new_statistics(x)
 
 
 @_add_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return new_like(x), new_like(x), statistics(x)
+    return new_like(x), new_like(x), new_statistics(x)
 
 
 @_rms_norm_backward.register_fake

@@ -24,10 +24,21 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
             raise ConfigError(f"{op}: {name} is {there} and x {here}; both have to be the same")
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """``[..., n]`` as ``[rows, n]`` whose rows are contiguous: a view where strides allow it, else a copy."""
+def count(x: Tensor) -> int:
+    """The rows of ``[..., n]``."""
+    return x.numel() // x.shape[-1]
+
+
+def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """``[..., n]`` with contiguous rows that lie equally far apart, and how far: ``x`` where its strides are so, else a
+    copy; (None, 0) for None."""
+    if x is None:
+        return None, 0
+    if x.is_contiguous():
+        return x, x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def new_like(x: Tensor) -> Tensor:
@@ -40,21 +51,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def statistics(x: Tensor) -> Tensor:
-    """New memory for one number for each row of ``x``."""
-    return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+def new_statistics(x: Tensor, *numbers: int) -> Tensor:
+    """New memory ``[*numbers, ...]`` for so many numbers for each row of ``x`` ``[..., n]``."""
+    return x.new_empty((*numbers, *x.shape[:-1]), dtype=wide(x.dtype))
 
 
-def partials(rows: Tensor, sums: int) -> Tensor:
-    """New memory ``[parts, sums, n]`` in which parts of the rows ``[rows, n]`` are added up before they are joined.
+def partials(x: Tensor, sums: int) -> Tensor:
+    """New memory ``[parts, sums, n]`` in which parts of the rows ``[..., n]`` are added up before they are joined.
 
     Their number follows from the shape and the kind of device alone, so that threads do not change a sum's bits: at
     least 32 rows a part keep this memory small beside the rows; a GPU takes two to eight blocks a multiprocessor, the
     more the shorter the rows and so the blocks are.
     """
-    count = len(rows) // 32
-    limit = 64
-    if rows.device.type == "cuda":
-        blocks = max(2, min(8, 16384 // rows.shape[1]))
-        count, limit = len(rows), blocks * torch.cuda.get_device_properties(rows.device).multi_processor_count
-    return rows.new_empty((max(1, min(count, limit)), sums, rows.shape[1]), dtype=wide(rows.dtype))
+    rows, columns = count(x), x.shape[-1]
+    wanted, limit = rows // 32, 64
+    if x.device.type == "cuda":
+        blocks = max(2, min(8, 16384 // columns))
+        wanted, limit = rows, blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return x.new_empty((max(1, min(wanted, limit)), sums, columns), dtype=wide(x.dtype))
