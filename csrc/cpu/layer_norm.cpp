@@ -34,7 +34,6 @@ template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
                   Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias, int64_t columns) {
   auto products = sum_row<T, 2>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
-    prefetch(long_rows_of(dsum, columns), i);
     auto grad = load(dy + i, n), grad_xhat = grad * ((load(x + i, n) - center) * rstd), scale = load(weight + i, n);
     sums[0] += grad * scale;
     sums[1] += grad_xhat * scale;

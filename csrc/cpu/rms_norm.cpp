@@ -28,7 +28,6 @@ template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
                   Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
   auto products = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
-    prefetch(long_rows_of(dsum, columns), i);
     auto grad = load(dy + i, n), grad_xhat = grad * (load(x + i, n) * rstd);
     sums[0] += grad_xhat * load(weight + i, n);
     store(dweight + i, load(dweight + i, n) + grad_xhat, n);
