@@ -78,7 +78,7 @@ def _bias_dropout_add(
     """-> (y, what of the mask is kept for backward)."""
     _check(x, bias, residual, p, sample_index)
     kept = _room_for_kept(x, p)
-    y, _ = _run(x, bias, residual, p, key, sample_index, first_position, first_head, kept, draws=True, sums=False)
+    y = _run(x, bias, residual, p, key, sample_index, first_position, first_head, kept, draws=True)
     return y, kept
 
 
@@ -88,8 +88,9 @@ def _bias_dropout_add_backward(
 ) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
     _check(dy, None, None, p, sample_index)
+    total = _sums_of(dy, sums)
     given = dy, None, None, p, key, sample_index, first_position, first_head, kept
-    return _run(*given, draws=False, sums=sums)
+    return _run(*given, draws=False, sums=total if sums else None), total
 
 
 def _run(
@@ -104,28 +105,36 @@ def _run(
     kept: Tensor,
     *,
     draws: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor]:
-    """-> (y, the sum of its rows or nothing)."""
-    y, total, rows = new_like(x), _sums_of(x, sums), _by_places(x)
-    partial = partials(y, 1) if sums else None
-    added = None if residual is None else _by_places(residual)
+    sums: Tensor | None = None,
+) -> Tensor:
+    """-> y; the sum of its rows goes to ``sums``."""
+    y, partial = new_like(x), None if sums is None else partials(x, 1)
     native.call(
         "dropout",
         x.device,
-        *(x.dtype, *rows.shape, rows, *rows.stride()[:-1]),
-        *(None if bias is None else bias.contiguous(), added, *((0, 0, 0) if added is None else added.stride()[:-1])),
+        *(x.dtype, *_of_places(x.shape, 1), x.shape[-1], *_by_places(x)),
+        *(None if bias is None else bias.contiguous(), *_by_places(residual)),
         *(threshold(p), scale(p), key, None if p == 0 else sample_index.contiguous(), first_position, first_head),
         *((kept, draws) if len(kept) else (None, False)),
-        *(y, *_by_places(y).stride()[:-1], total if sums else None, partial, 0 if partial is None else len(partial)),
+        *(*_by_places(y), sums, partial, 0 if partial is None else len(partial)),
     )
-    return y, total
+    return y
 
 
-def _by_places(x: Tensor) -> Tensor:
-    """``x`` as ``[s, b, heads, channels]``; a view, unless its channels lie apart."""
+def _by_places(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
+    """``x`` whose channels follow one another, a copy if need be, and its strides of position, sample and head."""
+    if x is None:
+        return None, 0, 0, 0
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.unsqueeze(2) if x.dim() == 3 else x.permute(2, 0, 1, 3)
+    return x, *_of_places(x.stride(), 0)
+
+
+def _of_places(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
+    """Sizes or strides of position, sample and head, of those of ``[s, b, h]`` or ``[b, heads, s, t]``."""
+    if len(of) == 3:
+        return of[0], of[1], no_head
+    sample, head, position, _ = of
+    return position, sample, head
 
 
 def _room_for_kept(x: Tensor, p: float) -> Tensor:
