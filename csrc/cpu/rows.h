@@ -52,8 +52,8 @@ template <typename T> T* own_row(int64_t columns) {
   return row.data();
 }
 
-// What of a tensor a backward pass fetches before it is needed: nothing of rows of 4 KiB, which the processor fetches
-// ahead itself and which that would cost as much as it saves on rows of 16 KiB, a fifth of the time.
+// A tensor whose next row a backward pass fetches ahead; null where its rows have at most 8 KiB. On rows of 16 KiB that
+// saves a fifth of the time; rows of 4 KiB the processor fetches ahead itself, and it costs as much.
 template <typename T> const T* long_rows_of(const T* p, int64_t columns) {
   return columns * int64_t(sizeof(T)) > 8192 ? p : nullptr;
 }

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(512)
                                   Array<int64_t> target, int64_t first_token, Array<float> statistics,
                                   Array<float> dloss, float kept, float spread, Array<T> dlogits, int64_t out_stride) {
   const int64_t row = blockIdx.x, begin = row * stride, out = row * out_stride, packed = valid / N * N;
-  SomePacks<T, N> packs(logits, begin, packed);  // before what all of them wait for
+  SomePacks<T, N> packs(logits, begin, packed);  // under way while the row's numbers are read
   const float loss = dloss.get(row), maximum = statistics.get(row), scale = loss / statistics.get(rows + row);
   const int64_t label = target.get(row) - first_token;
   auto gradient = [=](T z, bool is_target) {

@@ -12,7 +12,9 @@ constexpr int kThreads = 1024, kForwardHeld = 4, kRmsBackwardHeld = 2;
 constexpr int kLayerBackwardThreads = 512, kLayerBackwardHeld = 4;
 
 // Of statistics [2, rows] those that come second.
-static const float* second(const void* statistics, int64_t rows) { return static_cast<const float*>(statistics) + rows; }
+static const float* second(const void* statistics, int64_t rows) {
+  return static_cast<const float*>(statistics) + rows;
+}
 
 const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
                               const void* residual, int64_t residual_stride, const void* weight, double epsilon,

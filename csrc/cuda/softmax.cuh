@@ -56,7 +56,9 @@ __global__ void __launch_bounds__(1024)
   values.fetch(visible.count);
   Pack<uint8_t, N> masked[kHeld > 0 ? kHeld : 1];  // under way together with the scores
   if (kHeld > 0 && mask) {
-    for_packs<kHeld, N>(visible.count, [&](int slot, int64_t i) { masked[slot] = mask.template load<N>(mask_begin + i); });
+    for_packs<kHeld, N>(visible.count, [&](int slot, int64_t i) {
+      masked[slot] = mask.template load<N>(mask_begin + i);
+    });
   }
 
   bool any = false;

@@ -171,5 +171,6 @@ def _check(logits: Tensor, target: Tensor, valid: int) -> None:
         raise ConfigError(f"cross_entropy: valid={valid} of {logits.shape[-1]} columns; legal: 0 to all of them")
 
 
-for part in (_cross_entropy_parts, _cross_entropy_backward):
-    part.refuse_gradients("take tensor_parallel.vocab_parallel_cross_entropy, which has one")
+INSTEAD = "take tensor_parallel.vocab_parallel_cross_entropy, which has one"
+_cross_entropy_parts.refuse_gradients(INSTEAD)
+_cross_entropy_backward.refuse_gradients(INSTEAD)

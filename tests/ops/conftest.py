@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,13 +17,11 @@ BODIES = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() els
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, where there is a GPU,
     makes new tensors lie there, and the CUDA kernels run there."""
-    if request.param == "cuda":
-        torch.set_default_device("cuda")
-    else:
+    if request.param != "cuda":
         library = libraries.cpu() if request.param == "cpu" else libraries.compiled(*libraries.HOST_CUDA)
         libraries.use(library, monkeypatch)
-    yield request.param
-    torch.set_default_device(None)
+    with torch.device("cuda") if request.param == "cuda" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ TOKENS, OUTPUT, INPUT, MICROS = 96, 24, 40, 8
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])], autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where new tensors lie."""
-    torch.set_default_device(request.param)
-    yield
-    torch.set_default_device(None)
+    with torch.device(request.param):
+        yield
 
 
 def micro_batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
