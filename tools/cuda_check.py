@@ -33,7 +33,7 @@ class Settings:
     """Compile the CUDA kernels and say what each takes."""
 
     architectures: tuple[str, ...] = ("80", "90a", "100")
-    """Compute capabilities; those that this nvcc does not know are left out, and named."""
+    """Compute capabilities from 80 on; those that this nvcc does not know are left out, and named."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def known_to(nvcc: str, architectures: Iterable[str]) -> list[str]:
 
 
 def compile_source(nvcc: str, source: Path, architectures: Iterable[str]) -> str:
-    """Compile one file to nothing that is kept; what ptxas says of it."""
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    """Compile one file, as the library does, to nothing that is kept; what ptxas says of it."""
+    targets = f"-gencode=arch=compute_80,code=[{','.join(f'sm_{number}' for number in architectures)}]"
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, "-std=c++17", "-O3", "-Xptxas=-v", *targets, f"-I{CSRC}", "-c", str(source)]
+        command = [nvcc, "-std=c++17", "-O3", "-Xptxas=-v", targets, f"-I{CSRC}", "-c", str(source)]
         result = subprocess.run([*command, "-o", f"{folder}/kernels.o"], capture_output=True, text=True)
     if result.returncode:
         raise ConfigError(f"{source} does not compile:\n{result.stderr}{result.stdout}")

@@ -82,7 +82,7 @@ def _gpu_obstacle() -> str | None:
 
 def architecture(device_type: str) -> str:
     """What the library for ``cpu`` or ``cuda`` was compiled for, as ``avx512`` or ``sm_80 sm_90a and PTX of
-    compute_90``."""
+    compute_80``."""
     if device_type == "cpu":
         return library_path("cpu").stem.rpartition("_")[2]
     entry = library(device_type).megatron_architectures
