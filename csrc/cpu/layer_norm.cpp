@@ -31,8 +31,9 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
 }
 
 template <bool kStream, typename T>
-void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
-                  Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias, int64_t columns) {
+void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_stride, const T* x, int64_t x_stride,
+                  const T* weight, Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias,
+                  int64_t columns) {
   auto products = sum_row<T, 2>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
     auto grad = load(dy + i, n), grad_xhat = grad * ((load(x + i, n) - center) * rstd), scale = load(weight + i, n);
     sums[0] += grad * scale;
@@ -40,10 +41,14 @@ void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int
     store(dweight + i, load(dweight + i, n) + grad_xhat, n);
     store(dbias + i, load(dbias + i, n) + grad, n);
   });
+  const bool ahead = fetches_ahead(dsum, columns);
   const Wide<T> mean = products.of[0] / columns, slope = products.of[1] / columns * rstd;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(long_rows_of(dy, columns), dy_stride + i);
-    prefetch(long_rows_of(x, columns), x_stride + i);
+    if (ahead) {
+      prefetch(dy, dy_stride + i);
+      prefetch(x, x_stride + i);
+      prefetch(dsum, dsum_stride + i);
+    }
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - mean - (load(x + i, n) - center) * slope);
     if (dsum) grad += load(dsum + i, n);
     put<kStream>(dx + i, grad, n);
@@ -81,7 +86,7 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
     using A = Wide<T>;
     with_streams<T>(dx, rows, columns, [=](auto stream) {
       for_rows_with_partials(rows, threads, at<A>(partial), num_partials, 2 * columns, [=](int64_t row, A* own) {
-        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride),
+        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride), dsum_stride,
                              at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(statistics, row),
                              *at<A>(statistics, rows + row), at<T>(dx, row * columns), own, own + columns, columns);
       });

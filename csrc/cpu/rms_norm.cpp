@@ -25,17 +25,21 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
 }
 
 template <bool kStream, typename T>
-void backward_row(const T* dy, int64_t dy_stride, const T* dsum, const T* x, int64_t x_stride, const T* weight,
-                  Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
+void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_stride, const T* x, int64_t x_stride,
+                  const T* weight, Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
   auto products = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
     auto grad = load(dy + i, n), grad_xhat = grad * (load(x + i, n) * rstd);
     sums[0] += grad_xhat * load(weight + i, n);
     store(dweight + i, load(dweight + i, n) + grad_xhat, n);
   });
+  const bool ahead = fetches_ahead(dsum, columns);
   const Wide<T> mean = products.of[0] / columns;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(long_rows_of(dy, columns), dy_stride + i);
-    prefetch(long_rows_of(x, columns), x_stride + i);
+    if (ahead) {
+      prefetch(dy, dy_stride + i);
+      prefetch(x, x_stride + i);
+      prefetch(dsum, dsum_stride + i);
+    }
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - load(x + i, n) * (rstd * mean));
     if (dsum) grad += load(dsum + i, n);
     put<kStream>(dx + i, grad, n);
@@ -71,7 +75,7 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
     using A = Wide<T>;
     with_streams<T>(dx, rows, columns, [=](auto stream) {
       for_rows_with_partials(rows, threads, at<A>(partial), num_partials, columns, [=](int64_t row, A* own) {
-        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride),
+        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride), dsum_stride,
                              at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(rstd, row),
                              at<T>(dx, row * columns), own, columns);
       });

@@ -71,8 +71,8 @@ void backward_row(const T* dy, int64_t dy_stride, const T* y, int64_t y_stride, 
       columns, [=](int64_t i, auto n, Vec<T>* sums) { sums[0] += load(dy + i, n) * load(y + i, n); });
   const Wide<T> mean = products.of[0];
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(long_rows_of(dy, columns), dy_stride + i);
-    prefetch(long_rows_of(y, columns), y_stride + i);
+    prefetch(dy, dy_stride + i);
+    prefetch(y, y_stride + i);
     store(dx + i, (load(dy + i, n) - mean) * (load(y + i, n) * scale), n);
   });
 }

@@ -163,10 +163,10 @@ MEGATRON_INLINE void end_streams() {
 #endif
 }
 
-// Says that the memory at `offset` will be needed soon; null is no memory, and what lies behind a tensor is harmless.
-// Passes over a row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
+// Says that the memory at `offset` will be needed soon and once; null is no memory, and what lies behind a tensor is
+// harmless. Passes over a row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
 template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) {
-  if (p) __builtin_prefetch(p + offset, 0, 2);
+  if (p) __builtin_prefetch(p + offset, 0, 0);
 }
 
 // Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
