@@ -16,7 +16,9 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
     prefetch(x, x_stride + i);
     auto u = load(row + i, n);
-    if (kStream && residual) put<kStream>(sum + i, u, n);  // while nothing else goes to memory
+    if constexpr (kStream) {  // while nothing else goes to memory
+      if (residual) stream_copy(sum + i, row + i, n);
+    }
     auto v = only(u - center, n);
     sums[0] += v * v;
   });

@@ -19,7 +19,9 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
     prefetch(x, x_stride + i);
     prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
-    if (kStream && residual) put<kStream>(sum + i, v, n);
+    if constexpr (kStream) {
+      if (residual) stream_copy(sum + i, row + i, n);
+    }
     put<kStream>(y + i, v * scale * load(weight + i, n), n);
   });
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -158,6 +159,13 @@ template <bool kStream, typename T, typename V> MEGATRON_INLINE void put(T* p, V
   } else {
     store(p, v, n);
   }
+}
+// put<true>() of the lanes of another row, as they are.
+template <typename T> MEGATRON_INLINE void stream_copy(T* to, const T* from, Some n) {
+  std::memcpy(to, from, n.n * sizeof(T));
+}
+template <typename T> MEGATRON_INLINE void stream_copy(T* to, const T* from, All n) {
+  raw_stream(static_cast<void*>(to), raw_load<std::conditional_t<sizeof(T) == 2, HalfBits, Vec<T>>>(from, n));
 }
 MEGATRON_INLINE void end_streams() {
 #if defined(__AVX2__)
