@@ -23,6 +23,9 @@ import tyro
 from megatron_core.errors import ConfigError, MegatronError
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
+LIBRARY = ("80", "90a", "100")
+"""The compute capabilities of csrc/cuda/CMakeLists.txt."""
+
 ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
@@ -32,7 +35,7 @@ USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 class Settings:
     """Compile the CUDA kernels and say what each takes."""
 
-    architectures: tuple[str, ...] = ("80", "90a", "100")
+    architectures: tuple[str, ...] = LIBRARY
     """Compute capabilities from 80 on; those that this nvcc does not know are left out, and named."""
 
 
@@ -79,11 +82,12 @@ def known_to(nvcc: str, architectures: Iterable[str]) -> list[str]:
     return [architecture for architecture in architectures if f"compute_{architecture.rstrip('a')}" in listed]
 
 
-def compile_source(nvcc: str, source: Path, architectures: Iterable[str]) -> str:
-    """Compile one file, as the library does, to nothing that is kept; what ptxas says of it."""
-    targets = f"-gencode=arch=compute_80,code=[{','.join(f'sm_{number}' for number in architectures)}]"
+def compile_source(nvcc: str, source: Path, oldest: str, architectures: Iterable[str]) -> str:
+    """Compile one file, as the library does, from the oldest architecture's intermediate code; what ptxas says."""
+    machine_code = ",".join(f"sm_{number}" for number in architectures)
+    targets = f"-gencode=arch=compute_{oldest.rstrip('a')},code=[{machine_code}]"
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, "-std=c++17", "-O3", "-Xptxas=-v", targets, f"-I{CSRC}", "-c", str(source)]
+        command = [nvcc, "-std=c++17", "-Xptxas=-v", targets, f"-I{CSRC}", "-c", str(source)]
         result = subprocess.run([*command, "-o", f"{folder}/kernels.o"], capture_output=True, text=True)
     if result.returncode:
         raise ConfigError(f"{source} does not compile:\n{result.stderr}{result.stdout}")
@@ -119,14 +123,15 @@ def table(kernels: list[Kernel]) -> str:
 def main(settings: Settings) -> int:
     """Compile everything, print the table; 1 where a kernel spills."""
     nvcc = find_nvcc()
-    architectures = known_to(nvcc, settings.architectures)
-    if not architectures:
-        raise ConfigError(f"{nvcc} knows none of {', '.join(settings.architectures)}; CUDA 11.2 or newer does")
+    library, architectures = known_to(nvcc, LIBRARY), known_to(nvcc, settings.architectures)
+    for wanted, known in ((LIBRARY, library), (settings.architectures, architectures)):
+        if not known:
+            raise ConfigError(f"{nvcc} knows none of {', '.join(wanted)}; CUDA 11.2 or newer does")
     for absent in sorted(set(settings.architectures) - set(architectures)):
         print(f"left out: this nvcc does not know compute capability {absent}")
     kernels = []
     for source in sorted((CSRC / "cuda").glob("*.cu")):
-        kernels += parse(compile_source(nvcc, source, architectures))
+        kernels += parse(compile_source(nvcc, source, library[0], architectures))
     print(table(kernels))
     spilling = [kernel for kernel in kernels if kernel.spilled_bytes]
     print(

@@ -7,7 +7,7 @@
 namespace megatron {
 
 // Elements between neighbours in each of the first three dims, 0 where one is broadcast; keys follow one another.
-struct Strides { int64_t batch, head, query; };
+struct ScoreStrides { int64_t batch, head, query; };
 
 struct Scores {
   int64_t batch, heads, queries, keys;
@@ -15,7 +15,7 @@ struct Scores {
 
   int64_t rows() const { return batch * heads * queries; }
   // The elements from the first row's first to the last row's last.
-  int64_t extent(Strides by) const {
+  int64_t extent(ScoreStrides by) const {
     return (batch - 1) * by.batch + (heads - 1) * by.head + (queries - 1) * by.query + keys;
   }
 };
@@ -35,7 +35,7 @@ struct ScoreRow {
     last = end > 0 ? end : 0;
     first = begin > 0 ? begin : 0;
   }
-  MEGATRON_BOTH int64_t begin(Strides by) const { return batch * by.batch + head * by.head + query * by.query; }
+  MEGATRON_BOTH int64_t begin(ScoreStrides by) const { return batch * by.batch + head * by.head + query * by.query; }
 };
 
 }  // namespace megatron

@@ -14,23 +14,24 @@ namespace {
 using Region = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
 struct Tasks {
-  const std::function<void(int64_t)>& work;
+  void (*const work)(const void*, int64_t);
+  const void* const data;
   const int64_t count;
   std::atomic<int64_t> next{0};
 };
 
-void take(void* data) {
-  Tasks& tasks = *static_cast<Tasks*>(data);
-  for (int64_t i; (i = tasks.next++) < tasks.count;) tasks.work(i);
+void take(void* shared) {
+  Tasks& tasks = *static_cast<Tasks*>(shared);
+  for (int64_t i; (i = tasks.next++) < tasks.count;) tasks.work(tasks.data, i);
 }
 
 }  // namespace
 
-void parallel_for(int64_t count, int64_t threads, const std::function<void(int64_t)>& work) {
+void parallel_calls(int64_t count, int64_t threads, void (*work)(const void*, int64_t), const void* data) {
   // The OpenMP that the process has already, which is torch's: a second set of threads would wait for cores on which
   // the first one's still spin. Without one the caller does all.
   static const Region region = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  Tasks tasks{work, count};
+  Tasks tasks{work, data, count};
   threads = std::min(threads, count);
   if (threads > 1 && region) {
     region(take, &tasks, static_cast<unsigned>(threads), 0);

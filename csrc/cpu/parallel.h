@@ -1,9 +1,16 @@
 // Work for several threads.
 #pragma once
 #include <cstdint>
-#include <functional>
 
 namespace megatron {
-// Calls work(0) ... work(count - 1), each once, on at most `threads` threads, of which the caller is one.
-void parallel_for(int64_t count, int64_t threads, const std::function<void(int64_t)>& work);
+
+// Calls work(data, 0) ... work(data, count - 1), each once, on at most `threads` threads, of which the caller is one.
+void parallel_calls(int64_t count, int64_t threads, void (*work)(const void* data, int64_t number), const void* data);
+
+// Calls work(0) ... work(count - 1) so. It outlives them, and so nothing of it is copied.
+template <typename F> void parallel_for(int64_t count, int64_t threads, const F& work) {
+  auto call = [](const void* data, int64_t number) { (*static_cast<const F*>(data))(number); };
+  parallel_calls(count, threads, call, &work);
+}
+
 }  // namespace megatron

@@ -100,7 +100,7 @@ const char* megatron_attention_softmax(int64_t dtype, int64_t batch, int64_t hea
                                        int64_t mask_query, double scale, int64_t window, void* probs, int64_t threads,
                                        void*) {
   const Scores shape{batch, heads, queries, keys, window};
-  const Strides by{scores_batch, scores_head, scores_query}, mask_by{mask_batch, mask_head, mask_query};
+  const ScoreStrides by{scores_batch, scores_head, scores_query}, mask_by{mask_batch, mask_head, mask_query};
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     for_score_rows(shape, threads, at<T>(probs), [=](const ScoreRow& row, int64_t begin) {
@@ -115,7 +115,7 @@ const char* megatron_attention_softmax_backward(int64_t dtype, int64_t batch, in
                                                 int64_t dprobs_head, int64_t dprobs_query, const void* probs,
                                                 double scale, int64_t window, void* dscores, int64_t threads, void*) {
   const Scores shape{batch, heads, queries, keys, window};
-  const Strides by{dprobs_batch, dprobs_head, dprobs_query};
+  const ScoreStrides by{dprobs_batch, dprobs_head, dprobs_query};
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     for_score_rows(shape, threads, at<T>(dscores), [=](const ScoreRow& row, int64_t begin) {

@@ -7,14 +7,15 @@ using namespace megatron;
 namespace {
 
 // Rows that a thread goes through where nothing is summed over them: enough to read ahead and to use its bias again.
-constexpr int64_t kThreads = 256, kRows = 4;
+constexpr int64_t kActivationThreads = 256, kActivationRows = 4;
 
 // Calls launch(Int<N>, Int<pieces>, strips, threads), a thread having N columns of each piece.
 template <typename T, typename F>
 const char* with_strips(int64_t activation, int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T);
   auto strips = [=](auto n, auto pieces) {
-    const int64_t packs = columns / n, threads = packs < kThreads ? (packs + 31) / 32 * 32 : kThreads;
+    const int64_t packs = columns / n;
+    const int64_t threads = packs < kActivationThreads ? (packs + 31) / 32 * 32 : kActivationThreads;
     return launch(n, pieces, static_cast<unsigned>((packs + threads - 1) / threads), threads);
   };
   if (is_gated(activation)) return packed ? strips(Int<kPack>{}, Int<2>{}) : strips(Int<1>{}, Int<2>{});
@@ -32,9 +33,9 @@ const char* megatron_bias_activation(int64_t dtype, int64_t activation, int64_t 
     const bool packed = in_packs<T>({x, bias, y}, {x_stride, columns});
     return with_strips<T>(activation, columns, packed, [=](auto n, auto pieces, unsigned strips, int64_t threads) {
       auto kernel = bias_activation_kernel<T, decltype(n)::value, decltype(pieces)::value>;
-      const int64_t width = pieces * columns;
-      return LAUNCH(kernel, strips * ((rows + kRows - 1) / kRows), threads, stream, activation, rows, columns,
-                    strips, Array<T>(x, extent(rows, x_stride, width)), x_stride, Array<T>(bias, width),
+      const int64_t width = pieces * columns, parts = (rows + kActivationRows - 1) / kActivationRows;
+      return LAUNCH(kernel, strips * parts, threads, stream, activation, rows, columns, strips,
+                    Array<T>(x, extent(rows, x_stride, width)), x_stride, Array<T>(bias, width),
                     Array<T>(y, rows * columns));
     });
   });
@@ -47,7 +48,7 @@ const char* megatron_bias_activation_backward(int64_t dtype, int64_t activation,
   if (!is_activation(activation)) return kWrongActivation;
   if (rows == 0 && !bias) return nullptr;
   const int64_t width = is_gated(activation) ? 2 * columns : columns;
-  const int64_t parts = bias ? num_partials : (rows + kRows - 1) / kRows;
+  const int64_t parts = bias ? num_partials : (rows + kActivationRows - 1) / kActivationRows;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, x, bias, dx}, {dy_stride, x_stride, columns});

@@ -21,9 +21,9 @@ __device__ inline float vec_gauss(float v) {
 namespace megatron {
 
 // A thread's columns, from `column` on, and rows: `row`, and then every `step`-th.
-struct Place {
+struct Share {
   int64_t column, row, step;
-  __device__ Place(unsigned strips, int64_t pack)
+  __device__ Share(unsigned strips, int64_t pack)
       : column((blockIdx.x % strips * blockDim.x + threadIdx.x) * pack), row(blockIdx.x / strips),
         step(gridDim.x / strips) {}
 };
@@ -31,12 +31,12 @@ struct Place {
 // Calls use(row, read(row)) for a thread's rows. The next row is read before the last one is used, so that memory has
 // something to do meanwhile.
 template <typename Read, typename Use>
-__device__ inline void for_rows_ahead(int64_t rows, const Place& place, Read read, Use use) {
-  if (place.row >= rows) return;
-  auto next = read(place.row);
-  for (int64_t row = place.row; row < rows; row += place.step) {
+__device__ inline void for_rows_ahead(int64_t rows, const Share& share, Read read, Use use) {
+  if (share.row >= rows) return;
+  auto next = read(share.row);
+  for (int64_t row = share.row; row < rows; row += share.step) {
     const auto now = next;
-    if (row + place.step < rows) next = read(row + place.step);
+    if (row + share.step < rows) next = read(row + share.step);
     use(row, now);
   }
 }
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(256)
     bias_activation_kernel(int64_t activation, int64_t rows, int64_t columns, unsigned strips, Array<T> x,
                            int64_t x_stride, Array<T> bias, Array<T> y) {
   using Inner = Pieces<T, N, kPieces>;
-  const Place place(strips, N);
-  if (place.column >= columns) return;
-  const Inner added = Inner::load(bias, place.column, columns);
-  auto read = [&](int64_t row) { return Inner::load(x, row * x_stride + place.column, columns); };
-  for_rows_ahead(rows, place, read, [&](int64_t row, const Inner& inner) {
+  const Share share(strips, N);
+  if (share.column >= columns) return;
+  const Inner added = Inner::load(bias, share.column, columns);
+  auto read = [&](int64_t row) { return Inner::load(x, row * x_stride + share.column, columns); };
+  for_rows_ahead(rows, share, read, [&](int64_t row, const Inner& inner) {
     Pack<T, N> out{};
     with_activation<sizeof(T) == 2>(activation, [&](auto f, auto pieces) {
       if constexpr (decltype(pieces)::value == kPieces) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(256)
         }
       }
     });
-    y.template store<N>(row * columns + place.column, out);
+    y.template store<N>(row * columns + share.column, out);
   });
 }
 
@@ -88,15 +88,15 @@ __global__ void __launch_bounds__(256)
                                     Array<float> partial) {
   using Inner = Pieces<T, N, kPieces>;
   struct Both { Pack<T, N> grad; Inner inner; };
-  const Place place(strips, N);
-  if (place.column >= columns) return;
-  const Inner added = Inner::load(bias, place.column, columns);
+  const Share share(strips, N);
+  if (share.column >= columns) return;
+  const Inner added = Inner::load(bias, share.column, columns);
   Pieces<float, N, kPieces> sums{};
   auto read = [&](int64_t row) {
-    return Both{dy.template load<N>(row * dy_stride + place.column),
-                Inner::load(x, row * x_stride + place.column, columns)};
+    return Both{dy.template load<N>(row * dy_stride + share.column),
+                Inner::load(x, row * x_stride + share.column, columns)};
   };
-  for_rows_ahead(rows, place, read, [&](int64_t row, const Both& both) {
+  for_rows_ahead(rows, share, read, [&](int64_t row, const Both& both) {
     Inner out{};
     auto put = [&](int piece, int k, float grad) {
       out.of[piece].of[k] = from_float<T>(grad);
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(256)
       }
     });
     for (int piece = 0; piece < kPieces; ++piece)
-      dx.template store<N>((row * kPieces + piece) * columns + place.column, out.of[piece]);
+      dx.template store<N>((row * kPieces + piece) * columns + share.column, out.of[piece]);
   });
   if (!partial) return;
   for (int piece = 0; piece < kPieces; ++piece)
-    store_floats<N>(partial, (place.row * kPieces + piece) * columns + place.column, sums.of[piece]);
+    store_floats<N>(partial, (share.row * kPieces + piece) * columns + share.column, sums.of[piece]);
 }
 
 }  // namespace megatron

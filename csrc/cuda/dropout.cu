@@ -6,7 +6,7 @@
 using namespace megatron;
 
 // The most packs of x, of the residual and of the sums that a thread can hold without spills.
-constexpr int kThreads = 512, kHeld = 4;
+constexpr int kDropoutThreads = 512, kDropoutHeld = 4;
 
 int64_t megatron_dropout_kept() { return 0; }
 
@@ -29,7 +29,7 @@ const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64
     const bool packed =
         in_packs<T>({x, bias, residual, y}, {x_position, x_sample, x_head, residual_position, residual_sample,
                                              residual_head, y_position, y_sample, y_head, columns});
-    const char* error = with_row<T, kThreads, kHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    const char* error = with_row<T, kDropoutThreads, kDropoutHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = dropout_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, blocks, threads, stream, mask, columns, Array<T>(x, of_x.at(last) + columns), of_x,
                     Array<T>(bias, columns), Array<T>(residual, of_residual.at(last) + columns), of_residual,

@@ -8,7 +8,7 @@ using namespace megatron;
 
 // The largest blocks, and packs that a thread holds, whose registers nvcc finds without spills; backward also holds the
 // sums for the weight, and LayerNorm those for the bias.
-constexpr int kThreads = 1024, kForwardHeld = 4, kRmsBackwardHeld = 2;
+constexpr int kNormThreads = 1024, kNormHeld = 4, kRmsBackwardHeld = 2;
 constexpr int kLayerBackwardThreads = 512, kLayerBackwardHeld = 4;
 
 // Of statistics [2, rows] those that come second.
@@ -23,7 +23,7 @@ const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, cons
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({x, residual, weight, y, sum}, {x_stride, residual_stride, columns});
-    return with_row<T, kThreads, kForwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    return with_row<T, kNormThreads, kNormHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = rms_norm_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, rows, threads, stream, columns, Array<T>(x, extent(rows, x_stride, columns)),
                     x_stride, Array<T>(residual, extent(rows, residual_stride, columns)), residual_stride,
@@ -40,7 +40,7 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
-    const char* error = with_row<T, kThreads, kRmsBackwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    const char* error = with_row<T, kNormThreads, kRmsBackwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = rms_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
@@ -61,7 +61,7 @@ const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, co
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({x, residual, weight, bias, y, sum}, {x_stride, residual_stride, columns});
-    return with_row<T, kThreads, kForwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    return with_row<T, kNormThreads, kNormHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = layer_norm_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, rows, threads, stream, columns, Array<T>(x, extent(rows, x_stride, columns)),
                     x_stride, Array<T>(residual, extent(rows, residual_stride, columns)), residual_stride,

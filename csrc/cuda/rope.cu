@@ -5,7 +5,7 @@
 
 using namespace megatron;
 
-constexpr int64_t kThreads = 256;
+constexpr int64_t kRopeThreads = 256;
 
 const char* megatron_rope(int64_t dtype, int64_t length, int64_t batch, int64_t groups, int64_t heads,
                           int64_t channels, int64_t rotated, const void* x, int64_t length_stride,
@@ -28,7 +28,7 @@ const char* megatron_rope(int64_t dtype, int64_t length, int64_t batch, int64_t 
       constexpr int kPack = decltype(n)::value;
       auto kernel = rope_kernel<T, kPack>;
       const int64_t items = groups * heads * (half / kPack);
-      const int64_t threads = items < kThreads ? (items + 31) / 32 * 32 : kThreads;
+      const int64_t threads = items < kRopeThreads ? (items + 31) / 32 * 32 : kRopeThreads;
       return LAUNCH(kernel, rows, threads, stream, shape, Array<T>(x, x_size), Array<float>(cos, table_size),
                     Array<float>(sin, table_size), inverse ? -1.0f : 1.0f, interleaved != 0, Array<T>(y, size));
     };

@@ -8,7 +8,7 @@ using namespace megatron;
 
 // The largest blocks, and packs that a thread holds (of two tensors backward), whose registers nvcc finds without
 // spills: rows of 32,768 numbers of 16 bits forward, of 16,384 backward; longer ones are read twice.
-constexpr int kThreads = 1024, kForwardHeld = 4, kBackwardHeld = 2;
+constexpr int kSoftmaxThreads = 1024, kSoftmaxHeld = 4, kSoftmaxBackwardHeld = 2;
 constexpr double kLog2E = 1.4426950408889634;
 
 const char* megatron_attention_softmax(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
@@ -17,14 +17,14 @@ const char* megatron_attention_softmax(int64_t dtype, int64_t batch, int64_t hea
                                        int64_t mask_query, double scale, int64_t window, void* probs, int64_t,
                                        void* stream) {
   const Scores shape{batch, heads, queries, keys, window};
-  const Strides by{scores_batch, scores_head, scores_query}, mask_by{mask_batch, mask_head, mask_query};
+  const ScoreStrides by{scores_batch, scores_head, scores_query}, mask_by{mask_batch, mask_head, mask_query};
   const int64_t size = shape.rows() * keys;
   if (size == 0) return nullptr;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({scores, probs}, {by.batch, by.head, by.query, keys}) &&
                         in_packs<uint8_t>({mask}, {mask_by.batch, mask_by.head, mask_by.query}, 16 / sizeof(T));
-    return with_row<T, kThreads, kForwardHeld>(keys, packed, [=](auto n, auto held, int threads) {
+    return with_row<T, kSoftmaxThreads, kSoftmaxHeld>(keys, packed, [=](auto n, auto held, int threads) {
       auto kernel = softmax_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, shape.rows(), threads, stream, shape, Array<T>(scores, shape.extent(by)), by,
                     Array<uint8_t>(mask, shape.extent(mask_by)), mask_by, static_cast<float>(scale * kLog2E),
@@ -38,13 +38,13 @@ const char* megatron_attention_softmax_backward(int64_t dtype, int64_t batch, in
                                                 int64_t dprobs_head, int64_t dprobs_query, const void* probs,
                                                 double scale, int64_t window, void* dscores, int64_t, void* stream) {
   const Scores shape{batch, heads, queries, keys, window};
-  const Strides by{dprobs_batch, dprobs_head, dprobs_query};
+  const ScoreStrides by{dprobs_batch, dprobs_head, dprobs_query};
   const int64_t size = shape.rows() * keys;
   if (size == 0) return nullptr;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dprobs, probs, dscores}, {by.batch, by.head, by.query, keys});
-    return with_row<T, kThreads, kBackwardHeld>(keys, packed, [=](auto n, auto held, int threads) {
+    return with_row<T, kSoftmaxThreads, kSoftmaxBackwardHeld>(keys, packed, [=](auto n, auto held, int threads) {
       auto kernel = softmax_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, shape.rows(), threads, stream, shape, Array<T>(dprobs, shape.extent(by)), by,
                     Array<T>(probs, size), static_cast<float>(scale), Array<T>(dscores, size));

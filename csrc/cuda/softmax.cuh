@@ -46,8 +46,8 @@ __device__ inline Two join_maxima(Two v, Scratch& scratch) {
 // `scale` is that of the scores times log2(e).
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(1024)
-    softmax_kernel(Scores shape, Array<T> scores, Strides by, Array<uint8_t> mask, Strides mask_by, float scale,
-                   Array<T> probs) {
+    softmax_kernel(Scores shape, Array<T> scores, ScoreStrides by, Array<uint8_t> mask, ScoreStrides mask_by,
+                   float scale, Array<T> probs) {
   __shared__ Scratch scratch;
   const ScoreRow row(shape, blockIdx.x);
   const VisiblePacks<N> visible(row);
@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(1024)
 
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(1024)
-    softmax_backward_kernel(Scores shape, Array<T> dprobs, Strides by, Array<T> probs, float scale, Array<T> dscores) {
+    softmax_backward_kernel(Scores shape, Array<T> dprobs, ScoreStrides by, Array<T> probs, float scale,
+                            Array<T> dscores) {
   __shared__ Scratch scratch;
   const ScoreRow row(shape, blockIdx.x);
   const VisiblePacks<N> visible(row);

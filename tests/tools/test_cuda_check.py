@@ -64,4 +64,4 @@ def test_a_source_that_does_not_compile_is_shown(tmp_path: Path) -> None:
     nvcc.write_text("#!/bin/sh\necho 'error: no such thing' >&2\nexit 1\n")
     nvcc.chmod(0o755)
     with pytest.raises(ConfigError, match="does not compile:\nerror: no such thing"):
-        cuda_check.compile_source(str(nvcc), tmp_path / "a.cu", ["80"])
+        cuda_check.compile_source(str(nvcc), tmp_path / "a.cu", "80", ["80"])
