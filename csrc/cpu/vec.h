@@ -105,13 +105,20 @@ template <typename N> MEGATRON_INLINE DoubleVec load(const double* p, N n) { ret
 template <typename N> MEGATRON_INLINE FloatVec load(const bf16* p, N n) {
   return same_bits<FloatVec>(widened(raw_load<HalfBits>(p, n)) << 16);
 }
-// The exponent moves by a multiplication with 2^112, which also normalises fp16's subnormal numbers.
+// Without an instruction for it the exponent moves by a multiplication with 2^112, which also normalises fp16's
+// subnormal numbers.
 template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
+#if defined(__AVX512F__)
+  return (FloatVec)_mm512_cvtph_ps((__m256i)raw_load<HalfBits>(p, n));
+#elif defined(__AVX2__)
+  return (FloatVec)_mm256_cvtph_ps((__m128i)raw_load<HalfBits>(p, n));
+#else
   Bits half = widened(raw_load<HalfBits>(p, n));
   Bits magnitude = (half & 0x7fff) << 13;
   Bits scaled = same_bits<Bits>(same_bits<FloatVec>(magnitude) * 0x1p112f);
   Bits infinite = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : scaled;
   return same_bits<FloatVec>(infinite | ((half & 0x8000) << 16));
+#endif
 }
 
 template <typename N> MEGATRON_INLINE void store(float* p, FloatVec v, N n) { raw_store(p, v, n); }
@@ -125,6 +132,11 @@ MEGATRON_INLINE HalfBits halves_of(const bf16*, FloatVec v) {
 }
 // Below 2^-14 the sum with 0.5 leaves the rounded subnormal number in the lowest bits.
 MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
   Bits bits = same_bits<Bits>(v), magnitude = bits & 0x7fffffff;
   Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   Bits subnormal = same_bits<Bits>(same_bits<FloatVec>(magnitude) + 0.5f) - 0x3f000000;
@@ -132,6 +144,7 @@ MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
   kept = magnitude >= 0x477ff000 ? Bits{} + 0x7c00 : kept;
   kept = magnitude > 0x7f800000 ? Bits{} + 0x7e00 : kept;
   return narrowed(kept | ((bits >> 16) & 0x8000));
+#endif
 }
 template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
 template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
