@@ -7,7 +7,7 @@ namespace megatron {
 // Calls work(data, 0) ... work(data, count - 1), each once, on at most `threads` threads, of which the caller is one.
 void parallel_calls(int64_t count, int64_t threads, void (*work)(const void* data, int64_t number), const void* data);
 
-// Calls work(0) ... work(count - 1) so. It outlives them, and so nothing of it is copied.
+// The same for a function object, work(0) ... work(count - 1). It outlives the calls, so a pointer to it is enough.
 template <typename F> void parallel_for(int64_t count, int64_t threads, const F& work) {
   auto call = [](const void* data, int64_t number) { (*static_cast<const F*>(data))(number); };
   parallel_calls(count, threads, call, &work);
