@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class Sleep(torch.autograd.Function):
 def trace_sleeps(folder: Path, plans: dict[str, Plan], seconds: float, steps: int) -> None:
     """Run each plan on this rank for some steps; traces go to a folder for each, by its name.
 
-    F, I and W through all of a rank's chunks take ``seconds`` each.
+    F, I and W of a stage take ``seconds`` each.
     """
     groups = ParallelGroups(Grid(pp=dist.get_world_size()), dist.get_rank())
     links = Links(groups)
@@ -53,7 +54,7 @@ def trace_sleeps(folder: Path, plans: dict[str, Plan], seconds: float, steps: in
         for step in range(1, steps + 1):
             dist.barrier()
             recording = Recording(time.monotonic)
-            _run(plan, links, seconds / 1, recording)
+            _run(plan, links, seconds, recording)
             writer.write(step, recording)
 
 
@@ -68,14 +69,14 @@ def _run(plan: Plan, links: Links, seconds: float, recording: Recording) -> None
     Executor(plan, links, MESSAGE, forward, parameters=[weight], listener=listener).run()
 
 
-def undisturbed(timelines: list[Timeline]) -> Timeline:
+def undisturbed(timelines: Collection[Timeline]) -> Timeline:
     """What several measured steps have in common: each action's shortest time and shortest delay of all steps.
 
     The delay is what lies between the moment at which a rank could begin the action, because the one before it is done
     and what it needs has been computed, and the moment at which it did. Other processes on the machine delay an action
     in some steps; an executor that waits where the plan does not delays it in every step.
     """
-    plan = timelines[0].plan
+    plan = next(iter(timelines)).plan
     before = {action: earlier for actions in plan.ranks for earlier, action in pairwise(actions)}
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
