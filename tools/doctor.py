@@ -115,7 +115,7 @@ def serving(op: str, device_type: str, dtype: torch.dtype) -> str:
     obstacle = native.why_not(op, device_type, dtype)
     if obstacle is not None:
         return f"reference (PyTorch), because {obstacle}"
-    return f"native, {native.library_path(device_type).name}, for {native.architecture(device_type)}"
+    return f"native, {native.library_path(device_type, dtype).name}, for {native.architecture(device_type, dtype)}"
 
 
 def talk() -> list[str]:
@@ -166,9 +166,9 @@ def collectives(device: str) -> tuple[bool, str]:
 
 def advice() -> Iterator[str]:
     """What would make more of this machine."""
-    if not native.library_path("cpu").exists():
+    if not native.library_path("cpu", torch.float32).exists():
         yield "native operations on the CPU: a C++ compiler (GCC or Clang), then pip install . (or -e .) again"
-    if torch.cuda.is_available() and not native.library_path("cuda").exists():
+    if torch.cuda.is_available() and not native.library_path("cuda", torch.float32).exists():
         yield "native operations on the GPU: the CUDA toolkit (nvcc), then pip install . (or -e .) again"
     if shutil.which("nvidia-smi") and not torch.cuda.is_available():
         yield "there is nvidia-smi, but torch sees no GPU: a build of torch with CUDA, see https://pytorch.org"

@@ -34,7 +34,7 @@ template <bool kStream, int kPieces, typename F, typename T>
 void backward_row(F f, const T* dy, const T* x, const T* bias, T* dx, Wide<T>* dbias, int64_t columns) {
   auto write = [=](int64_t i, Vec<T> grad, auto n) {
     put<kStream>(dx + i, grad, n);
-    if (dbias) store(dbias + i, load(dbias + i, n) + grad, n);
+    if (bias) store(dbias + i, load(dbias + i, n) + grad, n);
   };
   for_row<T>(columns, [=](int64_t i, auto n) {
     prefetch(dy, columns + i);

@@ -26,7 +26,7 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   *mean = center;
   *rstd = scale;
   for_row<T>(columns, [=](int64_t i, auto n) {
-    prefetch(residual, residual_stride + i);
+    if (residual) prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
     put<kStream>(y + i, (v - center) * scale * load(weight + i, n) + load(bias + i, n), n);
   });
@@ -49,7 +49,7 @@ void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_st
     if (ahead) {
       prefetch(dy, dy_stride + i);
       prefetch(x, x_stride + i);
-      prefetch(dsum, dsum_stride + i);
+      if (dsum) prefetch(dsum, dsum_stride + i);
     }
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - mean - (load(x + i, n) - center) * slope);
     if (dsum) grad += load(dsum + i, n);

@@ -17,7 +17,7 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   *rstd = scale;
   for_row<T>(columns, [=](int64_t i, auto n) {
     prefetch(x, x_stride + i);
-    prefetch(residual, residual_stride + i);
+    if (residual) prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
     if constexpr (kStream) {
       if (residual) stream_copy(sum + i, row + i, n);
@@ -40,7 +40,7 @@ void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_st
     if (ahead) {
       prefetch(dy, dy_stride + i);
       prefetch(x, x_stride + i);
-      prefetch(dsum, dsum_stride + i);
+      if (dsum) prefetch(dsum, dsum_stride + i);
     }
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - load(x + i, n) * (rstd * mean));
     if (dsum) grad += load(dsum + i, n);

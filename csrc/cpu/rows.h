@@ -15,13 +15,24 @@ template <typename T> const T* at(const void* p, int64_t offset = 0) {
 }
 template <typename T> T* at(void* p, int64_t offset = 0) { return p ? static_cast<T*>(p) + offset : nullptr; }
 
-// Calls work(row) for every row, in a few times as many parts as threads, so that who is late has less to do.
-template <typename F> void for_rows(int64_t rows, int64_t threads, F work) {
-  const int64_t parts = std::min(rows, threads == 1 ? 1 : 4 * threads);
+// Calls work(data, first, last, own) for the rows from `first` to before `last` of each part; `own` are its `bytes` of
+// `partial`, zeroed. One function for all: as a part of the templates below it would be compiled a hundred times.
+inline void for_parts(int64_t rows, int64_t parts, int64_t threads, void* partial, int64_t bytes,
+                      void (*work)(const void* data, int64_t first, int64_t last, void* own), const void* data) {
   parallel_for(parts, threads, [=](int64_t part) {
-    for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; ++row) work(row);
+    char* own = static_cast<char*>(partial) + part * bytes;
+    if (bytes) std::memset(own, 0, bytes);
+    work(data, part * rows / parts, (part + 1) * rows / parts, own);
     end_streams();
   });
+}
+
+// Calls work(row) for every row, in a few times as many parts as threads, so that who is late has less to do.
+template <typename F> void for_rows(int64_t rows, int64_t threads, const F& work) {
+  auto part = [](const void* data, int64_t row, int64_t last, void*) {
+    for (; row < last; ++row) (*static_cast<const F*>(data))(row);
+  };
+  for_parts(rows, std::min(rows, threads == 1 ? 1 : 4 * threads), threads, nullptr, 0, part, &work);
 }
 
 // Calls f(std::true_type()) where `out` [rows, columns] is to be written with put<true>: a result of 4 MiB is not in the
@@ -30,7 +41,8 @@ template <typename F> void for_rows(int64_t rows, int64_t threads, F work) {
 template <typename T, typename F> void with_streams(const void* out, int64_t rows, int64_t columns, F f) {
   constexpr int64_t kLarge = 4 << 20, kVector = kLanes<T> * sizeof(T);
   const int64_t bytes = columns * int64_t(sizeof(T));
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, bf16>) {  // the others are too rare for code of their own
+  // The other types are too rare for code of their own.
+  if constexpr (kStreams && (std::is_same_v<T, float> || std::is_same_v<T, bf16>)) {
     const bool whole_vectors = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(bytes)) % kVector == 0;
     if (whole_vectors && rows * bytes >= kLarge) return f(std::true_type());
   }
@@ -61,13 +73,12 @@ template <typename T> bool fetches_ahead(const T* dsum, int64_t columns) {
 // Calls work(row, partial_row) for every row. The rows are dealt to num_partials parts, whatever the number of
 // threads, so that the sums do not depend on it; each part has its own zeroed row of `width` in `partial`.
 template <typename A, typename F>
-void for_rows_with_partials(int64_t rows, int64_t threads, A* partial, int64_t num_partials, int64_t width, F work) {
-  parallel_for(num_partials, threads, [=](int64_t part) {
-    A* own = partial + part * width;
-    std::fill(own, own + width, A(0));
-    for (int64_t row = part * rows / num_partials; row < (part + 1) * rows / num_partials; ++row) work(row, own);
-    end_streams();
-  });
+void for_rows_with_partials(int64_t rows, int64_t threads, A* partial, int64_t num_partials, int64_t width,
+                            const F& work) {
+  auto part = [](const void* data, int64_t row, int64_t last, void* own) {
+    for (; row < last; ++row) (*static_cast<const F*>(data))(row, static_cast<A*>(own));
+  };
+  for_parts(rows, num_partials, threads, partial, width * sizeof(A), part, &work);
 }
 
 // total[i] = sum over parts of partial[part * width + i].

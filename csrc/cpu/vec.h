@@ -1,5 +1,6 @@
 // Vectors as wide as the processor's registers, loads and stores that convert, and sums over a row.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -159,6 +160,7 @@ MEGATRON_INLINE void raw_stream(void* p, HalfBits v) { _mm_stream_si128(static_c
 #else
 template <typename V> MEGATRON_INLINE void raw_stream(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 #endif
+constexpr bool kStreams = kVectorBytes > 16;  // else it is an ordinary store
 MEGATRON_INLINE void raw_stream(float* p, FloatVec v, All) { raw_stream(static_cast<void*>(p), v); }
 template <typename T> MEGATRON_INLINE void raw_stream(T* p, FloatVec v, All) {
   raw_stream(static_cast<void*>(p), halves_of(p, v));
@@ -186,10 +188,10 @@ MEGATRON_INLINE void end_streams() {
 #endif
 }
 
-// Says that the memory at `offset` will be needed soon and once; null is no memory, and what lies behind a tensor is
-// harmless. Passes over a row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
+// Says that the memory at p + offset will be needed soon and once; what lies behind a tensor is harmless. Passes over a
+// row that is in the cache fetch the next one, for which nothing else would be fetched meanwhile.
 template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) {
-  if (p) __builtin_prefetch(p + offset, 0, 0);
+  __builtin_prefetch(p + offset, 0, 0);
 }
 
 // Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
@@ -220,13 +222,15 @@ template <typename Order, typename V> MEGATRON_INLINE V picked(V a, V b) {
 }
 
 // The sum of all lanes, by halves: one after another they would take a tenth of the time of a norm's short rows.
+template <typename A, int kHalf = kLanes<A> / 2> MEGATRON_INLINE A sum_halves(A* lanes) {
+  for (int lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
+  if constexpr (kHalf > 1) return sum_halves<A, kHalf / 2>(lanes);
+  return lanes[0];
+}
 template <typename A> MEGATRON_INLINE A sum_lanes(Vec<A> v) {
   A lanes[kLanes<A>];
   std::memcpy(lanes, &v, sizeof lanes);
-  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  return sum_halves<A>(lanes);
 }
 
 template <typename A, int K> struct Sums { A of[K]; };
@@ -264,12 +268,12 @@ template <typename T, typename F> MEGATRON_INLINE Wide<T> max_row(int64_t column
   for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
     for (int turn = 0; turn < kTurns; ++turn) raise(tops[turn], f(i + turn * kStep, All{}));
   }
-  for (; i + kStep <= columns; i += kStep) raise(tops[0], f(i, All{}));
-  if (i < columns && columns > kStep) raise(tops[1], f(columns - kStep, All{}));
-  if (0 < columns && columns < kStep) {
+  if (columns >= kStep) {
+    for (; i < columns; i += kStep) raise(tops[0], f(std::min(i, columns - kStep), All{}));
+  } else if (columns > 0) {
     Vec<T> all = f(0, Some{static_cast<int>(columns)}), counted = lowest;
     std::memcpy(&counted, &all, columns * sizeof all[0]);
-    raise(tops[1], counted);
+    raise(tops[0], counted);
   }
   for (int turn = 1; turn < kTurns; ++turn) raise(tops[0], tops[turn]);
   Wide<T> top = tops[0][0];
@@ -277,11 +281,13 @@ template <typename T, typename F> MEGATRON_INLINE Wide<T> max_row(int64_t column
   return top;
 }
 
-// Calls f(type()) with the C++ type of a dtype.
+// Calls f(type()) with the C++ type of a dtype. Float64 is in one of the build's libraries only.
 template <typename F> const char* with_dtype(int64_t dtype, F f) {
   switch (dtype) {
     case Float32: f(float{}); return nullptr;
+#ifndef MEGATRON_NO_FLOAT64
     case Float64: f(double{}); return nullptr;
+#endif
     case BFloat16: f(bf16{}); return nullptr;
     case Float16: f(fp16{}); return nullptr;
   }

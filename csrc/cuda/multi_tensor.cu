@@ -53,12 +53,10 @@ const char* megatron_adamw(int64_t grad_dtype, int64_t copy_dtype, int64_t num_t
                            double correction, double epsilon, int64_t, void* stream) {
   const AdamW by{float(factor), float(beta1),     float(1 - beta1),  float(beta2),  float(1 - beta2),
                  float(keep),   float(step_size), float(correction), float(epsilon)};
-  return with_dtype(grad_dtype, [=](auto grad_type) {
-    return with_dtype(copy_dtype, [=](auto copy_type) {
-      auto kernel = adamw_kernel<decltype(grad_type), decltype(copy_type)>;
-      return with_tables<5>(table, num_tensors, chunk, [=](const Table<5>& part, int64_t chunks, int64_t) {
-        return LAUNCH(kernel, chunks, kTableThreads, stream, part, chunk, by);
-      });
+  return with_dtype(grad_dtype, [=](auto type) {
+    auto kernel = adamw_kernel<decltype(type)>;
+    return with_tables<5>(table, num_tensors, chunk, [=](const Table<5>& part, int64_t chunks, int64_t) {
+      return LAUNCH(kernel, chunks, kTableThreads, stream, part, chunk, copy_dtype, by);
     });
   });
 }

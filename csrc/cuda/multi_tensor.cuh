@@ -1,6 +1,7 @@
 // Lists of tensors: a table of them goes to a kernel by value, and each block takes one chunk of one tensor, a
 // pack of elements a thread at a time.
 #pragma once
+#include "common/interface.h"
 #include "cuda/platform.cuh"
 
 namespace megatron {
@@ -109,30 +110,35 @@ __global__ void __launch_bounds__(kTableThreads) scale_kernel(Table<1> table, in
 
 struct AdamW { float factor, beta1, rest1, beta2, rest2, keep, step_size, correction, epsilon; };
 
-// Gradients G, copy C; a C of 4 bytes stands for no copy.
-template <typename G, typename C>
-__global__ void __launch_bounds__(kTableThreads) adamw_kernel(Table<5> table, int64_t chunk, AdamW by) {
+// For gradients of G. What the copy's dtype is, all threads ask alike; with it in the type there were nine kernels.
+template <typename G>
+__global__ void __launch_bounds__(kTableThreads)
+    adamw_kernel(Table<5> table, int64_t chunk, int64_t copy_dtype, AdamW by) {
   const Part part = own_part(table, chunk);
   const int64_t size = table.size[part.tensor];
   const Fours<G> grad(table.pointers[part.tensor][0], size);
   const Fours<float> weight(table.pointers[part.tensor][1], size), mean(table.pointers[part.tensor][2], size),
       square(table.pointers[part.tensor][3], size);
-  const Fours<C> copy(table.pointers[part.tensor][4], size);
+  const Fours<bf16> copy(table.pointers[part.tensor][4], size);  // an fp16's bits travel as a bf16's
+  const bool is_fp16 = copy_dtype == Float16, has_copy = copy.tensor && (is_fp16 || copy_dtype == BFloat16);
   for_each<4, 1>(part, [&](int64_t i) {
     const Pack<G, 4> grads = grad.load(i);
     Pack<float, 4> m = mean.load(i), v = square.load(i), w = weight.load(i);
-    Pack<C, 4> narrow;
     for (int k = 0; k < 4; ++k) {
       const float g = to_float(grads.of[k]) * by.factor;
       m.of[k] = m.of[k] * by.beta1 + g * by.rest1;
       v.of[k] = v.of[k] * by.beta2 + g * g * by.rest2;
       w.of[k] = w.of[k] * by.keep - m.of[k] * by.step_size / (sqrtf(v.of[k]) * by.correction + by.epsilon);
-      narrow.of[k] = from_float<C>(w.of[k]);
     }
     mean.store(i, m);
     square.store(i, v);
     weight.store(i, w);
-    if (sizeof(C) == 2 && copy.tensor) copy.store(i, narrow);
+    if (!has_copy) return;
+    Pack<bf16, 4> narrow;
+    for (int k = 0; k < 4; ++k) {
+      narrow.of[k] = is_fp16 ? of_bits<bf16>(bits_of(from_float<fp16>(w.of[k]))) : from_float<bf16>(w.of[k]);
+    }
+    copy.store(i, narrow);
   });
 }
 

@@ -28,6 +28,8 @@ inline void require(bool right, const std::string& wrong) {
   if (!right) throw std::runtime_error(wrong);
 }
 
+template <typename T> T of_bits(uint16_t bits) { return {bits}; }
+template <typename T> uint16_t bits_of(T v) { return v.bits; }
 inline float fast_exp(float v) { return std::exp(v); }
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T of[N]; };

@@ -64,8 +64,8 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     y = _like_output(x, kind)
     native.call(
         "bias_activation",
-        x.device,
-        *(x.dtype, NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y),
+        x,
+        *(NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y),
     )
     return y
 
@@ -80,8 +80,8 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
     partial = None if bias is None else partials(x, 1)
     native.call(
         "bias_activation_backward",
-        x.device,
-        *(x.dtype, NUMBERS[kind], count(x), columns, *in_rows(dy), *in_rows(x)),
+        x,
+        *(NUMBERS[kind], count(x), columns, *in_rows(dy), *in_rows(x)),
         *(_contiguous(bias), dx, None if bias is None else dbias, partial, 0 if partial is None else len(partial)),
     )
     return dx, dbias

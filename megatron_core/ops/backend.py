@@ -86,14 +86,14 @@ def describe(wanted: Backend, device_type: str, dtype: torch.dtype) -> str:
     by_reference = []
     for op in [*OPS, *_further_ops(wanted, dtype)]:
         body = serving(op, wanted, device_type, dtype)
-        words = _in_words(body, device_type)
+        words = _in_words(body, device_type, dtype)
         if body in LIBRARIES and op in LIBRARIES[body].LIMITED:
             body = serving(op, "auto", device_type, dtype) if op in OPS else AS_TORCH
-            words = f"{words}, or for calls that it does not take {_in_words(body, device_type)},"
+            words = f"{words}, or for calls that it does not take {_in_words(body, device_type, dtype)},"
         served.setdefault(words, []).append(op)
         by_reference += [op] if body == "reference" else []
-    if list(served) == [_in_words("native", device_type)]:
-        return _in_words("native", device_type)
+    if list(served) == [_in_words("native", device_type, dtype)]:
+        return _in_words("native", device_type, dtype)
     said = "; ".join(f"{words} for {', '.join(ops)}" for words, ops in served.items())
     reasons = "; ".join(dict.fromkeys(str(native.why_not(op, device_type, dtype)) for op in by_reference))
     return f"{said}: {reasons}" if reasons else said
@@ -105,7 +105,7 @@ def _further_ops(wanted: Backend, dtype: torch.dtype) -> list[str]:
     return [] if library is None else [op for op in library.OPS if op not in OPS and library.covers(op, dtype)]
 
 
-def _in_words(body: str, device_type: str) -> str:
+def _in_words(body: str, device_type: str, dtype: torch.dtype) -> str:
     if body == "native":
-        return f"native ({native.library_path(device_type).name})"
+        return f"native ({native.library_path(device_type, dtype).name})"
     return {"reference": "reference (PyTorch)", "transformer_engine": "Transformer Engine"}.get(body, body)

@@ -68,8 +68,8 @@ def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int)
     parts = _new_parts(logits)
     native.call(
         "cross_entropy_parts",
-        logits.device,
-        *(logits.dtype, count(logits), valid, *in_rows(logits), target.contiguous(), first, parts),
+        logits,
+        *(count(logits), valid, *in_rows(logits), target.contiguous(), first, parts),
     )
     return parts
 
@@ -127,8 +127,8 @@ def _write_gradient(
             )
     native.call(
         "cross_entropy_backward",
-        logits.device,
-        *(logits.dtype, count(logits), logits.shape[-1], valid, *in_rows(logits), target.contiguous(), first),
+        logits,
+        *(count(logits), logits.shape[-1], valid, *in_rows(logits), target.contiguous(), first),
         *(statistics.contiguous(), dloss.contiguous(), kept, spread, *in_rows(into)),
     )
 

@@ -111,8 +111,8 @@ def _run(
     y, partial = new_like(x), None if sums is None else partials(x, 1)
     native.call(
         "dropout",
-        x.device,
-        *(x.dtype, *_of_places(x.shape, 1), x.shape[-1], *_by_places(x)),
+        x,
+        *(*_of_places(x.shape, 1), x.shape[-1], *_by_places(x)),
         *(None if bias is None else bias.contiguous(), *_by_places(residual)),
         *(threshold(p), scale(p), key, None if p == 0 else sample_index.contiguous(), first_position, first_head),
         *((kept, draws) if len(kept) else (None, False)),
@@ -139,7 +139,7 @@ def _of_places(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
 
 def _room_for_kept(x: Tensor, p: float) -> Tensor:
     """Memory for a bit of each element, where the library keeps them; rows padded as csrc/common/dropout.h says."""
-    padding = native.library(x.device.type).megatron_dropout_kept() if threshold(p) else 0
+    padding = native.library(x.device.type, x.dtype).megatron_dropout_kept() if threshold(p) else 0
     row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
     return x.new_empty(math.prod(x.shape[:-1]) * row, dtype=torch.uint8)
 

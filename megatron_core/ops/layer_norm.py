@@ -57,8 +57,8 @@ def _layer_norm_backward(
     partial = partials(x, 2)
     native.call(
         "layer_norm_backward",
-        x.device,
-        *(x.dtype, count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
+        x,
+        *(count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
         *(weight.contiguous(), statistics, dx, dweight, dbias, partial, len(partial)),
     )
     return dx, dweight, dbias
@@ -73,8 +73,8 @@ def _forward(
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "layer_norm",
-        x.device,
-        *(x.dtype, count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
+        x,
+        *(count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
         *(weight.contiguous(), bias.contiguous(), epsilon, y, total, statistics),
     )
     return y, x if total is None else total, statistics

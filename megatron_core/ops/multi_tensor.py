@@ -100,14 +100,14 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in kept), dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
     table = _table(kept)
-    native.call("squared_norm", device, tensors[0].dtype, len(table), table, CHUNK, partial, len(partial), total)
+    native.call("squared_norm", tensors[0], len(table), table, CHUNK, partial, len(partial), total)
     return total
 
 
 @torch.library.custom_op("megatron_core::scale_", mutates_args=("tensors",))
 def _scale_(tensors: Sequence[Tensor], factor: float) -> None:
     table = _table(tensors)
-    native.call("scale", tensors[0].device, tensors[0].dtype, len(table), table, CHUNK, float(factor))
+    native.call("scale", tensors[0], len(table), table, CHUNK, float(factor))
 
 
 @torch.library.custom_op("megatron_core::adamw_", mutates_args=("weights", "exp_avgs", "exp_avg_sqs", "copies"))
@@ -128,7 +128,7 @@ def _adamw_(
     table = _table(grads, weights, exp_avgs, exp_avg_sqs, copies or None)
     copy_dtype = copies[0].dtype if copies else torch.float32
     numbers = map(float, (factor, beta1, beta2, keep, step_size, correction, epsilon))
-    native.call("adamw", grads[0].device, grads[0].dtype, copy_dtype, len(table), table, CHUNK, *numbers)
+    native.call("adamw", grads[0], copy_dtype, len(table), table, CHUNK, *numbers)
 
 
 @_squared_norm.register_fake

@@ -26,18 +26,20 @@ Value = Tensor | torch.dtype | int | float | None
 """What a native function takes; None is a tensor that is absent."""
 
 
-def library_path(device_type: str) -> Path:
-    """The library for a kind of device; for a CPU the one for the vector instructions that torch uses too."""
+def library_path(device_type: str, dtype: torch.dtype) -> Path:
+    """The library for tensors of a kind: for a CPU the one for the vector instructions that torch uses too, but for
+    float64, which serves proofs and not speed, that for any processor: no other has it."""
     if device_type != "cpu":
         return FOLDER / f"libmegatron_{device_type}.so"
-    path = FOLDER / f"libmegatron_cpu_{torch.backends.cpu.get_cpu_capability().lower()}.so"
+    level = "default" if dtype == torch.float64 else torch.backends.cpu.get_cpu_capability().lower()
+    path = FOLDER / f"libmegatron_cpu_{level}.so"
     return path if path.exists() else FOLDER / "libmegatron_cpu_default.so"
 
 
 @cache
-def library(device_type: str) -> ctypes.CDLL:
-    """The loaded library for ``cpu`` or ``cuda``; ConfigError says what is missing and how to get it."""
-    path = library_path(device_type)
+def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
+    """The loaded library for tensors on ``cpu`` or ``cuda``; ConfigError says what is missing and how to get it."""
+    path = library_path(device_type, dtype)
     if not path.exists():
         needs = "a C++ compiler (GCC or Clang)" + (" and nvcc" if device_type == "cuda" else "")
         raise ConfigError(f"{path} was not built; install {needs}, then run pip install . (or -e .) again")
@@ -59,19 +61,19 @@ def why_not(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if device_type == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
-        library(device_type)
+        library(device_type, dtype)
     except ConfigError as error:
         return str(error)
     if dtype not in DTYPES or (device_type == "cuda" and dtype == torch.float64):
         return f"it is not built for {dtype} on {device_type}"
-    return _gpu_obstacle() if device_type == "cuda" else None
+    return _gpu_obstacle(dtype) if device_type == "cuda" else None
 
 
-def _gpu_obstacle() -> str | None:
+def _gpu_obstacle(dtype: torch.dtype) -> str | None:
     """Why the current GPU cannot run the library's kernels; None if it can."""
     if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0, for which it is built"
-    entry = library("cuda").megatron_obstacle
+    entry = library("cuda", dtype).megatron_obstacle
     entry.restype = ctypes.c_char_p
     obstacle = entry()
     if obstacle is None:
@@ -80,20 +82,24 @@ def _gpu_obstacle() -> str | None:
     return f"its kernels do not run on {name}: {obstacle.decode()}; update the driver, or build it with an older CUDA"
 
 
-def architecture(device_type: str) -> str:
-    """What the library for ``cpu`` or ``cuda`` was compiled for, as ``avx512`` or ``sm_80 sm_90a and PTX of
+def architecture(device_type: str, dtype: torch.dtype) -> str:
+    """What the library for tensors on ``cpu`` or ``cuda`` was compiled for, as ``avx512`` or ``sm_80 sm_90a and PTX of
     compute_80``."""
     if device_type == "cpu":
-        return library_path("cpu").stem.rpartition("_")[2]
-    entry = library(device_type).megatron_architectures
+        return library_path(device_type, dtype).stem.rpartition("_")[2]
+    entry = library(device_type, dtype).megatron_architectures
     entry.restype = ctypes.c_char_p
     return entry().decode()
 
 
-def call(function: str, device: torch.device, *values: Value) -> None:
-    """Run ``megatron_<function>`` on tensors that are all on ``device``, with torch's threads, on torch's stream."""
+def call(function: str, of: Tensor, *values: Value) -> None:
+    """Run ``megatron_<function>`` for the dtype of a tensor on its device, with torch's threads, on torch's stream.
+
+    The function's first argument is that dtype, ``values`` are the others; all tensors are on the same device.
+    """
+    device, values = of.device, (of.dtype, *values)
     plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
-    entry = _entry(library(device.type), function, tuple(map(type, values)))
+    entry = _entry(library(device.type, of.dtype), function, tuple(map(type, values)))
     if device.type == "cuda":
         with torch.cuda.device(device):
             error = entry(*plain, 1, torch.cuda.current_stream(device).cuda_stream)

@@ -53,8 +53,8 @@ def _rms_norm_backward(
     dx, dweight, partial = new_like(x), torch.empty_like(weight), partials(x, 1)
     native.call(
         "rms_norm_backward",
-        x.device,
-        *(x.dtype, count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
+        x,
+        *(count(x), x.shape[-1], *in_rows(dy), *in_rows(dsum), *in_rows(x)),
         *(weight.contiguous(), rstd, dx, dweight, partial, len(partial)),
     )
     return dx, dweight
@@ -67,8 +67,8 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float)
     total = None if residual is None else torch.empty_like(y)
     native.call(
         "rms_norm",
-        x.device,
-        *(x.dtype, count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
+        x,
+        *(count(x), x.shape[-1], *in_rows(x), *in_rows(residual)),
         *(weight.contiguous(), epsilon, y, total, rstd),
     )
     return y, x if total is None else total, rstd

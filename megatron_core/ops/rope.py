@@ -59,8 +59,8 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool)
     cos, sin = cos.contiguous(), sin.contiguous()
     native.call(
         "rope",
-        x.device,
-        *(x.dtype, *heads.shape, 2 * cos.shape[-1], heads, *heads.stride()[:-1]),
+        x,
+        *(*heads.shape, 2 * cos.shape[-1], heads, *heads.stride()[:-1]),
         *(cos, sin, *_table_strides(cos), interleaved, inverse, y),
     )
     return y

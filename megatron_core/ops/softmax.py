@@ -47,8 +47,8 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
     scores, probs = _keys_in_memory(scores), new_like(scores)
     native.call(
         "attention_softmax",
-        scores.device,
-        *(scores.dtype, *_four(scores.shape, 1), scores, *_strides(scores), mask, *_strides(mask)),
+        scores,
+        *(*_four(scores.shape, 1), scores, *_strides(scores), mask, *_strides(mask)),
         *(float(scale), _visible_keys(scores, causal, window), probs),
     )
     return probs
@@ -61,8 +61,8 @@ def _attention_softmax_backward(
     dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), new_like(probs)
     native.call(
         "attention_softmax_backward",
-        probs.device,
-        *(probs.dtype, *_four(probs.shape, 1), dprobs, *_strides(dprobs), probs),
+        probs,
+        *(*_four(probs.shape, 1), dprobs, *_strides(dprobs), probs),
         *(float(scale), _visible_keys(probs, causal, window), dscores),
     )
     return dscores

@@ -69,8 +69,8 @@ def with_threads(work: Callable[[], R]) -> list[R]:
 def in_both_orders(work: Callable[[], R], monkeypatch: pytest.MonkeyPatch) -> tuple[R, R]:
     """What ``work`` gives with the CUDA kernels on the CPU, a block's threads taking turns from first to last and from
     last to first: where a barrier is missing, that differs."""
+    libraries.use(libraries.host_cuda, monkeypatch)
     library = libraries.compiled(*libraries.HOST_CUDA)
-    libraries.use(library, monkeypatch)
     try:
         first = work()
         library.megatron_last_thread_first(1)

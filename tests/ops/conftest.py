@@ -18,8 +18,7 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, where there is a GPU,
     makes new tensors lie there, and the CUDA kernels run there."""
     if request.param != "cuda":
-        library = libraries.cpu() if request.param == "cpu" else libraries.compiled(*libraries.HOST_CUDA)
-        libraries.use(library, monkeypatch)
+        libraries.use(libraries.cpu if request.param == "cpu" else libraries.host_cuda, monkeypatch)
     with torch.device("cuda") if request.param == "cuda" else nullcontext():
         yield request.param
 
@@ -27,4 +26,4 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def cpu_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``backend="native"`` run csrc/cpu, which has float64 too."""
-    libraries.use(libraries.cpu(), monkeypatch)
+    libraries.use(libraries.cpu, monkeypatch)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+import torch
 
 from megatron_core.ops import native
 
@@ -42,14 +44,20 @@ def compiled(*sources: Path) -> ctypes.CDLL:
     return library
 
 
-def cpu() -> ctypes.CDLL:
-    """The library that the build made, else one for any processor."""
-    if native.library_path("cpu").exists():
-        return native.library("cpu")
+def cpu(dtype: torch.dtype) -> ctypes.CDLL:
+    """The library that the build made for tensors of ``dtype``, else one for any processor."""
+    if native.library_path("cpu", dtype).exists():
+        return native.library("cpu", dtype)
     return compiled(*sorted((CSRC / "cpu").glob("*.cpp")))
 
 
-def use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``library`` serve tensors on the CPU."""
-    monkeypatch.setattr(native, "library", lambda device_type: library)
+def use(library: Callable[[torch.dtype], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``library(dtype)`` serve tensors on the CPU."""
+    found = {dtype: library(dtype) for dtype in native.DTYPES}
+    monkeypatch.setattr(native, "library", lambda device_type, dtype: found[dtype])
     monkeypatch.setattr(native, "why_not", lambda op, device_type, dtype: None)
+
+
+def host_cuda(dtype: torch.dtype) -> ctypes.CDLL:
+    """The CUDA kernels, which run on the CPU; those for any dtype."""
+    return compiled(*HOST_CUDA)

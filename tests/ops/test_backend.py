@@ -52,18 +52,18 @@ def test_a_model_fails_when_it_is_built_not_at_its_first_step(nothing_built: Pat
 def test_a_library_that_does_not_load_is_named(nothing_built: Path) -> None:
     (nothing_built / "libmegatron_cpu_default.so").write_bytes(b"no library")
     with pytest.raises(ConfigError, match=r"libmegatron_cpu_default.so does not load"):
-        native.library("cpu")
+        native.library("cpu", torch.float32)
 
 
 def test_a_library_of_another_version_is_named(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = libraries.cpu()
+    library = libraries.cpu(torch.float32)
     (nothing_built / "libmegatron_cpu_default.so").touch()
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
-    assert native.library("cpu") is library
+    assert native.library("cpu", torch.float32) is library
     native.library.cache_clear()
     monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
     with pytest.raises(ConfigError, match=f"has interface {native.INTERFACE - 1}, this code {native.INTERFACE}"):
-        native.library("cpu")
+        native.library("cpu", torch.float32)
 
 
 def test_both_sides_have_the_same_version_of_the_interface() -> None:
@@ -89,8 +89,9 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries.use(libraries.cpu(), monkeypatch)
+    libraries.use(libraries.cpu, monkeypatch)
     assert re.fullmatch(r"native \(libmegatron_cpu_\w+\.so\)", backend.describe("auto", "cpu", torch.float32))
+    assert backend.describe("auto", "cpu", torch.float64) == "native (libmegatron_cpu_default.so)"
     assert backend.describe("reference", "cpu", torch.float32) == "reference (PyTorch), as asked for"
 
 
@@ -107,7 +108,7 @@ def some_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(native, "library", lambda device_type: SimpleNamespace(megatron_obstacle=lambda: None))
+    monkeypatch.setattr(native, "library", lambda device_type, dtype: SimpleNamespace(megatron_obstacle=lambda: None))
     native.why_not.cache_clear()
     yield monkeypatch
     native.why_not.cache_clear()
@@ -125,7 +126,7 @@ def test_an_old_gpu_is_named(some_gpu: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_that_is_too_old_is_named(some_gpu: pytest.MonkeyPatch) -> None:
     told = b"CUDA driver version is insufficient for CUDA runtime version"
-    some_gpu.setattr(native, "library", lambda device_type: SimpleNamespace(megatron_obstacle=lambda: told))
+    some_gpu.setattr(native, "library", lambda device_type, dtype: SimpleNamespace(megatron_obstacle=lambda: told))
     said = native.why_not("rope", "cuda", torch.bfloat16)
     assert f"its kernels do not run on Some GPU: {told.decode()}; update the driver" in said
     assert backend.serving("rope", "auto", "cuda", torch.bfloat16) == "reference"

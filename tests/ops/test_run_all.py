@@ -11,6 +11,6 @@ from tests.ops.run_all import run_all
 
 def test_every_operation_keeps_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aligned and not; an access outside of a tensor, or one that is not aligned, is an error."""
-    libraries.use(libraries.compiled(*libraries.HOST_CUDA), monkeypatch)
+    libraries.use(libraries.host_cuda, monkeypatch)
     finite = run_all([(5, 256), (3, 384)], [1, 7, 1030, *[39] * 70])
     assert finite == dict.fromkeys([*CASES, "lists of tensors"], True)

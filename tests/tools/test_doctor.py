@@ -48,7 +48,7 @@ def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries.use(libraries.cpu(), monkeypatch)
+    libraries.use(libraries.cpu, monkeypatch)
     assert doctor.serving("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
 
 
