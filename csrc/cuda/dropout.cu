@@ -29,13 +29,14 @@ const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64
     const bool packed =
         in_packs<T>({x, bias, residual, y}, {x_position, x_sample, x_head, residual_position, residual_sample,
                                              residual_head, y_position, y_sample, y_head, columns});
-    const char* error = with_row<T, kDropoutThreads, kDropoutHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    auto launch = [=](auto n, auto held, int threads) {
       auto kernel = dropout_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, blocks, threads, stream, mask, columns, Array<T>(x, of_x.at(last) + columns), of_x,
                     Array<T>(bias, columns), Array<T>(residual, of_residual.at(last) + columns), of_residual,
                     static_cast<float>(scale), Array<int64_t>(sample_index, batch),
                     Array<T>(y, of_y.at(last) + columns), of_y, Array<float>(partial, blocks * columns));
-    });
+    };
+    const char* error = with_row<T, kDropoutThreads, kDropoutHeld>(columns, packed, launch);
     if (error || !sums) return error;
     return join_partials<T>(partial, num_partials, columns, 0, sums, columns, stream);
   });

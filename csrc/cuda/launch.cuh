@@ -20,7 +20,8 @@ bool in_packs(std::initializer_list<const void*> pointers, std::initializer_list
 }
 
 // Calls launch(Int<N>, Int<held>, threads) for a row of `columns` and blocks of at most kThreads; held is kHeld or 0.
-template <typename T, int kThreads, int kHeld, typename F> const char* with_row(int64_t columns, bool packed, F launch) {
+template <typename T, int kThreads, int kHeld, typename F>
+const char* with_row(int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T);
   auto whole_warps = [](int64_t wanted) {
     return static_cast<int>(wanted >= kThreads ? kThreads : wanted < 1 ? 32 : (wanted + 31) / 32 * 32);

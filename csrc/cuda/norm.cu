@@ -40,7 +40,7 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
-    const char* error = with_row<T, kNormThreads, kRmsBackwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    auto launch = [=](auto n, auto held, int threads) {
       auto kernel = rms_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
@@ -48,7 +48,8 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
                     Array<T>(x, extent(rows, x_stride, columns)), x_stride, Array<T>(weight, columns),
                     Array<float>(rstd, rows), Array<T>(dx, rows * columns),
                     Array<float>(partial, num_partials * columns));
-    });
+    };
+    const char* error = with_row<T, kNormThreads, kRmsBackwardHeld>(columns, packed, launch);
     if (error) return error;
     return join_partials<T>(partial, num_partials, columns, 0, dweight, columns, stream);
   });
@@ -80,7 +81,7 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
-    const char* error = with_row<T, kLayerBackwardThreads, kLayerBackwardHeld>(columns, packed, [=](auto n, auto held, int threads) {
+    auto launch = [=](auto n, auto held, int threads) {
       auto kernel = layer_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
@@ -89,7 +90,8 @@ const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t co
                     Array<float>(statistics, rows), Array<float>(second(statistics, rows), rows),
                     Array<T>(dx, rows * columns),
                     Array<float>(partial, num_partials * 2 * columns));
-    });
+    };
+    const char* error = with_row<T, kLayerBackwardThreads, kLayerBackwardHeld>(columns, packed, launch);
     if (error) return error;
     error = join_partials<T>(partial, num_partials, 2 * columns, 0, dweight, columns, stream);
     if (error) return error;
