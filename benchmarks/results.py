@@ -33,7 +33,8 @@ class Row:
 
 def append(benchmark: str, rows: Iterable[Row], *, rival: str | None = None, device: str | None = None) -> None:
     """Add rows, with what they were measured with; ``rival`` as ``NAME VERSION``, ``device`` the GPU's name."""
-    machine = f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores, {device or '1 thread a rank'}"
+    processor = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    machine = f"{processor}, {platform.system()}, {os.cpu_count()} cores, {device or '1 thread a rank'}"
     versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {rival}" if rival else "")
     columns = ("date", "benchmark", *(field.name for field in fields(Row)), "machine", "versions")
     new = not RESULTS.exists()
