@@ -24,7 +24,7 @@ inline float to_float(float v) { return v; }
 inline float to_float(bf16 v) { return float_of(uint32_t(v.bits) << 16); }
 inline float to_float(fp16 v) {
   const int exponent = v.bits >> 10 & 31, fraction = v.bits & 1023;
-  float magnitude = exponent == 0 ? std::ldexp(float(fraction), -24) : std::ldexp(float(1024 + fraction), exponent - 25);
+  float magnitude = exponent ? std::ldexp(float(1024 + fraction), exponent - 25) : std::ldexp(float(fraction), -24);
   if (exponent == 31) magnitude = fraction ? NAN : INFINITY;
   return v.bits >> 15 ? -magnitude : magnitude;
 }

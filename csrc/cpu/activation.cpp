@@ -11,8 +11,14 @@ template <> struct RealOf<DoubleVec> { using type = double; };
 
 namespace {
 
-template <typename T, typename N> MEGATRON_INLINE Vec<T> with_bias(const T* x, const T* bias, int64_t i, N n) {
+template <typename T, typename N> MEGATRON_INLINE auto with_bias(const T* x, const T* bias, int64_t i, N n) {
   return bias ? load(x + i, n) + load(bias + i, n) : load(x + i, n);
+}
+
+template <typename F, typename V> MEGATRON_INLINE Curve<V> curve_of(F f, V v) { return f(v); }
+template <typename F> MEGATRON_INLINE Curve<Pair> curve_of(F f, Pair v) {
+  const Curve<FloatVec> first = f(v.first), second = f(v.second);
+  return {{first.value, second.value}, {first.slope, second.slope}};
 }
 
 // The pieces of the row that follows x in memory: with them a gate's passes take two thirds of the time.
@@ -22,9 +28,9 @@ template <int kPieces, typename T> MEGATRON_INLINE void prefetch_pieces(const T*
 
 template <bool kStream, int kPieces, typename F, typename T>
 void forward_row(F f, const T* x, const T* bias, T* y, int64_t columns) {
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     prefetch_pieces<kPieces>(x, i, columns);
-    auto out = f(with_bias(x, bias, i, n)).value;
+    auto out = curve_of(f, with_bias(x, bias, i, n)).value;
     if constexpr (kPieces == 2) out *= with_bias(x, bias, columns + i, n);
     put<kStream>(y + i, out, n);
   });
@@ -32,15 +38,15 @@ void forward_row(F f, const T* x, const T* bias, T* y, int64_t columns) {
 
 template <bool kStream, int kPieces, typename F, typename T>
 void backward_row(F f, const T* dy, const T* x, const T* bias, T* dx, Wide<T>* dbias, int64_t columns) {
-  auto write = [=](int64_t i, Vec<T> grad, auto n) {
+  auto write = [=](int64_t i, auto grad, auto n) {
     put<kStream>(dx + i, grad, n);
-    if (bias) store(dbias + i, load(dbias + i, n) + grad, n);
+    if (bias) add_to(dbias + i, grad, n);
   };
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     prefetch(dy, columns + i);
     prefetch_pieces<kPieces>(x, i, columns);
     auto grad = load(dy + i, n);
-    auto curve = f(with_bias(x, bias, i, n));
+    auto curve = curve_of(f, with_bias(x, bias, i, n));
     if constexpr (kPieces == 2) {
       write(columns + i, grad * curve.value, n);
       grad *= with_bias(x, bias, columns + i, n);
@@ -49,9 +55,9 @@ void backward_row(F f, const T* dy, const T* x, const T* bias, T* dx, Wide<T>* d
   });
 }
 
-// Whether two rows that are written side by side, past the cache, get in each other's way. Vectors that are no whole line
-// of it wait for the others in buffers, and Zen 3, which seems to tell these apart by an address within 4 KiB, takes twice
-// the time for rows a multiple of that apart.
+// Whether two rows that are written side by side, past the cache, get in each other's way. Vectors that are no whole
+// line of it wait for the others in buffers, and Zen 3, which seems to tell these apart by an address within 4 KiB,
+// takes twice the time for rows a multiple of that apart.
 template <typename T> bool collide(int64_t columns) {
   return kVectorBytes < 64 && columns * int64_t(sizeof(T)) % 4096 == 0;
 }
@@ -101,7 +107,9 @@ const char* megatron_bias_activation_backward(int64_t dtype, int64_t activation,
       } else {
         with_streams<T>(dx, kPieces * rows, columns, run);
       }
-      if (bias) sum_partials(at<A>(partial), num_partials, width, at<T>(dbias), width, threads);
+      for (int64_t first = 0; bias && first < width; first += columns) {
+        sum_partials(at<A>(partial, first), num_partials, width, at<T>(dbias, first), columns, threads);
+      }
     });
   });
 }

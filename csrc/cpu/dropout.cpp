@@ -35,12 +35,12 @@ template <typename T> struct Tensors {
 
 template <bool kStream, typename T>
 void dropout_row(const Tensors<T> row, Wide<T> scale, int64_t columns) {
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     if (row.ahead) prefetch(row.x, columns + i);
     auto v = load(row.x + i, n);
     if (row.bias) v += load(row.bias + i, n);
     if (row.kept) v = where_bits(row.kept, i, v * scale);
-    if (row.sums) store(row.sums + i, load(row.sums + i, n) + v, n);
+    if (row.sums) add_to(row.sums + i, v, n);
     if (row.residual) v += load(row.residual + i, n);
     put<kStream>(row.y + i, v, n);
   });

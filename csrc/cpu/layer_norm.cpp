@@ -9,11 +9,11 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
                  const T* bias, double epsilon, T* y, T* sum, Wide<T>* mean, Wide<T>* rstd, int64_t columns) {
   T* added = kStream && residual ? own_row<T>(columns) : sum;
   const T* row = residual ? added : x;
-  auto values = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+  auto values = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
     sums[0] += with_residual(x, residual, added, i, n);
   });
   const Wide<T> center = values.of[0] / columns;
-  auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+  auto squares = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
     prefetch(x, x_stride + i);
     auto u = load(row + i, n);
     if constexpr (kStream) {  // while nothing else goes to memory
@@ -25,7 +25,7 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
   const Wide<T> scale = 1 / std::sqrt(squares.of[0] / columns + static_cast<Wide<T>>(epsilon));
   *mean = center;
   *rstd = scale;
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     if (residual) prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
     put<kStream>(y + i, (v - center) * scale * load(weight + i, n) + load(bias + i, n), n);
@@ -36,16 +36,16 @@ template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_stride, const T* x, int64_t x_stride,
                   const T* weight, Wide<T> center, Wide<T> rstd, T* dx, Wide<T>* dweight, Wide<T>* dbias,
                   int64_t columns) {
-  auto products = sum_row<T, 2>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+  auto products = sum_row_in_pairs<T, 2>(columns, [=](int64_t i, auto n, auto* sums) {
     auto grad = load(dy + i, n), grad_xhat = grad * ((load(x + i, n) - center) * rstd), scale = load(weight + i, n);
     sums[0] += grad * scale;
     sums[1] += grad_xhat * scale;
-    store(dweight + i, load(dweight + i, n) + grad_xhat, n);
-    store(dbias + i, load(dbias + i, n) + grad, n);
+    add_to(dweight + i, grad_xhat, n);
+    add_to(dbias + i, grad, n);
   });
   const bool ahead = fetches_ahead(dsum, columns);
   const Wide<T> mean = products.of[0] / columns, slope = products.of[1] / columns * rstd;
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     if (ahead) {
       prefetch(dy, dy_stride + i);
       prefetch(x, x_stride + i);

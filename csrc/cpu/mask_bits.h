@@ -1,5 +1,6 @@
 // Masks as bits: channel i of a row is bit i % 8 of byte i / 8.
 #pragma once
+#include "cpu/pairs.h"
 #include "cpu/philox_vec.h"
 
 namespace megatron {
@@ -50,6 +51,12 @@ MEGATRON_INLINE FloatVec where_bits(const uint8_t* bits, int64_t i, FloatVec v) 
   for (int lane = 0; lane < kFloats; ++lane) own[lane] = 1u << lane;
   return (own & bits_at<FloatVec>(bits, i)) != 0 ? v : FloatVec{};
 #endif
+}
+MEGATRON_INLINE Pair where_bits(const uint8_t* bits, int64_t i, Pair v) {
+  Bits own{};  // of `first`; those of `second` follow them by four
+  for (int lane = 0; lane < kFloats; ++lane) own[lane] = 1u << (lane + lane / 4 * 4);
+  const uint32_t all = bits[i / 8] | bits[i / 8 + 1] << 8;
+  return {(own & all) != 0 ? v.first : FloatVec{}, (own << 4 & all) != 0 ? v.second : FloatVec{}};
 }
 MEGATRON_INLINE DoubleVec where_bits(const uint8_t* bits, int64_t i, DoubleVec v) {
   for (int lane = 0; lane < kLanes<double>; ++lane) v[lane] = bits_at<DoubleVec>(bits, i) >> lane & 1 ? v[lane] : 0.0;

@@ -9,13 +9,13 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
                  double epsilon, T* y, T* sum, Wide<T>* rstd, int64_t columns) {
   T* added = kStream && residual ? own_row<T>(columns) : sum;
   const T* row = residual ? added : x;
-  auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+  auto squares = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
     auto v = with_residual(x, residual, added, i, n);
     sums[0] += v * v;
   });
   const Wide<T> scale = 1 / std::sqrt(squares.of[0] / columns + static_cast<Wide<T>>(epsilon));
   *rstd = scale;
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     prefetch(x, x_stride + i);
     if (residual) prefetch(residual, residual_stride + i);
     auto v = load(row + i, n);
@@ -29,14 +29,14 @@ void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residu
 template <bool kStream, typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_stride, const T* x, int64_t x_stride,
                   const T* weight, Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
-  auto products = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
+  auto products = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
     auto grad = load(dy + i, n), grad_xhat = grad * (load(x + i, n) * rstd);
     sums[0] += grad_xhat * load(weight + i, n);
-    store(dweight + i, load(dweight + i, n) + grad_xhat, n);
+    add_to(dweight + i, grad_xhat, n);
   });
   const bool ahead = fetches_ahead(dsum, columns);
   const Wide<T> mean = products.of[0] / columns;
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     if (ahead) {
       prefetch(dy, dy_stride + i);
       prefetch(x, x_stride + i);

@@ -4,8 +4,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu/pairs.h"
 #include "cpu/parallel.h"
-#include "cpu/vec.h"
 
 namespace megatron {
 
@@ -35,11 +35,11 @@ template <typename F> void for_rows(int64_t rows, int64_t threads, const F& work
   for_parts(rows, std::min(rows, threads == 1 ? 1 : 4 * threads), threads, nullptr, 0, part, &work);
 }
 
-// Calls f(std::true_type()) where `out` [rows, columns] is to be written with put<true>: a result of 4 MiB is not in the
-// cache any more when it is read, and LayerNorm of 2048 x 1024 in float32 then takes three quarters of the time, of
-// 512 x 4096 three fifths. Else f(std::false_type()).
+// Calls f(std::true_type()) where `out` [rows, columns] is to be written with put<true>: a result of 4 MiB is not in
+// the cache any more when it is read, and LayerNorm of 2048 x 1024 in float32 then takes three quarters of the time,
+// of 512 x 4096 three fifths. Else f(std::false_type()).
 template <typename T, typename F> void with_streams(const void* out, int64_t rows, int64_t columns, F f) {
-  constexpr int64_t kLarge = 4 << 20, kVector = kLanes<T> * sizeof(T);
+  constexpr int64_t kLarge = 4 << 20, kVector = (kPairs<T> ? 2 : 1) * kLanes<T> * sizeof(T);
   const int64_t bytes = columns * int64_t(sizeof(T));
   // The other types are too rare for code of their own.
   if constexpr (kStreams && (std::is_same_v<T, float> || std::is_same_v<T, bf16>)) {
@@ -51,7 +51,7 @@ template <typename T, typename F> void with_streams(const void* out, int64_t row
 
 // The lanes at `i` of the row that is normalised: of x, or of x + residual in x's precision, which goes to `sum`.
 template <typename T, typename N>
-MEGATRON_INLINE Vec<T> with_residual(const T* x, const T* residual, T* sum, int64_t i, N n) {
+MEGATRON_INLINE auto with_residual(const T* x, const T* residual, T* sum, int64_t i, N n) {
   if (!residual) return load(x + i, n);
   store(sum + i, load(x + i, n) + load(residual + i, n), n);
   return load(sum + i, n);
@@ -81,16 +81,16 @@ void for_rows_with_partials(int64_t rows, int64_t threads, A* partial, int64_t n
   for_parts(rows, num_partials, threads, partial, width * sizeof(A), part, &work);
 }
 
-// total[i] = sum over parts of partial[part * width + i].
+// total[i] = sum over parts of partial[part * width + i], at least one, which loops over these columns added up.
 template <typename T>
 void sum_partials(const Wide<T>* partial, int64_t num_partials, int64_t width, T* total, int64_t columns,
                   int64_t threads) {
-  constexpr int64_t kColumns = 256;  // of each task
+  constexpr int64_t kColumns = 256;  // of each task, in whole pairs of vectors
   parallel_for((columns + kColumns - 1) / kColumns, threads, [=](int64_t task) {
     const int64_t first = task * kColumns;
-    for_row<T>(std::min(kColumns, columns - first), [=](int64_t i, auto n) {
-      Vec<T> sum{};
-      for (int64_t part = 0; part < num_partials; ++part) sum += load(partial + part * width + first + i, n);
+    for_row_in_pairs<T>(std::min(kColumns, columns - first), [=](int64_t i, auto n) {
+      auto sum = sums_at(partial + first + i, n);
+      for (int64_t part = 1; part < num_partials; ++part) sum += sums_at(partial + part * width + first + i, n);
       store(total + first + i, sum, n);
     });
   });

@@ -67,10 +67,10 @@ void forward_row(const T* x, int64_t x_stride, const uint8_t* mask, Wide<T> scal
 
 template <typename T>
 void backward_row(const T* dy, int64_t dy_stride, const T* y, int64_t y_stride, Wide<T> scale, T* dx, int64_t columns) {
-  auto products = sum_row<T, 1>(
-      columns, [=](int64_t i, auto n, Vec<T>* sums) { sums[0] += load(dy + i, n) * load(y + i, n); });
+  auto products = sum_row_in_pairs<T, 1>(
+      columns, [=](int64_t i, auto n, auto* sums) { sums[0] += load(dy + i, n) * load(y + i, n); });
   const Wide<T> mean = products.of[0];
-  for_row<T>(columns, [=](int64_t i, auto n) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     prefetch(dy, dy_stride + i);
     prefetch(y, y_stride + i);
     store(dx + i, (load(dy + i, n) - mean) * (load(y + i, n) * scale), n);

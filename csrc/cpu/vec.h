@@ -125,12 +125,12 @@ template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
 template <typename N> MEGATRON_INLINE void store(float* p, FloatVec v, N n) { raw_store(p, v, n); }
 template <typename N> MEGATRON_INLINE void store(double* p, DoubleVec v, N n) { raw_store(p, v, n); }
 // The lanes in 16 bits, rounded to nearest, ties to even, as everywhere; NaN stays NaN.
-MEGATRON_INLINE HalfBits halves_of(const bf16*, FloatVec v) {
+MEGATRON_INLINE Bits rounded_halves(FloatVec v) {
   Bits bits = same_bits<Bits>(v);
   Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  Bits kept = v == v ? rounded : Bits{} + 0x7fc0;
-  return narrowed(kept);
+  return v == v ? rounded : Bits{} + 0x7fc0;
 }
+MEGATRON_INLINE HalfBits halves_of(const bf16*, FloatVec v) { return narrowed(rounded_halves(v)); }
 // Below 2^-14 the sum with 0.5 leaves the rounded subnormal number in the lowest bits.
 MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
 #if defined(__AVX512F__)
@@ -150,7 +150,8 @@ MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
 template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
 template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
 
-// A store past the cache, for which memory is not read first to be overwritten; p is at a multiple of the vector's bytes.
+// A store past the cache, for which memory is not read first to be overwritten; p is at a multiple of the vector's
+// bytes.
 #if defined(__AVX512F__)
 MEGATRON_INLINE void raw_stream(void* p, FloatVec v) { _mm512_stream_ps(static_cast<float*>(p), (__m512)v); }
 MEGATRON_INLINE void raw_stream(void* p, HalfBits v) { _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v); }
@@ -166,7 +167,7 @@ template <typename T> MEGATRON_INLINE void raw_stream(T* p, FloatVec v, All) {
   raw_stream(static_cast<void*>(p), halves_of(p, v));
 }
 
-// store(), or where kStream is true a store of whole vectors past the cache; end_streams() comes after the last of them.
+// store(), or where kStream is true a store of whole vectors past the cache; end_streams() comes after the last one.
 template <bool kStream, typename T, typename V> MEGATRON_INLINE void put(T* p, V v, Some n) { store(p, v, n); }
 template <bool kStream, typename T, typename V> MEGATRON_INLINE void put(T* p, V v, All n) {
   if constexpr (kStream) {
@@ -194,12 +195,12 @@ template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) 
   __builtin_prefetch(p + offset, 0, 0);
 }
 
-// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
-template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) {
-  int64_t i = 0;
+// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it; all from i on.
+template <typename T, typename F> MEGATRON_INLINE void for_row_from(int64_t i, int64_t columns, F f) {
   for (; i + kLanes<T> <= columns; i += kLanes<T>) f(i, All{});
   if (i < columns) f(i, Some{static_cast<int>(columns - i)});
 }
+template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) { for_row_from<T>(0, columns, f); }
 
 // The first lanes of v, the others zero: what a sum may count at a row's end.
 template <typename V> MEGATRON_INLINE V only(V v, All) { return v; }
@@ -233,28 +234,31 @@ template <typename A> MEGATRON_INLINE A sum_lanes(Vec<A> v) {
   return sum_halves<A>(lanes);
 }
 
+// The vectors of K sums. Four sets of them take turns, because an addition takes four cycles and two can begin in each.
+template <typename A, int K> struct Turns { Vec<A> of[4][K]; };
 template <typename A, int K> struct Sums { A of[K]; };
 
-// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because
-// an addition takes four cycles and two can begin in each.
+// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`; from i on, to what `sums` has.
 template <typename T, int K, typename A = Wide<T>, typename F>
-MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
+MEGATRON_INLINE Sums<A, K> sum_row_from(int64_t i, int64_t columns, Turns<A, K> sums, F f) {
   constexpr int kTurns = 4, kStep = kLanes<T>;
-  Vec<A> sums[kTurns][K] = {};
-  int64_t i = 0;
   for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
-    f(i, All{}, sums[0]);
-    f(i + kStep, All{}, sums[1]);
-    f(i + 2 * kStep, All{}, sums[2]);
-    f(i + 3 * kStep, All{}, sums[3]);
+    f(i, All{}, sums.of[0]);
+    f(i + kStep, All{}, sums.of[1]);
+    f(i + 2 * kStep, All{}, sums.of[2]);
+    f(i + 3 * kStep, All{}, sums.of[3]);
   }
-  for (; i + kStep <= columns; i += kStep) f(i, All{}, sums[0]);
-  if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums[1]);
+  for (; i + kStep <= columns; i += kStep) f(i, All{}, sums.of[0]);
+  if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums.of[1]);
   Sums<A, K> totals{};
   for (int k = 0; k < K; ++k) {
-    totals.of[k] = sum_lanes<A>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+    totals.of[k] = sum_lanes<A>((sums.of[0][k] + sums.of[1][k]) + (sums.of[2][k] + sums.of[3][k]));
   }
   return totals;
+}
+template <typename T, int K, typename A = Wide<T>, typename F>
+MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
+  return sum_row_from<T, K, A>(0, columns, {}, f);
 }
 
 // The largest f(i, n) of a row, in four turns as sum_row; -infinity for an empty row, and NaN is passed over. The last

@@ -48,8 +48,8 @@ MEGATRON_INLINE FloatVec times_fraction(FloatVec v, FloatVec shifted) {
 #endif
 }
 
-// The polynomial of r with these coefficients, from that of the highest power to the constant. Taken in pairs it is one of
-// r^2, whose steps, each of which waits for the one before, are half as many: gelu takes a tenth less time with AVX2.
+// The polynomial of r with these coefficients, from that of the highest power to the constant. Taken in pairs it is one
+// of r^2, whose steps, each of which waits for the one before, are half as many: with AVX2 gelu takes 0.9 of the time.
 MEGATRON_INLINE FloatVec in_pairs(FloatVec, FloatVec, FloatVec sum) { return sum; }
 template <typename... Rest>
 MEGATRON_INLINE FloatVec in_pairs(FloatVec r, FloatVec square, FloatVec sum, float odd, float even, Rest... rest) {
@@ -168,7 +168,7 @@ MEGATRON_INLINE FloatVec vec_exp_negative(FloatVec v) {
   v = vec_at_least(v, -88.0f);  // 2^-127, whose exponent is that of 0
   FloatVec shifted, r = less_powers(v, shifted);
   FloatVec series = polynomial(r, 0.008290308f, 0.04189798f, 0.16667637f, 0.4999915f, 0.9999997f, 1.0f);
-  return series * same_bits<FloatVec>((same_bits<SignedBits>(shifted) + 127) << 23);  // kRound's own bits are shifted out
+  return series * same_bits<FloatVec>((same_bits<SignedBits>(shifted) + 127) << 23);  // kRound's bits are shifted out
 }
 MEGATRON_INLINE DoubleVec vec_exp_negative(DoubleVec v) { return vec_exp(v); }
 

@@ -30,8 +30,8 @@ __device__ inline uint16_t bits_of(fp16 v) { return __half_as_ushort(v); }
 // exp(v), its relative error 2^-22 and up to |v| 2^-24 more, in two instructions.
 __device__ inline float fast_exp(float v) { return __expf(v); }
 
-// An even number of elements of 16 bits, in words of 32: as single ones nvcc would unpack them where they are loaded, and
-// so wait for each load before it begins the next.
+// An even number of elements of 16 bits, in words of 32: as single ones nvcc would unpack them where they are loaded,
+// and so wait for each load before it begins the next.
 template <typename T, int N> struct Words {
   struct Element {
     uint32_t& word;
@@ -53,7 +53,8 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Pack {
   typename ElementsOf<T, N, sizeof(T) == 2 && N % 2 == 0>::type of;
 };
 
-// One store of 16 bytes: of what was computed, nvcc makes four for sm_80 and sm_90a, each of which touches as many sectors.
+// One store of 16 bytes: of what was computed, nvcc makes four for sm_80 and sm_90a, each of which touches as many
+// sectors.
 __device__ inline void store_16_bytes(void* p, const void* from) {
   uint4 v;
   memcpy(&v, from, sizeof v);

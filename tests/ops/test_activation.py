@@ -15,7 +15,17 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_activation, bias_geglu, bias_gelu, bias_squared_relu, bias_swiglu
 from megatron_core.ops.activation import GATED, NUMBERS
 from tests.ops import libraries
-from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.ops.checks import (
+    BOUND,
+    LOW,
+    MEGABYTES,
+    assert_near,
+    draw,
+    in_both_orders,
+    poisoned_memory,
+    views,
+    with_threads,
+)
 from tests.runs import tiny_run
 
 KINDS = pytest.mark.parametrize("kind", NUMBERS)
@@ -100,6 +110,18 @@ def test_output_and_gradients_are_those_of_the_definition(
 )
 def test_any_shape(body: str, kind: str, shape: list[int], size: int, dtype: torch.dtype, with_bias: bool) -> None:
     check(kind, *tensors(kind, (*shape, size), dtype, with_bias))
+
+
+@ONE_OF_EACH
+@BIAS
+@MEGABYTES
+def test_results_of_megabytes_are_right_too(
+    cpu_body: None, kind: str, with_bias: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, bias, dy = tensors(kind, shape, dtype, with_bias)
+    assert dy.nbytes > 4 << 20
+    with poisoned_memory():
+        check(kind, x, bias, dy)
 
 
 @KINDS

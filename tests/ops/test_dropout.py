@@ -11,7 +11,17 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_dropout_add
 from megatron_core.ops.reference.dropout import keep, philox, scale, threshold
-from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.ops.checks import (
+    BOUND,
+    LOW,
+    MEGABYTES,
+    assert_near,
+    draw,
+    in_both_orders,
+    poisoned_memory,
+    views,
+    with_threads,
+)
 from tests.runs import tiny_run
 
 KEY = 0x299F31D0A4093822
@@ -125,6 +135,14 @@ def test_output_and_gradients_are_those_of_the_definition(
 def test_any_shape(body: str, shape: list[int], size: int, dtype: torch.dtype, p: float) -> None:
     x, residual, dy = (draw((*shape, size), dtype, seed) for seed in range(3))
     check(x, draw((size,), dtype, 3), residual, dy, p)
+
+
+@MEGABYTES
+def test_results_of_megabytes_are_right_too(cpu_body: None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, dy = (draw((shape[0], 1, shape[1]), dtype, seed) for seed in range(3))
+    assert x.nbytes > 4 << 20
+    with poisoned_memory():
+        check(x, draw(shape[1:], dtype, 3), residual, dy)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
-from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.ops.checks import (
+    BOUND,
+    LOW,
+    MEGABYTES,
+    assert_near,
+    draw,
+    in_both_orders,
+    poisoned_memory,
+    views,
+    with_threads,
+)
 from tests.runs import tiny_run
 
 PLAIN = {"rms_norm": rms_norm, "layer_norm": layer_norm}
@@ -104,9 +114,10 @@ def test_the_fused_addition_is_the_addition_and_then_the_norm(
 
 
 @NORMS
-def test_results_of_megabytes_are_right_too(cpu_body: None, norm: str) -> None:
-    """They are written past the cache."""
-    shape, dtype = (1040, 1024), torch.float32
+@MEGABYTES
+def test_results_of_megabytes_are_right_too(
+    cpu_body: None, norm: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x, residual, dy, dsum = (draw(shape, dtype, seed) for seed in range(4))
     assert x.nbytes > 4 << 20
     check_plain(norm, x, dy)
