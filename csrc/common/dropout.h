@@ -47,8 +47,8 @@ struct Mask {
 // y = residual + keep * scale * (x + bias), each row by the mask above; x, residual and y are [length, batch, heads,
 // columns] with the strides of their first three dims, bias is [columns], sample_index [batch] of int64_t has the
 // global numbers of the sequences. bias and residual may be null, and so may sample_index with threshold 0, which drops
-// nothing. Where sums is not null, sums [columns] = sum over rows of what is added to the residual, by way of partial
-// [num_partials, columns]. Backward is the same function: dx of dy, with dbias as its sums.
+// nothing. Backward is the same function, without bias and residual: dx of dy. Where sums is not null, as it may be
+// there, sums [columns] = sum of y over rows, which is dbias, by way of partial [num_partials, columns].
 //
 // kept is the mask, a bit for each channel, its rows padded to a multiple of megatron_dropout_kept() channels: written
 // where draws is 1, read where it is 0. It is null, with draws 0, where threshold or megatron_dropout_kept() is 0.

@@ -28,20 +28,34 @@ MEGATRON_INLINE void draw(const Mask& mask, const Keys& keys, Place place, int64
 template <typename T> struct Tensors {
   const T *x, *bias, *residual;
   T* y;
-  Wide<T>* sums;
   uint8_t* kept;
-  bool ahead;  // fetch the row that follows x in memory
+  bool draws;
 };
 
-template <bool kStream, typename T>
-void dropout_row(const Tensors<T> row, Wide<T> scale, int64_t columns) {
+// Fetches the row that follows x in memory: backward in float32 takes half the time so. What draws, or has 16 bits,
+// computes long enough, and is slower so.
+template <typename T> MEGATRON_INLINE void prefetch_next(const Tensors<T>& row, int64_t columns, int64_t i) {
+  if (sizeof(T) >= 4 && !row.draws) prefetch(row.x, columns + i);
+}
+
+template <bool kStream, typename T> void added_row(const Tensors<T> row, Wide<T> scale, int64_t columns) {
   for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
-    if (row.ahead) prefetch(row.x, columns + i);
+    prefetch_next(row, columns, i);
     auto v = load(row.x + i, n);
     if (row.bias) v += load(row.bias + i, n);
     if (row.kept) v = where_bits(row.kept, i, v * scale);
-    if (row.sums) add_to(row.sums + i, v, n);
     if (row.residual) v += load(row.residual + i, n);
+    put<kStream>(row.y + i, v, n);
+  });
+}
+
+template <bool kStream, typename T>
+void summed_row(const Tensors<T> row, Wide<T> scale, Wide<T>* sums, int64_t columns) {
+  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
+    prefetch_next(row, columns, i);
+    auto v = load(row.x + i, n);
+    if (row.kept) v = where_bits(row.kept, i, v * scale);
+    add_to(sums + i, v, n);
     put<kStream>(row.y + i, v, n);
   });
 }
@@ -68,8 +82,6 @@ const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     using A = Wide<T>;
-    // Backward in float32 takes half the time so. What draws, or has 16 bits, computes long enough, and is slower so.
-    const bool ahead = !draws && sizeof(T) >= 4;
     with_streams<T>(y, mask.rows(), columns, [=](auto stream) {
       auto work = [=](int64_t index, A* own) {
         const Place place = mask.place(index);
@@ -77,14 +89,14 @@ const char* megatron_dropout(int64_t dtype, int64_t length, int64_t batch, int64
                              at<T>(bias),
                              at<T>(residual, of_residual.at(place)),
                              at<T>(y, of_y.at(place)),
-                             own,
                              at<uint8_t>(kept, index * mask_bytes),
-                             ahead};
+                             draws != 0};
         if (draws) {
           const int64_t sample = *at<int64_t>(sample_index, place.sample);
           for (int64_t i = 0; i < columns; i += kDrawn) draw(mask, keys, place, sample, i, row.kept + i / 8);
         }
-        dropout_row<stream>(row, A(scale), columns);
+        if (own) return summed_row<stream>(row, A(scale), own, columns);
+        added_row<stream>(row, A(scale), columns);
       };
       if (!sums) return for_rows(mask.rows(), threads, [=](int64_t index) { work(index, nullptr); });
       for_rows_with_partials(mask.rows(), threads, at<A>(partial), num_partials, columns, work);

@@ -52,10 +52,14 @@ MEGATRON_INLINE FloatVec where_bits(const uint8_t* bits, int64_t i, FloatVec v) 
   return (own & bits_at<FloatVec>(bits, i)) != 0 ? v : FloatVec{};
 #endif
 }
+// A pair's bits are taken from memory to all places at once, which half of the words of 32 bits do not need.
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes)));
 MEGATRON_INLINE Pair where_bits(const uint8_t* bits, int64_t i, Pair v) {
   Bits own{};  // of `first`; those of `second` follow them by four
   for (int lane = 0; lane < kFloats; ++lane) own[lane] = 1u << (lane + lane / 4 * 4);
-  const uint32_t all = bits[i / 8] | bits[i / 8 + 1] << 8;
+  uint16_t word;
+  std::memcpy(&word, bits + i / 8, sizeof word);
+  const Bits all = same_bits<Bits>(Halves{} + word);
   return {(own & all) != 0 ? v.first : FloatVec{}, (own << 4 & all) != 0 ? v.second : FloatVec{}};
 }
 MEGATRON_INLINE DoubleVec where_bits(const uint8_t* bits, int64_t i, DoubleVec v) {

@@ -10,6 +10,7 @@ struct Both {};
 
 // Lanes 0 to 3 and 8 to 11 of the two are in `first`, 4 to 7 and 12 to 15 in `second`: so AVX2 unpacks and packs.
 struct Pair { FloatVec first, second; };
+constexpr int kPair = 2 * kFloats;
 
 // f(v), of each vector of a pair.
 template <typename V, typename F> MEGATRON_INLINE V each_vector(V v, F f) { return f(v); }
@@ -68,36 +69,43 @@ MEGATRON_INLINE void add_to(float* sums, Pair v, Both) {
 template <typename A, typename N> MEGATRON_INLINE auto sums_at(const A* sums, N n) { return load(sums, n); }
 MEGATRON_INLINE Pair sums_at(const float* sums, Both) { return {load(sums, All{}), load(sums + kFloats, All{})}; }
 
-// for_row() that begins with f(i, Both{}) for each pair of vectors, where T has pairs.
+// for_row(), where T has pairs with f(i, Both{}) for each of them and f(i, Some{n}) for the vectors of the rest.
 template <typename T, typename F> MEGATRON_INLINE void for_row_in_pairs(int64_t columns, F f) {
-  int64_t i = 0;
   if constexpr (kPairs<T>) {
-    for (; i + 2 * kLanes<T> <= columns; i += 2 * kLanes<T>) f(i, Both{});
+    int64_t i = 0;
+    for (; i + kPair <= columns; i += kPair) f(i, Both{});
+    for (; i < columns; i += kFloats) f(i, Some{static_cast<int>(std::min<int64_t>(columns - i, kFloats))});
+  } else {
+    for_row<T>(columns, f);
   }
-  for_row_from<T>(i, columns, f);
 }
 
-// sum_row() that begins with f(i, Both{}, sums) for each pair of vectors, `sums` being pairs too.
+// sum_row(), where T has pairs with f(i, Both{}, sums) for each of them, `sums` being pairs too, in two turns.
 template <typename T, int K, typename F> MEGATRON_INLINE Sums<Wide<T>, K> sum_row_in_pairs(int64_t columns, F f) {
-  constexpr int kStep = 2 * kLanes<T>;
-  Turns<Wide<T>, K> sums{};
-  int64_t i = 0;
   if constexpr (kPairs<T>) {
-    Pair pairs[2][K] = {};
-    for (; i + 2 * kStep <= columns; i += 2 * kStep) {
-      f(i, Both{}, pairs[0]);
-      f(i + kStep, Both{}, pairs[1]);
+    Pair sums[2][K] = {};
+    FloatVec rest[K] = {};
+    int64_t i = 0;
+    for (; i + 2 * kPair <= columns; i += 2 * kPair) {
+      f(i, Both{}, sums[0]);
+      f(i + kPair, Both{}, sums[1]);
     }
-    if (i + kStep <= columns) {
-      f(i, Both{}, pairs[0]);
-      i += kStep;
-    }
+    for_row_in_pairs<T>(columns - i, [&](int64_t k, auto n) {
+      if constexpr (std::is_same_v<decltype(n), Both>) {
+        f(i + k, n, sums[0]);
+      } else {
+        f(i + k, n, rest);
+      }
+    });
+    Sums<float, K> totals{};
     for (int k = 0; k < K; ++k) {
-      sums.of[0][k] = pairs[0][k].first + pairs[1][k].first;
-      sums.of[1][k] = pairs[0][k].second + pairs[1][k].second;
+      const Pair both = sums[0][k] + sums[1][k];
+      totals.of[k] = sum_lanes<float>(both.first + both.second + rest[k]);
     }
+    return totals;
+  } else {
+    return sum_row<T, K>(columns, f);
   }
-  return sum_row_from<T, K>(i, columns, sums, f);
 }
 
 }  // namespace megatron

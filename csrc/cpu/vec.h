@@ -195,12 +195,12 @@ template <typename T> MEGATRON_INLINE void prefetch(const T* p, int64_t offset) 
   __builtin_prefetch(p + offset, 0, 0);
 }
 
-// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it; all from i on.
-template <typename T, typename F> MEGATRON_INLINE void for_row_from(int64_t i, int64_t columns, F f) {
+// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
+template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) {
+  int64_t i = 0;
   for (; i + kLanes<T> <= columns; i += kLanes<T>) f(i, All{});
   if (i < columns) f(i, Some{static_cast<int>(columns - i)});
 }
-template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) { for_row_from<T>(0, columns, f); }
 
 // The first lanes of v, the others zero: what a sum may count at a row's end.
 template <typename V> MEGATRON_INLINE V only(V v, All) { return v; }
@@ -234,31 +234,28 @@ template <typename A> MEGATRON_INLINE A sum_lanes(Vec<A> v) {
   return sum_halves<A>(lanes);
 }
 
-// The vectors of K sums. Four sets of them take turns, because an addition takes four cycles and two can begin in each.
-template <typename A, int K> struct Turns { Vec<A> of[4][K]; };
 template <typename A, int K> struct Sums { A of[K]; };
 
-// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`; from i on, to what `sums` has.
-template <typename T, int K, typename A = Wide<T>, typename F>
-MEGATRON_INLINE Sums<A, K> sum_row_from(int64_t i, int64_t columns, Turns<A, K> sums, F f) {
-  constexpr int kTurns = 4, kStep = kLanes<T>;
-  for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
-    f(i, All{}, sums.of[0]);
-    f(i + kStep, All{}, sums.of[1]);
-    f(i + 2 * kStep, All{}, sums.of[2]);
-    f(i + 3 * kStep, All{}, sums.of[3]);
-  }
-  for (; i + kStep <= columns; i += kStep) f(i, All{}, sums.of[0]);
-  if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums.of[1]);
-  Sums<A, K> totals{};
-  for (int k = 0; k < K; ++k) {
-    totals.of[k] = sum_lanes<A>((sums.of[0][k] + sums.of[1][k]) + (sums.of[2][k] + sums.of[3][k]));
-  }
-  return totals;
-}
+// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because
+// an addition takes four cycles and two can begin in each.
 template <typename T, int K, typename A = Wide<T>, typename F>
 MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
-  return sum_row_from<T, K, A>(0, columns, {}, f);
+  constexpr int kTurns = 4, kStep = kLanes<T>;
+  Vec<A> sums[kTurns][K] = {};
+  int64_t i = 0;
+  for (; i + kTurns * kStep <= columns; i += kTurns * kStep) {
+    f(i, All{}, sums[0]);
+    f(i + kStep, All{}, sums[1]);
+    f(i + 2 * kStep, All{}, sums[2]);
+    f(i + 3 * kStep, All{}, sums[3]);
+  }
+  for (; i + kStep <= columns; i += kStep) f(i, All{}, sums[0]);
+  if (i < columns) f(i, Some{static_cast<int>(columns - i)}, sums[1]);
+  Sums<A, K> totals{};
+  for (int k = 0; k < K; ++k) {
+    totals.of[k] = sum_lanes<A>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+  }
+  return totals;
 }
 
 // The largest f(i, n) of a row, in four turns as sum_row; -infinity for an empty row, and NaN is passed over. The last

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 TYPES = {"Tensor": (Tensor, torch.nn.Parameter), "float": (float,), "int": (int,), "bool": (bool,), "str": (str,)}
 """By a type of torch's schemas, those of Python that a body takes as they are. The dispatcher converts others, or
@@ -61,6 +62,8 @@ class Operator:
         self.register_autograd(refuse, refuse)
 
     def __call__(self, *arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(arguments)
         if _watched() or tuple(map(type, arguments)) not in self._signatures:
             return self._overload(*arguments)
         tensors = [arguments[i] for i in self._places if arguments[i] is not None]
@@ -69,6 +72,12 @@ class Operator:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return self._function.apply(*arguments)
         return self._body(*arguments)
+
+    def _refuse_tangents(self, arguments: tuple) -> None:
+        """Raise where a derivative would go forward through the operator: torch drops it without a word."""
+        tensors = (x for x in arguments if isinstance(x, Tensor))
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(f"{self._name} has no forward-mode derivative; take backend='reference'")
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:

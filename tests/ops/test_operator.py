@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -227,3 +228,20 @@ def test_second_derivatives_are_refused_with_the_way_out(cpu_body: None, dispatc
         y = norm(x)
         assert goes_direct(y) != dispatched
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_derivatives_are_refused_with_the_way_out(cpu_body: None) -> None:
+    x, tangent = torch.randn(4, 64), torch.randn(4, 64)
+    weight = torch.ones(64)
+    with pytest.raises(NotImplementedError, match=r"rms_norm has no forward-mode derivative; take backend='reference'"):
+        torch.func.jvp(lambda x: ops.rms_norm(x, weight, backend="native"), (x,), (tangent,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        with pytest.raises(NotImplementedError, match="rms_norm has no forward-mode derivative"):
+            ops.rms_norm(dual, weight, backend="native")
+        assert torch.equal(ops.rms_norm(x, weight, backend="native"), norm(x))
+        slope = forward_ad.unpack_dual(ops.rms_norm(dual, weight, backend="reference")).tangent
+    _, expected = torch.func.jvp(lambda x: ops.rms_norm(x, weight, backend="reference"), (x,), (tangent,))
+    torch.testing.assert_close(slope, expected)
+    assert slope.norm() > 0
