@@ -38,6 +38,7 @@ template <typename T> MEGATRON_INLINE void prefetch_next(const Tensors<T>& row, 
   if (sizeof(T) >= 4 && !row.draws) prefetch(row.x, columns + i);
 }
 
+// Forward, and backward where no sums are wanted.
 template <bool kStream, typename T> void added_row(const Tensors<T> row, Wide<T> scale, int64_t columns) {
   for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
     prefetch_next(row, columns, i);
@@ -49,6 +50,8 @@ template <bool kStream, typename T> void added_row(const Tensors<T> row, Wide<T>
   });
 }
 
+// Backward, with what dx adds to the sums. One loop for both would ask five questions for each vector; backward takes
+// 0.8 of the time without them.
 template <bool kStream, typename T>
 void summed_row(const Tensors<T> row, Wide<T> scale, Wide<T>* sums, int64_t columns) {
   for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {

@@ -20,7 +20,7 @@ BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
-# Results that are written past the cache, and one of whose rows only every second is at a multiple of 32 bytes.
+# Results that are written past the cache, and one of whose rows only every second begins at a multiple of 32 bytes.
 MEGABYTES = pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1040, 1040), torch.float32), ((1040, 2064), torch.bfloat16), ((1040, 2056), torch.bfloat16)],
