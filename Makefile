@@ -1,32 +1,37 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
-# test:       everything that runs without a GPU
-# verify-all: every layout of 2, 4 and 8 ranks, and every schedule, against one process; writes docs/layouts*.md
-# docs:       the pictures of docs/pipeline.md, one of them from a short training on two ranks
-# check:      style
-# cuda-check: the CUDA kernels through nvcc, with registers and spills; fails where registers spill
-# gpu:        on a machine with one: every fused operation against float64, compute-sanitizer, and bandwidth
+# test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
+# test:       all tests that run without a GPU
+# verify-all: every layout of 2, 4 and 8 ranks, every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+# docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
+# check:      style and types
+# cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
+# gpu:        needs a GPU: every fused operation against float64, compute-sanitizer, and bandwidth
 # wheel:      dist/*.whl, with the native libraries in it
-# doctor:     what this machine offers, and what to install for more
-# bench:      speed, side by side with transformers and torch's DDP
-# bench-ops:  speed of the fused operations, side by side with torch eager and torch.compile
+# doctor:     what is installed and works on this machine, and what else to install
+# bench:      speed compared with transformers and torch's DDP
+# bench-ops:  speed of the fused operations compared with torch eager and torch.compile
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Those that are no part of --all, which takes 1f1b and, with chunks, interleaved.
+# Schedules that --all does not include; it checks 1f1b and, with chunks, interleaved.
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
-# A CPU build where the index has one; the range is pyproject.toml's.
+# The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: quickstart test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test-fast test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+test-fast: install-test
+	$(BIN)/python -m pytest -q -m fast
 
 test: install-test
 	$(BIN)/python -m pytest
 
 verify-all: install-test
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
@@ -45,13 +50,14 @@ docs: install
 check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 cuda-check: install
 	$(BIN)/python tools/cuda_check.py
 
 gpu: install-test
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu: torch sees no GPU'"
-	$(BIN)/python -m pytest tests/ops
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	$(BIN)/python -m benchmarks.bench_ops_gpu

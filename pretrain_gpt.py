@@ -1,4 +1,4 @@
-"""Train a GPT: parse the flags, validate them, set up, train.
+"""Train a GPT: parse the flags, validate them, set up, train; --dry-run says what a rank of any world would hold.
 
     python pretrain_gpt.py --help
     torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
@@ -7,15 +7,23 @@ The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (al
 training/setup.py (layout, model, optimizer, data), training/loop.py and training/step.py (the training itself).
 """
 
-from megatron_core.config.cli import parse_run_config
 from megatron_core.parallel import World, run_job
-from megatron_core.training import pretrain
+from megatron_core.training import pretrain, read_settings
+from megatron_core.training.dry_run import describe_rank
 
 
 def main() -> None:
     """Run the job on this rank and exit."""
     world = World.from_environment()
-    run_job(world, lambda: pretrain(parse_run_config(prog="pretrain_gpt.py"), world))
+    run_job(world, lambda: _job(world))
+
+
+def _job(world: World) -> None:
+    config, dry = read_settings("pretrain_gpt.py")
+    if dry.dry_run:
+        print(describe_rank(config, dry.world_size or config.parallel.model_parallel_size, dry.rank))
+    else:
+        pretrain(config, world)
 
 
 if __name__ == "__main__":

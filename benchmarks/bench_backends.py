@@ -1,4 +1,4 @@
-"""A whole training step with the native bodies of the fused operations and with the reference, on one thread of a CPU.
+"""A whole training step with the native kernels of the fused operations and with the reference, on one thread of a CPU.
 
 One run, one machine: the two take turns, and their median steps are compared. Prints a table and appends it to
 benchmarks/results.csv; ``ratio`` there is the time to the reference's.

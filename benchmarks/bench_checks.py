@@ -21,7 +21,7 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.training.health import Health
+from megatron_core.training.checks import RunChecks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -67,18 +67,18 @@ def measure(layout: dict[str, object], repeats: int) -> dict[str, float]:
     """Median seconds on one rank, all ranks starting together each time."""
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     run = set_up(RunConfig.from_flat(SHAPE | layout), world)
-    health = Health(run)
-    health.start()
+    checks = RunChecks(run)
+    checks.start()
     train_step(run)
     actions = {
         "step": lambda: train_step(run),
-        "comparison": lambda: health.replicas.differences(health.replicas.hashes()),
-        "first step": health.movement.without_gradient,
+        "comparison": lambda: checks.replicas.differences(checks.replicas.hashes()),
+        "first step": checks.untrained.without_gradient,
     }
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
-            run.data_parallel.finish_gather()
+            run.data_parallel.finish_param_sync()
             dist.barrier()
             seconds[name].append(timed(action))
     return {name: statistics.median(values) for name, values in seconds.items()}

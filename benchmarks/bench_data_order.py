@@ -22,10 +22,9 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import DataConfig
 from megatron_core.datasets import build_datasets, get_bin_path, get_idx_path
-from megatron_core.datasets.index_format import Index, write_index
+from megatron_core.datasets.indexed import Index, write_index
 from megatron_core.datasets.megatron_order.blend_index import build_blend_index, normalize
-from megatron_core.datasets.megatron_order.order import OrderOptions, build_order
-from megatron_core.datasets.megatron_order.sample_index import build_sample_index, count_samples
+from megatron_core.datasets.megatron_order.order import OrderOptions, build_order, build_sample_index, count_samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The native bodies of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
+"""The native kernels of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
 
 One run, one machine: in every round each contender takes its turn, some calls of its own after one that is not timed,
 and medians over all rounds are compared. The turns' order is drawn anew each round: who comes second finds other memory
@@ -45,7 +45,7 @@ class Settings:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Data types, by torch's names."""
     threads: tuple[int, ...] = (1, 2)
-    """Threads that torch and the native bodies may use."""
+    """Threads that torch and the native kernels may use."""
     rounds: int = 12
     """How often each contender takes its turn."""
     calls: int = 5

@@ -25,7 +25,7 @@ from megatron_core.ops.backend import LIBRARIES
 
 GIGA = 1e9
 AIMS = {"forward": 0.85, "backward": 0.75}
-"""What part of the copy's bandwidth the native body is to reach."""
+"""What part of the copy's bandwidth the native kernel is to reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,15 @@ def size(tensors: list[Tensor]) -> int:
 
 
 def names_of(case: Case) -> list[str]:
-    """Who can compute a case here: another library where it is there and serves the very call that is timed."""
+    """Who can compute a case here: another library if it is installed and takes the very call that is timed."""
     timed = CASES[case.op]
     deciding = timed.deciding(*timed.inputs(*case.shape, case.dtype))
     there = [
         name
         for name, library in LIBRARIES.items()
-        if library.covers(timed.op, case.dtype)
-        and library.why_not(timed.op, "cuda", case.dtype) is None
-        and library.fits(timed.op, *deciding)
+        if library.supports_dtype(timed.op, case.dtype)
+        and library.unavailable_reason(timed.op, "cuda", case.dtype) is None
+        and library.supports_call(timed.op, *deciding)
     ]
     return ["eager", "compiled", "native", *there]
 

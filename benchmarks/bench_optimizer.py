@@ -1,4 +1,4 @@
-"""AdamW, the gradient norm and clipping: the native bodies beside torch's fused and foreach ones.
+"""AdamW, the gradient norm and clipping: the native kernels beside torch's fused and foreach ones.
 
 Float32 main weights with moments, gradients and a bfloat16 copy of the weights, in some flat tensors. In every round
 each contender takes its turn, some calls after one that is not timed, and medians over all rounds are compared. Prints
@@ -26,7 +26,7 @@ from megatron_core.ops import adamw_, scale_, squared_norm
 RATES = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EPSILON = 1e-8
 LIMIT = 1.0
-"""What torch's own clipping is told, too."""
+"""What torch's own clipping takes, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Settings:
     tensors: int = 5
     """Flat tensors in which they lie."""
     threads: tuple[int, ...] = (1, 2)
-    """Threads that torch and the native bodies may use."""
+    """Threads that torch and the native kernels may use."""
     device: str = "cpu"
     """Where the tensors lie, by torch's names."""
     rounds: int = 8

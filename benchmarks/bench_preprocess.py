@@ -1,9 +1,9 @@
-"""Data preparation beside its tokenization alone, on 50 MB of JSON Lines and a byte-level BPE of 16,000 entries.
+"""Preprocessing compared with its tokenization alone, on 50 MB of JSON Lines and a byte-level BPE of 16,000 entries.
 
-Back end alone: it loads the tokenizer and encodes the list of all texts with its own threads, in a new process each
-time; "loaded" is the encoding without the loading. Prepared: what tools/preprocess_data.py takes from the start of its
-work to the published files: workers, loading, reading and writing included; "whole process" adds Python's start and
-imports. Speeds are MB of text a second, medians; in benchmarks/results.csv ratio is that to the back end alone.
+Backend alone: it loads the tokenizer and encodes the list of all texts with its own threads, in a new process each
+time; "loaded" is the encoding without the loading. Preprocessed: what tools/preprocess_data.py takes from the start of
+its work to the published files: workers, loading, reading and writing included; "process" adds Python's start and
+imports. Speeds are MB of text a second, medians; in benchmarks/results.csv ratio is that to the backend alone.
 
     python -m benchmarks.bench_preprocess
     python -m benchmarks.bench_preprocess --corpus corpus.jsonl --tokenizer tokenizer.json
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time data preparation beside its back end."""
+    """Time preprocessing and its backend alone."""
 
     corpus: str | None = None
     """JSON Lines with the key text; made of Python sources unless given."""
@@ -120,7 +120,7 @@ def alone(measure: Callable[[Path, Path], tuple[float, float]], corpus: Path, to
         return pool.submit(measure, corpus, tokenizer).result()
 
 
-def prepared_seconds(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> tuple[float, float]:
+def preprocessing_seconds(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> tuple[float, float]:
     """Seconds by the tool's own report, and of its whole process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
@@ -135,16 +135,21 @@ def prepared_seconds(settings: Settings, corpus: Path, tokenizer: Path, backend:
 
 
 def compare(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> list[Row]:
-    """Measure the back end and the preparation in turns, print, and make the rows."""
+    """Measure the backend and the preparation in turns, print, and make the rows."""
     size = sum(len(text.encode()) for text in read_texts(corpus)) / 1e6
     measure = gigatoken_seconds if backend == "gigatoken" else tokenizers_seconds
     # In turns, so that a machine that is busy for a while is busy for all.
     turns = [
-        alone(measure, corpus, tokenizer) + prepared_seconds(settings, corpus, tokenizer, backend)
+        alone(measure, corpus, tokenizer) + preprocessing_seconds(settings, corpus, tokenizer, backend)
         for _ in range(settings.repeats)
     ]
     medians = [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
-    names = f"{backend} alone", f"{backend} alone, loaded", f"prepared by {backend}", f"prepared by {backend}, process"
+    names = (
+        f"{backend} alone",
+        f"{backend} alone, loaded",
+        f"preprocessed by {backend}",
+        f"preprocessed by {backend}, process",
+    )
     rows = []
     for name, seconds in zip(names, medians, strict=True):
         ratio = medians[0] / seconds
@@ -166,7 +171,7 @@ def main() -> int:
         few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[: max(1, len(texts) // 5)]))
         rows = compare(settings, corpus, tokenizer, "gigatoken")
         rows += compare(settings, few, tokenizer, "tokenizers")
-    print(f"prepared by gigatoken {rows[2].value / rows[4].value:.1f} times as fast as tokenizers alone")
+    print(f"preprocessed by gigatoken {rows[2].value / rows[4].value:.1f} times as fast as tokenizers alone")
     append("bench_preprocess", rows, rival=rival)
     return 0
 

@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
-from megatron_core.monitor.flops import flops_per_token
+from megatron_core.config.flops import flops_per_token
 from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.parallel import World
 from megatron_core.training.setup import set_up

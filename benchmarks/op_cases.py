@@ -68,7 +68,7 @@ def eager_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 
 def softmax(*, causal: bool) -> OpCase:
     """Softmax of rows x columns scores: heads of square matrices where there are more rows than columns, else one head
-    whose queries are the last of so many. The native body needs no mask for the triangle; the others' is made before
+    whose queries are the last of so many. The native kernel needs no mask for the triangle; the others' is made before
     the clock starts. The other mask hides every second hundred keys."""
 
     def inputs(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:

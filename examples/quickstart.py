@@ -1,6 +1,6 @@
-"""The whole job on this machine: a corpus, a tokenizer, training on 4 ranks, another layout, generated text.
+"""From text to a trained model on this machine: corpus, tokenizer, training on 4 ranks, another layout, generation.
 
-Every command is printed before it runs, so that it can be copied, changed and run again.
+Every command is printed before it runs, so that you can copy and change it.
 
     python examples/quickstart.py
     python examples/quickstart.py --corpus /some/folder/of/text
@@ -27,17 +27,17 @@ class Settings:
     """Train a small GPT on real text, split over tensor, pipeline and data parallel ranks."""
 
     corpus: str | None = None
-    """Folder of text files to train on; default the sources of Python's standard library."""
+    """Folder of text files to train on; default the source code of Python's standard library."""
     output: str = "runs/quickstart"
-    """Folder for everything that is made."""
+    """Folder for all results."""
     vocab_size: int = 4096
-    """Entries of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     train_iters: int = 95
     """Steps in the first layout."""
     more_iters: int = 15
     """Steps in the second layout."""
     prompt: str = "def __init__(self"
-    """What the trained model continues."""
+    """Text that the trained model continues."""
 
 
 MODEL = [
@@ -48,7 +48,7 @@ MODEL = [
 
 
 class Job:
-    """The commands of the quickstart, one method a step."""
+    """The commands of the quickstart, with one method for each step."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -74,7 +74,7 @@ class Job:
         )  # fmt: skip
 
     def train(self) -> None:
-        """TP2 x PP2 with two chunks a rank; then, from its checkpoint, DP2 x TP2 with a sharded optimizer."""
+        """TP2 x PP2 with two chunks on each rank; then, from its checkpoint, DP2 x TP2 with a sharded optimizer."""
         first, last = self.settings.train_iters, self.settings.train_iters + self.settings.more_iters
         ranks = rank_count()
         layouts = {
@@ -99,7 +99,7 @@ class Job:
         self.launch("another layout", ranks, *common, *after, "--train-iters", last, "--load", self.checkpoints)
 
     def show(self) -> None:
-        """Generated text and a picture of the loss."""
+        """Generate text and draw the loss."""
         self.run(
             "text", "tools/generate_text.py", "--load", self.checkpoints, "--prompt", self.settings.prompt,
             "--max-new-tokens", "48", "--temperature", "0.7", "--top-p", "0.9",
@@ -109,7 +109,7 @@ class Job:
         print(f"loss curve   {self.plot}\nmetrics      {metrics}\ncheckpoints  {self.checkpoints}")
 
     def tokenizer_flags(self) -> list[object]:
-        """How every tool is told of the tokenizer."""
+        """The flags that select the tokenizer, the same for every tool."""
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
 
     def launch(self, title: str, ranks: int, *flags: object) -> None:
@@ -117,21 +117,21 @@ class Job:
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_gpt.py"]
         self.run(title, *torchrun, *flags)
 
-    def run(self, title: str, *words: object) -> None:
-        """Print a command, run it, and stop here if it fails."""
-        command = [sys.executable, *map(str, words)]
+    def run(self, title: str, *arguments: object) -> None:
+        """Print a command and run it; exit if it fails."""
+        command = [sys.executable, *map(str, arguments)]
         print(f"\n== {title}\n$ {shlex.join(['python', *command[1:]])}", flush=True)
         began = time.monotonic()
-        # One thread a rank, said here so that torchrun does not have to say it.
+        # One thread for each rank; set here because torchrun prints a warning otherwise.
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if status:
-            sys.exit(f"the step '{title}' failed with status {status}; its message is above")
+            sys.exit(f"the step '{title}' failed with status {status}; see its message above")
         print(f"-- {time.monotonic() - began:.0f} s", flush=True)
 
 
 def rank_count() -> int:
-    """4 ranks on the CPU; with GPUs, as many of them as make a layout."""
+    """4 ranks on the CPU; with GPUs 1, 2 or 4, at most one for each GPU."""
     gpus = torch.cuda.device_count()
     return 4 if gpus == 0 else max(n for n in (1, 2, 4) if n <= gpus)
 

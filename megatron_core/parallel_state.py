@@ -6,33 +6,65 @@ groups are made in ``parallel.groups``. Getters of an axis that is not split wor
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import product
+from math import prod
 
 import torch.distributed as dist
 
 from megatron_core.config import ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.parallel import World
+from megatron_core.parallel.current import current as current
+from megatron_core.parallel.current import has_current
+from megatron_core.parallel.current import set_current as set_current
 from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
-from megatron_core.parallel.grid import generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups
 from megatron_core.parallel.groups import Group, ParallelGroups
 
-_current: list[ParallelGroups] = []
 _virtual: dict[str, int | None] = {"rank": None, "size": None}
 
 
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` has the sizes, the fastest first.
+
+    Name and arguments are Megatron Core's.
+    """
+    strides = [prod(parallel_size[:axis]) for axis in range(len(parallel_size))]
+    steps = [range(0, size * stride, stride) for size, stride in zip(parallel_size, strides, strict=True)]
+    inner = [step for step, varies in zip(steps, mask, strict=True) if varies]
+    outer = [step for step, varies in zip(steps, mask, strict=True) if not varies]
+    outer.append(range(0, world_size, prod(parallel_size)))
+    offsets = sorted(map(sum, product(*inner)))
+    return [[first + offset for offset in offsets] for first in sorted(map(sum, product(*outer)))]
+
+
 class RankGenerator:
-    """Megatron Core's view of a ``Grid``: ``get_ranks("tp-dp")`` lists the groups over those axes."""
+    """Megatron Core's generator of one view of the ranks: ``get_ranks("tp-dp")`` lists the groups over those axes.
+
+    With ``cp`` it is the view of dense layers and with ``ep`` that of experts, whose sizes are then ``tp`` and ``dp``.
+    """
 
     def __init__(
         self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str = DEFAULT_ORDER, rank_offset: int = 0
     ) -> None:
-        self.grid = Grid(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, rank_offset=rank_offset)
-        self.world_size = self.grid.world_size
+        assert ep == 1 or cp == 1, f"ep={ep} and cp={cp} are axes of different views; one of them must be 1"
+        sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
+        self.rank_offset, self.world_size = rank_offset, prod(sizes.values())
+        named = order.lower().split("-")
+        for axis in sizes.keys() - set(named):
+            if sizes[axis] != 1:
+                raise LayoutError(f"order={order!r} lacks {axis!r}, whose size is {sizes[axis]}; add it")
+        self.order = [*named, *(axis for axis in sizes if axis not in named)]
+        self._sizes = [sizes[axis] for axis in self.order]
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Groups of ranks that differ only on the axes of ``token``."""
-        return self.grid.groups(token)
+        mask = [axis in token.split("-") for axis in self.order]
+        found = generate_masked_orthogonal_rank_groups(self.world_size, self._sizes, mask)
+        return [[self.rank_offset + rank for rank in ranks] for ranks in found]
 
 
 def initialize_model_parallel(
@@ -42,10 +74,13 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     distributed_timeout_minutes: float = 30,
     order: str = DEFAULT_ORDER,
 ) -> None:
     """Build the process groups of a layout and make them current.
+
+    ``expert_tensor_parallel_size`` is ``tensor_model_parallel_size`` unless given, see ``parallel.grid.Grid``.
 
     Errors: ``LayoutError`` (a ``RuntimeError``) when the world size does not fit or interleaving is asked for without a
     pipeline; ``AssertionError`` when torch.distributed is not initialised, or groups exist already.
@@ -53,13 +88,7 @@ def initialize_model_parallel(
     assert dist.is_initialized(), (
         "torch.distributed is not initialized; call torch.distributed.init_process_group first"
     )
-    assert not _current, "model parallel groups exist already; call destroy_model_parallel first"
-    for name, size in (
-        ("context_parallel_size", context_parallel_size),
-        ("expert_model_parallel_size", expert_model_parallel_size),
-    ):
-        if size != 1:
-            raise LayoutError(f"{name}={size} is not supported yet; legal: 1")
+    assert not has_current(), "model parallel groups exist already; call destroy_model_parallel first"
     if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
         raise LayoutError(
             f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} needs a pipeline, but "
@@ -70,6 +99,8 @@ def initialize_model_parallel(
         tp=tensor_model_parallel_size,
         cp=context_parallel_size,
         pp=pipeline_model_parallel_size,
+        ep=expert_model_parallel_size,
+        etp=expert_tensor_parallel_size,
         order=order,
     )
     set_current(ParallelGroups(grid, dist.get_rank(), timeout=timedelta(minutes=distributed_timeout_minutes)))
@@ -81,37 +112,29 @@ def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] =
 
     ``ends`` are the pipeline ranks of the first and the last stage.
     """
-    grid = Grid.fit(
-        world.size,
-        tp=config.tensor_model_parallel_size,
-        cp=config.context_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        order=config.rank_order,
-    )
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    groups = ParallelGroups(grid, world.rank, ends=ends, timeout=timeout)
+    groups = ParallelGroups(grid_of(config, world.size), world.rank, ends=ends, timeout=timeout)
     world.prefix = groups.prefix if world.size > 1 else ""
     set_current(groups)
     return groups
 
 
-def set_current(groups: ParallelGroups) -> None:
-    """Make ``groups`` the layout of this process."""
-    _current[:] = [groups]
-
-
-def current() -> ParallelGroups:
-    """The layout of this process; a process without torch.distributed stands alone."""
-    if not _current:
-        if dist.is_initialized():
-            raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
-        return ParallelGroups.single()
-    return _current[0]
+def grid_of(config: ParallelConfig, world_size: int) -> Grid:
+    """The ranks of a configured layout."""
+    return Grid.fit(
+        world_size,
+        tp=config.tensor_model_parallel_size,
+        cp=config.context_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size,
+        order=config.rank_order,
+    )
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether a layout is current."""
-    return bool(_current)
+    return has_current()
 
 
 is_initialized = model_parallel_is_initialized
@@ -119,23 +142,74 @@ is_initialized = model_parallel_is_initialized
 
 def destroy_model_parallel() -> None:
     """Forget the current layout."""
-    _current.clear()
+    set_current(None)
     _virtual.update(rank=None, size=None)
 
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Group:
-    """Ranks that share each layer's matrices."""
-    return current().group("tp")
+def _group_getter(axes: str, ranks: str) -> Callable[..., Group | None]:
+    def group(check_initialized: bool = True) -> Group | None:
+        return current().group(axes) if check_initialized or has_current() or not dist.is_initialized() else None
+
+    group.__doc__ = f"""Ranks {ranks}; with ``check_initialized=False`` None while there are no groups yet."""
+    return group
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Tensor parallel size."""
-    return current().size("tp")
+def _getters(axes: str, ranks: str) -> tuple[Callable[..., Group | None], Callable[[], int], Callable[[], int]]:
+    """Megatron's three getters of the group over ``axes``: the group itself, its size and this rank's index in it."""
+
+    def world_size() -> int:
+        return current().group(axes).size()
+
+    def rank() -> int:
+        return current().group(axes).rank()
+
+    world_size.__doc__ = f"Number of the ranks {ranks}."
+    rank.__doc__ = f"This rank's index among the ranks {ranks}."
+    return _group_getter(axes, ranks), world_size, rank
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place on the tensor parallel axis."""
-    return current().index("tp")
+(
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_world_size,
+    get_tensor_model_parallel_rank,
+) = _getters("tp", "that share each layer's matrices")
+(
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_world_size,
+    get_pipeline_model_parallel_rank,
+) = _getters("pp", "that share the layers")
+(
+    get_context_parallel_group,
+    get_context_parallel_world_size,
+    get_context_parallel_rank,
+) = _getters("cp", "that share each sequence")
+(
+    get_tensor_and_context_parallel_group,
+    get_tensor_and_context_parallel_world_size,
+    get_tensor_and_context_parallel_rank,
+) = _getters("tp-cp", "that share each sequence and each layer's matrices")
+(
+    get_expert_model_parallel_group,
+    get_expert_model_parallel_world_size,
+    get_expert_model_parallel_rank,
+) = _getters("ep", "that share the experts of a layer")
+(
+    get_expert_tensor_parallel_group,
+    get_expert_tensor_parallel_world_size,
+    get_expert_tensor_parallel_rank,
+) = _getters("etp", "that share each expert's matrices")
+(
+    get_expert_tensor_and_model_parallel_group,
+    get_expert_tensor_and_model_parallel_world_size,
+    get_expert_tensor_and_model_parallel_rank,
+) = _getters("etp-ep", "that share the experts of a layer and each expert's matrices")
+(
+    get_expert_data_parallel_group,
+    get_expert_data_parallel_world_size,
+    get_expert_data_parallel_rank,
+) = _getters("edp", "that hold copies of the same experts")
+get_model_parallel_group = _group_getter("tp-pp", "that hold one copy of the model")
+get_expert_tensor_model_pipeline_parallel_group = _group_getter("etp-ep-pp", "that hold one copy of all experts")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -143,19 +217,19 @@ def get_tensor_model_parallel_src_rank() -> int:
     return current().ranks("tp")[0]
 
 
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Group:
-    """Ranks that share the layers."""
-    return current().group("pp")
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first member of the model parallel group."""
+    return current().ranks("tp-pp")[0]
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Pipeline size."""
-    return current().size("pp")
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank of the first member of the expert parallel group."""
+    return current().ranks("ep")[0]
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's place in the pipeline."""
-    return current().index("pp")
+def get_context_parallel_global_ranks() -> list[int]:
+    """Global ranks of the context parallel group."""
+    return current().ranks("cp")
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -223,7 +297,7 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> Group:
-    """Ranks that hold copies of the same weights."""
+    """Ranks that hold copies of the same weights (and, without context parallel ones, of different sequences)."""
     return current().group("dp-cp" if with_context_parallel else "dp")
 
 
@@ -233,7 +307,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """This rank's place on the data parallel axis."""
+    """This rank's index among them."""
     return get_data_parallel_group(with_context_parallel).rank()
 
 
@@ -242,39 +316,17 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return current().ranks("dp-cp" if with_context_parallel else "dp")[0]
 
 
-def get_context_parallel_group(check_initialized: bool = True) -> Group:
-    """Ranks that share each sequence."""
-    return current().group("cp")
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> Group | None:
+    """Ranks of the same pipeline stage (and, without context parallel ones, of the same part of each sequence)."""
+    return _group_getter("tp-dp-cp" if with_context_parallel else "tp-dp", "")(check_initialized)
 
 
-def get_context_parallel_global_ranks() -> list[int]:
-    """Global ranks of the context parallel group."""
-    return current().ranks("cp")
-
-
-def get_context_parallel_world_size() -> int:
-    """Context parallel size."""
-    return current().size("cp")
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place on the context parallel axis."""
-    return current().index("cp")
-
-
-def get_model_parallel_group() -> Group:
-    """Ranks that hold one copy of the model."""
-    return current().group("tp-pp")
-
-
-def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> Group:
-    """Ranks of the same pipeline stage."""
-    return current().group("tp-dp-cp" if with_context_parallel else "tp-dp")
-
-
-def get_tensor_and_context_parallel_group() -> Group:
-    """Ranks that share the same sequence and layers."""
-    return current().group("tp-cp")
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Group | None:
+    """Ranks over which FP8 takes the largest absolute value of a tensor."""
+    axes = "tp" if tp_only_amax_red else "tp-dp"
+    return current().group(f"{axes}-cp" if with_context_parallel else axes)
 
 
 def get_embedding_group() -> Group | None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.setup import Run, set_up
+from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 TINY = {
     "num_layers": 2,
@@ -31,7 +32,9 @@ def tiny_config(**settings: object) -> RunConfig:
     return RunConfig.from_flat(TINY | settings)
 
 
-def tiny_run(**settings: object) -> Run:
+def tiny_run(layer_specs: LayerSpecs = layer_spec, **settings: object) -> Run:
     """The run of ``tiny_config`` on this rank."""
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return set_up(tiny_config(**settings), World(*ranks, local_rank=0, device=torch.device("cpu")))
+    return set_up(
+        tiny_config(**settings), World(*ranks, local_rank=0, device=torch.device("cpu")), layer_specs=layer_specs
+    )

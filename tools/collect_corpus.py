@@ -1,9 +1,9 @@
-"""Collect the text files of a folder as JSON Lines, one document a file.
+"""Collect the text files of a folder as JSON Lines, one document for each file.
 
 python tools/collect_corpus.py --output corpus.jsonl
 python tools/collect_corpus.py --folder ~/notes --output corpus.jsonl
 
-Without a folder it takes the source of Python's standard library, about 9 MB.
+Default: the source code of Python's standard library, about 9 MB.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from pathlib import Path
 
 import tyro
 
-from megatron_core.datasets.aside import aside, writing_aside
+from megatron_core.datasets.atomic_write import atomic_write, partial_path
 from megatron_core.errors import DataError, MegatronError
 
 LIBRARY_PATTERNS = ("*.py",)
 FOLDER_PATTERNS = ("*.txt", "*.md", "*.py")
 
-# Installed, built or fetched by programs, so not what the owner of a folder means by its text.
+# Folders that programs write: installed packages and caches.
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-# Tests: a third of the standard library, repetitive, and with files that are broken on purpose. Encodings and
-# topics: tables that programs wrote, so regular that a batch's loss depends more on their share in it than on
-# the model.
+# Tests: a third of the standard library, repetitive, some with deliberate syntax errors. Encodings and topics:
+# generated tables, so regular that the loss of a batch depends more on their share in it than on the model.
 SKIPPED_IN_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 NAMES_SHOWN = 5
@@ -37,20 +36,20 @@ NAMES_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Collect the text files of a folder as JSON Lines, one document a file."""
+    """Collect the text files of a folder as JSON Lines, one document for each file."""
 
     output: str
     """The JSON Lines file to write."""
     folder: str | None = None
-    """Folder to read, with all below it; default: the standard library of this Python."""
+    """Folder to read, with its subfolders; default: the standard library of this Python."""
     pattern: tuple[str, ...] = ()
-    """Names of files to take, as globs in quotes; default *.txt *.md *.py (the standard library: *.py)."""
+    """Patterns for file names, in quotes; default *.txt *.md *.py (for the standard library *.py)."""
 
 
 def find(folder: Path, patterns: Sequence[str], skipped: set[str]) -> Iterator[Path]:
-    """The files below a folder whose names fit a pattern, sorted; not in hidden or linked folders."""
+    """The files below a folder whose names match a pattern, sorted; hidden and linked folders are skipped."""
     for parent, folders, names in os.walk(folder):
-        # In place: os.walk then goes down to these alone, in this order.
+        # Changed in place: os.walk visits only these, in this order.
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
@@ -59,17 +58,17 @@ def find(folder: Path, patterns: Sequence[str], skipped: set[str]) -> Iterator[P
 
 
 def collect(settings: Settings) -> None:
-    """Write every file that is text, and say which are not."""
+    """Write every file that is UTF-8 text, and report those that are not."""
     folder = Path(settings.folder or sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
-        raise DataError(f"--folder {folder} is no folder; give one that holds text files")
+        raise DataError(f"--folder {folder} is not a folder; give one with text files")
     patterns = settings.pattern or (FOLDER_PATTERNS if settings.folder else LIBRARY_PATTERNS)
     skipped = SKIPPED if settings.folder else SKIPPED | SKIPPED_IN_LIBRARY
-    # Patterns may fit the output itself, of an earlier run or of this one.
-    own = {Path(settings.output).resolve(), aside(settings.output).resolve()}
+    # The patterns may match the output of an earlier run or of this one.
+    own = {Path(settings.output).resolve(), partial_path(settings.output).resolve()}
     documents = size = 0
     undecodable: list[str] = []
-    with writing_aside(settings.output) as file:
+    with atomic_write(settings.output) as file:
         for path in find(folder, patterns, skipped):
             if path.resolve() in own:
                 continue
@@ -87,20 +86,20 @@ def collect(settings: Settings) -> None:
             print(left_out(undecodable), file=sys.stderr)
         if not documents:
             raise DataError(
-                f"--folder {folder} holds no text in files named {' '.join(patterns)} (folders named "
-                f"{', '.join(sorted(skipped))} are passed over); choose with --pattern, or name a folder below those"
+                f"--folder {folder} has no text in files named {' '.join(patterns)} (folders named "
+                f"{', '.join(sorted(skipped))} are skipped); choose others with --pattern, or give a folder in those"
             )
     print(f"{settings.output}: {documents:,} documents, {size / 1e6:.1f} MB", flush=True)
 
 
 def left_out(names: Sequence[str]) -> str:
-    """The line about files that are not UTF-8: how many, and the first of them."""
+    """The message about files that are not UTF-8, with the first names."""
     shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
-    return f"left out, not UTF-8: {len(names)} files: {shown}"
+    return f"skipped {len(names)} files that are not UTF-8: {shown}"
 
 
 def main() -> None:
-    """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
+    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
     settings = tyro.cli(Settings, description=__doc__)
     try:
         collect(settings)

@@ -1,6 +1,6 @@
-"""Compile the CUDA kernels and say what each takes: registers, shared memory, spills; fails where registers spill.
+"""Compile the CUDA kernels and print registers, shared memory and spills of each; exit with 1 if registers spill.
 
-It needs nvcc (on the PATH, or as $CUDACXX), and neither a GPU nor torch:
+It needs nvcc (on the PATH, or as $CUDACXX), but neither a GPU nor torch:
 
     python tools/cuda_check.py
 """
@@ -33,15 +33,15 @@ USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Compile the CUDA kernels and say what each takes."""
+    """Compile the CUDA kernels and print the resources that each uses."""
 
     architectures: tuple[str, ...] = LIBRARY
-    """Compute capabilities from 80 on; those that this nvcc does not know are left out, and named."""
+    """Compute capabilities, 80 or higher; those that nvcc does not support are skipped with a message."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel on one architecture."""
+    """The resources of one kernel on one architecture, as reported by ptxas."""
 
     name: str
     architecture: str
@@ -51,13 +51,13 @@ class Kernel:
 
 
 def parse(log: str) -> list[Kernel]:
-    """The kernels of ptxas' verbose output, in its order."""
+    """The kernels in the verbose output of ptxas, in order."""
     kernels = []
     for part in log.split("Compiling entry function ")[1:]:
         entry = ENTRY.match("Compiling entry function " + part)
         spills, used = SPILLS.search(part), USED.search(part)
         if entry is None or spills is None or used is None:
-            raise ConfigError(f"ptxas says something that is not understood here: {part[:200]!r}")
+            raise ConfigError(f"this output of ptxas cannot be parsed: {part[:200]!r}; use another CUDA version")
         kernels.append(
             Kernel(
                 entry["name"], entry["architecture"], int(used[1]), int(used[2] or 0), int(spills[1]) + int(spills[2])
@@ -67,23 +67,23 @@ def parse(log: str) -> list[Kernel]:
 
 
 def find_nvcc() -> str:
-    """The compiler; ConfigError where there is none."""
+    """The compiler; ConfigError if there is none."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         raise ConfigError(
-            "nvcc was not found; install the CUDA toolkit, and put it on the PATH or its nvcc in $CUDACXX"
+            "nvcc was not found; install the CUDA toolkit, and add nvcc to the PATH or set $CUDACXX to it"
         )
     return nvcc
 
 
 def known_to(nvcc: str, architectures: Iterable[str]) -> list[str]:
-    """Those that the compiler knows."""
+    """The architectures that the compiler supports."""
     listed = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
     return [architecture for architecture in architectures if f"compute_{architecture.rstrip('a')}" in listed]
 
 
 def compile_source(nvcc: str, source: Path, oldest: str, architectures: Iterable[str]) -> str:
-    """Compile one file, as the library does, from the oldest architecture's intermediate code; what ptxas says."""
+    """Compile one file with the library's flags, from PTX of the oldest architecture; return the output of ptxas."""
     machine_code = ",".join(f"sm_{number}" for number in architectures)
     targets = f"-gencode=arch=compute_{oldest.rstrip('a')},code=[{machine_code}]"
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def compile_source(nvcc: str, source: Path, oldest: str, architectures: Iterable
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
-    """C++ names of kernels without their arguments, where c++filt is there to undo the mangling."""
+    """The C++ names of kernels without arguments; the mangled names if c++filt is not installed."""
     names = list(names)
     tool = shutil.which("c++filt") or shutil.which("cu++filt")
     if tool is None:
@@ -106,7 +106,7 @@ def readable(names: Iterable[str]) -> dict[str, str]:
 
 
 def table(kernels: list[Kernel]) -> str:
-    """A line for each kernel, the registers of each architecture side by side."""
+    """A table with a line for each kernel and a column for each architecture."""
     names = readable(dict.fromkeys(kernel.name for kernel in kernels))
     architectures = list(dict.fromkeys(kernel.architecture for kernel in kernels))
     cells: dict[str, dict[str, str]] = defaultdict(dict)
@@ -121,14 +121,14 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def main(settings: Settings) -> int:
-    """Compile everything, print the table; 1 where a kernel spills."""
+    """Compile all kernels and print the table; return 1 if one spills."""
     nvcc = find_nvcc()
     library, architectures = known_to(nvcc, LIBRARY), known_to(nvcc, settings.architectures)
     for wanted, known in ((LIBRARY, library), (settings.architectures, architectures)):
         if not known:
-            raise ConfigError(f"{nvcc} knows none of {', '.join(wanted)}; CUDA 11.2 or newer does")
+            raise ConfigError(f"{nvcc} supports none of {', '.join(wanted)}; use CUDA 11.2 or newer")
     for absent in sorted(set(settings.architectures) - set(architectures)):
-        print(f"left out: this nvcc does not know compute capability {absent}")
+        print(f"skipped: this nvcc does not support compute capability {absent}")
     kernels = []
     for source in sorted((CSRC / "cuda").glob("*.cu")):
         kernels += parse(compile_source(nvcc, source, library[0], architectures))

@@ -1,8 +1,8 @@
-"""Say what this machine offers: versions, devices, which body of each operation serves, whether ranks can talk.
+"""Print versions, devices, the backend of each operation, and whether ranks can communicate on this machine.
 
 python tools/doctor.py
 
-The last lines say what to install for more. The exit status is 1 where the collectives do not work.
+The last lines recommend what to install. The exit status is 1 if the collectives do not work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
 OPTIONAL = {
-    "gigatoken": 'tokenizes several times as fast where it gives the same tokens: pip install ".[fast]"',
+    "gigatoken": 'tokenizes several times as fast (used if it gives the same tokens): pip install ".[fast]"',
     "nltk": 'splits documents into sentences (--split-sentences): pip install ".[sentences]"',
     "pytest": 'runs the tests: pip install ".[test]"',
 }
@@ -35,14 +35,14 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Say what this machine offers to a run."""
+    """Print what is installed and works on this machine."""
 
     collectives: bool = True
-    """Start two processes that talk to one another."""
+    """Start two processes and test the collectives between them."""
 
 
 def version_of(package: str) -> str | None:
-    """An installed package's version; None if there is none."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -50,7 +50,7 @@ def version_of(package: str) -> str | None:
 
 
 def versions() -> Iterator[str]:
-    """What is installed."""
+    """Python, torch, required packages and compilers."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield f"torch {torch.__version__}, built with {cuda}"
@@ -60,17 +60,17 @@ def versions() -> Iterator[str]:
 
 
 def program_version(program: str) -> str | None:
-    """The line of ``--version`` that has the number in it; None where there is no such program."""
+    """The line of ``--version`` that contains the version; None if there is no such program."""
     path = shutil.which(program)
     if path is None:
         return None
-    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
-    telling = [line for line in said if "release" in line] or said[:1]
-    return f"{telling[0]} ({path})" if telling else path
+    lines = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    found = [line for line in lines if "release" in line] or lines[:1]
+    return f"{found[0]} ({path})" if found else path
 
 
 def devices() -> Iterator[str]:
-    """Processors, GPUs, and how the GPUs reach one another."""
+    """CPU, GPUs, and the interconnect of the GPUs."""
     capability = torch.backends.cpu.get_cpu_capability()
     yield f"cpu: {torch.get_num_threads()} threads, vector instructions {capability}"
     count = torch.cuda.device_count()
@@ -82,45 +82,46 @@ def devices() -> Iterator[str]:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     if pairs:
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        yield f"interconnect: {direct} of {len(pairs)} pairs of GPUs reach one another's memory directly"
+        yield f"interconnect: {direct} of {len(pairs)} pairs of GPUs can access each other's memory directly"
     offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     yield "torch.distributed: " + ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in offered.items())
 
 
 def kernels() -> Iterator[str]:
-    """For each operation on each device, what ``--kernel-backend auto`` takes, and why."""
+    """For each operation, device and dtype, the backend that ``--kernel-backend auto`` selects, and why."""
     for device_type in ("cpu", "cuda"):
         for op in OPS:
-            served: dict[str, list[str]] = {}
+            dtypes_by_backend: dict[str, list[str]] = {}
             for dtype in native.DTYPES:
-                served.setdefault(serving(op, device_type, dtype), []).append(str(dtype).removeprefix("torch."))
-            for body, dtypes in served.items():
-                yield f"{op} on {device_type}, {' '.join(dtypes)}: {body}"
+                dtypes_by_backend.setdefault(selected(op, device_type, dtype), []).append(
+                    str(dtype).removeprefix("torch.")
+                )
+            for chosen, dtypes in dtypes_by_backend.items():
+                yield f"{op} on {device_type}, {' '.join(dtypes)}: {chosen}"
 
 
 def other_libraries() -> Iterator[str]:
-    """Of each other library whose operations can be chosen, whether it is there, and which it takes in part."""
+    """For each optional library with fused operations, whether it is usable, and which operations have limits."""
     for name, library in LIBRARIES.items():
         states: dict[str, list[str]] = {}
         for op in library.OPS:
-            states.setdefault(library.why_not(op, "cuda", torch.bfloat16) or "there", []).append(op)
+            states.setdefault(library.unavailable_reason(op, "cuda", torch.bfloat16) or "available", []).append(op)
         for state, ops in states.items():
-            part = ", ".join(op for op in ops if op in library.LIMITED)
-            limits = f"; of {part} it takes some calls only, see docs/kernels.md" if part and state == "there" else ""
+            part = ", ".join(op for op in ops if op in library.PARTIAL_OPS)
+            limits = f"; {part} only for some arguments, see docs/kernels.md" if part and state == "available" else ""
             yield f"--kernel-backend {name}, for {', '.join(ops)} on cuda: {state}{limits}"
 
 
-def serving(op: str, device_type: str, dtype: torch.dtype) -> str:
-    """One body, and where it is not the native one, why."""
-    obstacle = native.why_not(op, device_type, dtype)
+def selected(op: str, device_type: str, dtype: torch.dtype) -> str:
+    """The backend of an operation, and the reason if it is not native."""
+    obstacle = native.unavailable_reason(op, device_type, dtype)
     if obstacle is not None:
         return f"reference (PyTorch), because {obstacle}"
     return f"native, {native.library_path(device_type, dtype).name}, for {native.architecture(device_type, dtype)}"
 
 
-def talk() -> list[str]:
-    """Run in every rank: each collective that training uses, on tensors whose result is known. -> names of those that
-    gave something else."""
+def failing_collectives() -> list[str]:
+    """Run each collective that training uses, on every rank; return the names of those with a wrong result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     own, everyone = torch.full((4,), rank + 1.0, device=device), torch.arange(1.0, size + 1, device=device)
@@ -153,50 +154,52 @@ def talk() -> list[str]:
 
 
 def collectives(device: str) -> tuple[bool, str]:
-    """Whether two ranks on ``cpu`` (gloo) or ``cuda`` (nccl) can talk, and a sentence about it."""
+    """Whether the collectives of two ranks on ``cpu`` (gloo) or ``cuda`` (nccl) work, and a message about it."""
     backend = "gloo" if device == "cpu" else "nccl"
     try:
-        wrong = sorted({name for names in run_ranks(RANKS, talk, timeout=60.0, device=device) for name in names})
+        wrong = sorted(
+            {name for names in run_ranks(RANKS, failing_collectives, timeout=60.0, device=device) for name in names}
+        )
     except RankFailure as error:
         return False, f"{backend}, {RANKS} ranks: failed: {error}"
     if wrong:
         return False, f"{backend}, {RANKS} ranks: wrong results of {', '.join(wrong)}"
-    return True, f"{backend}, {RANKS} ranks: all collectives give what they should"
+    return True, f"{backend}, {RANKS} ranks: all collectives work"
 
 
 def advice() -> Iterator[str]:
-    """What would make more of this machine."""
+    """What to install."""
     if not native.library_path("cpu", torch.float32).exists():
         yield "native operations on the CPU: a C++ compiler (GCC or Clang), then pip install . (or -e .) again"
     if torch.cuda.is_available() and not native.library_path("cuda", torch.float32).exists():
         yield "native operations on the GPU: the CUDA toolkit (nvcc), then pip install . (or -e .) again"
     if shutil.which("nvidia-smi") and not torch.cuda.is_available():
-        yield "there is nvidia-smi, but torch sees no GPU: a build of torch with CUDA, see https://pytorch.org"
+        yield "a build of torch with CUDA: nvidia-smi exists, but torch sees no GPU; see https://pytorch.org"
     for package, use in OPTIONAL.items():
         if version_of(package) is None:
-            yield f"{package}, which {use}"
+            yield f"{package}: {use}"
 
 
 def show(title: str, lines: Iterator[str] | list[str]) -> None:
-    """A heading and its lines."""
+    """Print a heading and indented lines."""
     print(title)
     for line in lines:
         print(f"  {line}")
 
 
 def main(settings: Settings) -> int:
-    """Print everything; 1 where the collectives do not work."""
+    """Print everything; return 1 if the collectives do not work."""
     show("versions", versions())
     show("devices", devices())
-    show("operations, with --kernel-backend auto", kernels())
-    show("other libraries, which are never needed", other_libraries())
+    show("operations with --kernel-backend auto", kernels())
+    show("optional libraries", other_libraries())
     working = True
     if settings.collectives:
         kinds = ["cpu", *(["cuda"] if torch.cuda.device_count() >= RANKS else [])]
         results = [collectives(kind) for kind in kinds]
         working = all(good for good, _ in results)
         show("collectives", [sentence for _, sentence in results])
-    show("to have more, install", list(advice()) or ["nothing: all is there"])
+    show("recommended to install", list(advice()) or ["nothing: all is installed"])
     return 0 if working else 1
 
 

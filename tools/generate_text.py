@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import tyro
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
-from megatron_core.config import DataConfig, RunConfig
+from megatron_core.config import RunConfig
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_layout import parallel_problems
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.inference import Generator, Sampling
+from megatron_core.inference import Generator, Sampling, until_stop
 from megatron_core.parallel import World, run_job, start_world
-from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.tokenizers import end_ids, tokenizer_of
+from megatron_core.training.compatibility import stored_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,38 +29,44 @@ class Settings:
     """Continue a prompt with a trained model, in any layout."""
 
     load: str
-    """Folder of checkpoints, or of one checkpoint."""
+    """Folder of checkpoints (--save of the training), or of a single checkpoint."""
     prompt: str
     """Text to continue."""
     max_new_tokens: int = 64
-    """Tokens to write at most."""
+    """Largest number of new tokens; the text also ends at an end-of-document, end-of-sequence or end-of-turn token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not printed."""
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token each time."""
+    """Logits are divided by it; 0: always the most likely token."""
     top_k: int = 0
-    """Choose among the k likeliest tokens; 0: all."""
+    """Sample from the k most likely tokens; 0: all."""
     top_p: float = 1.0
-    """Choose among the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
     seed: int = 1234
-    """Seed of the choice."""
+    """Seed for sampling."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
+    """Ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers."""
+    """Ranks over which the layers are split."""
 
 
 def generate_text(settings: Settings, world: World) -> None:
-    """Load, generate, and print on rank 0 as the text comes."""
+    """Load, generate, and print on rank 0 while generating."""
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
     )
     folder = find_checkpoint(settings.load, settings.ckpt_step)
     if folder is None:
-        raise CheckpointError(f"load={settings.load!r} holds no checkpoint; give a folder written by --save")
+        raise CheckpointError(f"load={settings.load!r} has no checkpoint; give a folder written with --save")
     with CheckpointReader(folder) as reader:
-        config = run_config(reader, settings)
-        tokenizer = stored_tokenizer(config.data, folder)
+        config = run_config(stored_config(folder), settings)
+        tokenizer = tokenizer_of(config.data)
+        if tokenizer is None:
+            raise ConfigError(
+                f"{folder} was trained without a tokenizer, which the prompt needs; train with --tokenizer-type"
+            )
         check_layout(config, world)
         start_world(world)
         groups = parallel_state.make_groups(config.parallel, world)
@@ -69,24 +75,25 @@ def generate_text(settings: Settings, world: World) -> None:
     written: list[int] = []
     shown = ""
     show(settings.prompt, world)
-    for token in generator.generate(prompt, settings.max_new_tokens, sampling, end=tokenizer.eod):
-        if token == tokenizer.eod:
+    ends, text, stopped = end_ids(tokenizer), "", False
+    for token in generator.generate(prompt, settings.max_new_tokens, sampling, ends=ends):
+        if token in ends:
             break
         written.append(token)
-        # A token may end within a character: print only what no further token can change.
         text = tokenizer.detokenize(written)
-        if not text.endswith("\ufffd"):
-            show(text[len(shown) :], world)
-            shown = text
-    show("\n", world)
+        settled, stopped = until_stop(text, settings.stop)
+        show(settled[len(shown) :], world)
+        shown = settled
+        if stopped:
+            break
+    show("\n" if stopped else text[len(shown) :] + "\n", world)
     room = generator.room_after(len(prompt))
     if len(written) == room and world.rank == 0:
         print(f"(ended at the last of the model's {config.max_positions} positions)", file=sys.stderr)
 
 
-def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
-    """The configuration of the training run in the layout that is asked for here."""
-    config = RunConfig.from_flat(reader.state["config"])
+def run_config(config: RunConfig, settings: Settings) -> RunConfig:
+    """The configuration of the training run, with the layout of ``settings``."""
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
@@ -100,30 +107,14 @@ def run_config(reader: CheckpointReader, settings: Settings) -> RunConfig:
 
 
 def check_layout(config: RunConfig, world: World) -> None:
-    """Refuse a split that the model does not have."""
+    """``ConfigError`` if the model cannot be split in this layout."""
     found = list(parallel_problems(config, world.size))
     if found:
         raise ConfigError("\n".join(found))
 
 
-def stored_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer whose files lie in the checkpoint."""
-
-    def stored(path: str | None) -> str | None:
-        return None if path is None else str(folder / "tokenizer" / Path(path).name)
-
-    files = {name: stored(getattr(data, name)) for name in ("vocab_file", "merge_file")}
-    model = data.tokenizer_model
-    if model is not None:
-        model = str(folder / "tokenizer") if not Path(stored(model) or "").is_file() else stored(model)
-    tokenizer = tokenizer_of(replace(data, tokenizer_model=model, **files))
-    if tokenizer is None:
-        raise ConfigError(f"{folder} was trained without a tokenizer; there is nothing to read the prompt with")
-    return tokenizer
-
-
 def show(text: str, world: World) -> None:
-    """Print on rank 0, at once."""
+    """Print on rank 0 immediately."""
     if world.rank == 0:
         print(text, end="", flush=True)
 

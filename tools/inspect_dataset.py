@@ -1,4 +1,4 @@
-r"""Say what a token file holds: counts, lengths of documents, what made it, and some documents as text.
+r"""Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text.
 
 python tools/inspect_dataset.py corpus_text_document
 
@@ -22,7 +22,7 @@ import tyro
 from tqdm import tqdm
 
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
-from megatron_core.datasets.aside import make_room
+from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.header import get_header_path
 from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
@@ -32,22 +32,22 @@ from megatron_core.tokenizers import Tokenizer, build_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Say what a token file holds: counts, lengths of documents, what made it, and some documents as text."""
+    """Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text."""
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
-    """The files' path without .bin or .idx."""
+    """Path of the files without .bin or .idx."""
     validate: bool = False
-    """Check the whole index and every token id before all else; the first fault is named, and the exit status is 1."""
+    """First check the whole index and every token id; report the first fault and exit with status 1."""
     samples: int = 0
-    """Documents to show, from all parts of the file."""
+    """Number of documents to show, evenly spread over the file."""
     document: tuple[int, ...] = ()
-    """Numbers of documents to show, from 0 on; -1 is the last."""
+    """Numbers of the documents to show, starting at 0; -1 is the last."""
     max_tokens: int = 200
-    """Tokens of a document to show at most."""
+    """Largest number of tokens to show of a document."""
     png: str | None = None
-    """Picture of the documents' lengths to write."""
+    """Write a plot of the document lengths to this file."""
     tokenizer_type: str | None = None
-    """Kind of tokenizer, by Megatron's name, to show documents as text. Without it their token ids are shown."""
+    """Type of the tokenizer, as for training, to show documents as text; default: show token ids."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer."""
     vocab_file: str | None = None
@@ -55,11 +55,11 @@ class Settings:
     merge_file: str | None = None
     """Merges file of GPT2BPETokenizer."""
     vocab_size: int | None = None
-    """Ids of the vocabulary, for --validate and NullTokenizer; default the tokenizer's, or else the header's."""
+    """Vocabulary size, for --validate and NullTokenizer; default the tokenizer's, else the header's."""
     tiktoken_pattern: str | None = None
     """Pattern of TikTokenizer: v1 or v2."""
     tiktoken_num_special_tokens: int = 1000
-    """Special tokens before the ranks of TikTokenizer."""
+    """Number of ids that TikTokenizer reserves for special tokens."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the flags, if they name one."""
@@ -77,14 +77,14 @@ class Settings:
 
 
 def inspect_dataset(settings: Settings) -> None:
-    """Check what is to be checked, and print."""
+    """Check the settings and files, and print."""
     check(settings)
     dataset = IndexedDataset(settings.prefix)
     tokenizer = settings.tokenizer()
     if tokenizer is not None:
         check_tokenizer(settings.prefix, tokenizer)
     if settings.png is not None:
-        make_room("--png", settings.png)
+        make_output_folder("--png", settings.png)
     if settings.validate:
         print(checked(settings, tokenizer), end="\n\n")
     lengths = document_lengths(dataset)
@@ -93,7 +93,7 @@ def inspect_dataset(settings: Settings) -> None:
     print(made_by(settings.prefix), end="\n\n")
     print("\n".join(picture(lengths, shutil.get_terminal_size((100, 24)).columns)))
     if settings.png is not None:
-        from megatron_core.datasets.plot_lengths import plot_lengths  # matplotlib takes a while to load
+        from megatron_core.datasets.lengths import plot_lengths  # matplotlib takes a while to load
 
         plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")
         print(f"\nwrote {settings.png}")
@@ -102,27 +102,29 @@ def inspect_dataset(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    """ConfigError for flags that cannot be honoured."""
+    """ConfigError for flags with illegal values."""
     for name, least in (("samples", 0), ("max_tokens", 1)):
         if getattr(settings, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name)} must be at least {least}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(settings, name)} is too small; give {least} or more"
+            )
 
 
 def checked(settings: Settings, tokenizer: Tokenizer | None) -> str:
-    """Check the whole files with a bar, and say that there is no fault in them."""
+    """Check all of both files, with a progress bar; a message if they have no fault, else DataError."""
     vocab_size = settings.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     with tqdm(total=total_bytes(settings.prefix), unit="B", unit_scale=True, desc="checking", leave=False) as bar:
         found = validate(settings.prefix, vocab_size, bar.update)
     against = (
-        "no vocabulary: give --vocab-size" if found.vocab_size is None else f"a vocabulary of {found.vocab_size:,}"
+        "no vocabulary (give --vocab-size)" if found.vocab_size is None else f"a vocabulary of {found.vocab_size:,}"
     )
-    return f"no fault: index whole, {found.tokens:,} token ids up to {found.largest_id:,} checked against {against}"
+    return f"no fault: index complete, {found.tokens:,} token ids up to {found.largest_id:,} checked against {against}"
 
 
 def counts(dataset: IndexedDataset) -> str:
-    """How much there is of everything."""
+    """Numbers of documents, sequences, tokens and bytes."""
     dtype = np.dtype(dataset.dtype)
     lines = [
         dataset.path_prefix,
@@ -136,10 +138,10 @@ def counts(dataset: IndexedDataset) -> str:
 
 
 def made_by(prefix: str) -> str:
-    """What the header says."""
+    """The tokenizer in the header."""
     header = read_header(prefix)
     if header is None:
-        return f"no header {get_header_path(prefix)}: which tokenizer made the files is not known"
+        return f"no header {get_header_path(prefix)}: the tokenizer of the files is unknown"
     ids = ", ".join(
         f"{name} {'none' if value is None else value}"
         for name, value in (("eod", header.eod), ("bos", header.bos), ("eos", header.eos), ("pad", header.pad))
@@ -154,7 +156,7 @@ def made_by(prefix: str) -> str:
 
 
 def picture(lengths: Lengths, width: int) -> list[str]:
-    """The lengths' histogram, a line for each factor of 2."""
+    """Histogram of the lengths, with a line for each factor of 2."""
     unit = lengths.unit.removesuffix("s")
     if not lengths.count:
         return [f"no {unit}"]
@@ -178,17 +180,19 @@ def picture(lengths: Lengths, width: int) -> list[str]:
 
 
 def blocks(length: float) -> str:
-    """A bar of so many characters, to an eighth of one; what is not nothing is seen."""
+    """A bar ``length`` characters long, rounded to 1/8 of a character; at least 1/8 unless ``length`` is 0."""
     eighths = max(round(8 * length), 1 if length else 0)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def chosen(settings: Settings, lengths: Lengths) -> list[int]:
-    """Numbers of the documents to show: those asked for, then samples at equal distances."""
+    """Numbers of the documents to show: those of --document, then samples at equal distances."""
     count, found = lengths.count, []
     for number in settings.document:
         if not -count <= number < count:
-            raise ConfigError(f"--document {number}: there are {count} {lengths.unit}, 0 to {count - 1}")
+            raise ConfigError(
+                f"--document {number} is out of range: there are {count} {lengths.unit}; legal: 0 to {count - 1}"
+            )
         found.append(number % count)
     samples = min(settings.samples, count)
     return found + [number * count // samples for number in range(samples)]
@@ -198,24 +202,24 @@ def shown(dataset: IndexedDataset, number: int, unit: str, tokenizer: Tokenizer 
     """A document's number, size and first tokens."""
     first, last = number, number + 1
     if unit == "documents":
-        first, last = (int(place) for place in dataset.document_indices[number : number + 2])
+        first, last = (int(index) for index in dataset.document_indices[number : number + 2])
     length = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
     ids = first_tokens(dataset, first, last, most)
-    more = f" ... and {length - len(ids):,} tokens more" if length > len(ids) else ""
+    more = f" ... and {length - len(ids):,} more tokens" if length > len(ids) else ""
     name = f"{unit.removesuffix('s')} {number} ({length:,} tokens)"
     return f"{name}\n{as_text(ids, tokenizer)}{more}"
 
 
 def first_tokens(dataset: IndexedDataset, first: int, last: int, most: int) -> list[int]:
-    """At most so many token ids of the sequences [first, last)."""
+    """At most ``most`` token ids of the sequences [first, last)."""
     ids: list[int] = []
     for sequence in range(first, last):
         try:
             ids += dataset.get(sequence)[: most - len(ids)].tolist()
         except (IndexError, ValueError) as error:
             raise DataError(
-                f"sequence {sequence} of {dataset.path_prefix} cannot be read: the index is damaged; see where with "
-                "--validate"
+                f"sequence {sequence} of {dataset.path_prefix} cannot be read: the index is damaged; find the fault "
+                "with --validate"
             ) from error
         if len(ids) == most:
             break
@@ -223,21 +227,21 @@ def first_tokens(dataset: IndexedDataset, first: int, last: int, most: int) -> l
 
 
 def as_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """The text of the ids; the ids without a tokenizer, or where one is not in its vocabulary."""
+    """The text of the ids; the ids themselves without a tokenizer, or if one is not in its vocabulary."""
     if tokenizer is None:
         return " ".join(map(str, ids))
     if not all(0 <= i < tokenizer.vocab_size for i in ids):
-        return f"(an id is not in the vocabulary; try --validate) {' '.join(map(str, ids))}"
-    # A text may hold codes that would rule the terminal.
+        return f"(an id is not in the vocabulary; check with --validate) {' '.join(map(str, ids))}"
+    # Escape control characters, which could change the terminal.
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in tokenizer.detokenize(ids))
 
 
 def main() -> None:
-    """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
+    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
     settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         inspect_dataset(settings)
-    except (MegatronError, OSError, ValueError) as error:  # matplotlib names the picture formats that it knows
+    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
         sys.exit(f"inspect_dataset: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

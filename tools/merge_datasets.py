@@ -26,9 +26,9 @@ from megatron_core.datasets import (
     read_header,
     write_header,
 )
-from megatron_core.datasets.aside import make_room
+from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.header import check_header_path
-from megatron_core.datasets.index_format import index_bytes
+from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, MegatronError
 
 
@@ -39,62 +39,62 @@ class Settings:
     input: tuple[str, ...]
     """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the order given."""
     output_prefix: str
-    """Where to write: PREFIX.bin and .idx, and the header PREFIX.json if every input has one."""
+    """Path of the output without suffix: PREFIX.bin, PREFIX.idx, and the header PREFIX.json if every input has one."""
     multimodal: bool = False
-    """Keep the mode of each sequence, of inputs that were written as multimodal."""
+    """Keep the mode of each sequence; only for inputs that were written as multimodal."""
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """The prefixes that --input names; DataError if one has no files, or a file has no twin."""
+    """The prefixes of --input; DataError if a folder has no pairs, or a .bin has no .idx or vice versa."""
     if not inputs:
-        raise ConfigError("--input names nothing; give a folder of .bin/.idx pairs, or prefixes of pairs")
+        raise ConfigError("--input is empty; give a folder of .bin/.idx pairs, or prefixes of pairs")
     found: list[str] = []
     for name in inputs:
         found += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
     times = Counter(Path(prefix).resolve() for prefix in found)
     twice = next((prefix for prefix in found if times[Path(prefix).resolve()] > 1), None)
     if twice is not None:
-        raise ConfigError(f"--input names {twice} twice; its documents would come twice")
+        raise ConfigError(f"--input has {twice} twice, so that its documents would be duplicated; remove one")
     return found
 
 
 def folder_prefixes(folder: Path) -> list[str]:
-    """The prefixes of a folder's pairs, sorted."""
+    """The prefixes of the pairs in a folder, sorted."""
     halves = {suffix: {path.stem for path in folder.glob(f"*{suffix}")} for suffix in (".bin", ".idx")}
     for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
         alone = sorted(halves[suffix] - halves[other])
         if alone:
             raise DataError(
-                f"--input {folder}: {alone[0]}{suffix} has no {alone[0]}{other} beside it; prepare it again, or move "
-                "it away"
+                f"--input {folder}: {alone[0]}{suffix} has no {alone[0]}{other}; preprocess it again, or move "
+                "it out of the folder"
             )
     if not halves[".bin"]:
-        raise DataError(f"--input {folder}: no .bin/.idx pair in it; give the folder of the pairs, or their prefixes")
+        raise DataError(f"--input {folder}: there is no .bin/.idx pair; give the folder of the pairs or their prefixes")
     return [str(folder / stem) for stem in sorted(halves[".bin"])]
 
 
 def check_output(prefixes: Sequence[str], settings: Settings) -> None:
-    """ConfigError if the output is one of the inputs or has no place; DataError if the header's name is taken."""
-    place = Path(settings.output_prefix).resolve()
-    if any(Path(prefix).resolve() == place for prefix in prefixes):
+    """ConfigError if the output is an input or has no folder; DataError if the header would replace another file."""
+    output = Path(settings.output_prefix).resolve()
+    if any(Path(prefix).resolve() == output for prefix in prefixes):
         raise ConfigError(
-            f"--output-prefix {settings.output_prefix} is one of the inputs; choose another one, or move what an "
-            "earlier run left there out of --input"
+            f"--output-prefix {settings.output_prefix} is one of the inputs; choose another one, or move the "
+            "output of an earlier run out of --input"
         )
     check_header_path(settings.output_prefix)
-    make_room("--output-prefix", settings.output_prefix)
+    make_output_folder("--output-prefix", settings.output_prefix)
 
 
 def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.number], int]:
-    """The dtype that all inputs have, and the bytes of their tokens; DataError if they cannot be joined."""
+    """The dtype of all inputs, and the bytes of their tokens; DataError if they cannot be joined."""
     dtype, size = None, 0
     closes, open_ended = None, None
     for prefix in prefixes:
         dataset = IndexedDataset(prefix, multimodal=multimodal)
         if dtype is not None and dataset.dtype is not dtype:
             raise DataError(
-                f"{prefix} holds {np.dtype(dataset.dtype).name} and {prefixes[0]} {np.dtype(dtype).name}; prepare "
-                "all of them with one tokenizer"
+                f"{prefix} holds {np.dtype(dataset.dtype).name} and {prefixes[0]} {np.dtype(dtype).name}; preprocess "
+                "all of them with the same tokenizer"
             )
         dtype = dataset.dtype
         size += Path(get_bin_path(prefix)).stat().st_size
@@ -104,22 +104,22 @@ def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.num
         open_ended = open_ended or (prefix if dataset.document_indices[-1] < len(dataset) else None)
     if closes and open_ended:
         raise DataError(
-            f"the last sequences of {open_ended} belong to no document, and would become part of another file's; "
-            "prepare it again"
+            f"the last sequences of {open_ended} belong to no document, and would join the next file's document; "
+            "preprocess it again"
         )
     if not size:
-        raise DataError(f"--input {' '.join(prefixes)}: no token in any of the files; prepare them again")
+        raise DataError(f"--input {' '.join(prefixes)}: there is no token in these files; preprocess them again")
     return dtype, size
 
 
 def has_modes(dataset: IndexedDataset) -> bool:
-    """Whether the index holds a mode for each sequence, which nothing but its size says."""
+    """Whether the index holds a mode for each sequence, to be recognised only by its size."""
     size = Path(get_idx_path(dataset.path_prefix)).stat().st_size
     return len(dataset) > 0 and size == index_bytes(len(dataset), len(dataset.document_indices), multimodal=True)
 
 
 def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
-    """What the headers have in common, None if an input has none; DataError if they disagree."""
+    """The header for the output, None if an input has none; DataError if the inputs' headers disagree."""
     headers = {prefix: read_header(prefix) for prefix in prefixes}
     without = [prefix for prefix, header in headers.items() if header is None]
     first, kept = next(((p, h) for p, h in headers.items() if h is not None), (None, None))
@@ -128,31 +128,31 @@ def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
             continue
         if header.fingerprint != kept.fingerprint or header.vocab_size != kept.vocab_size:
             raise DataError(
-                f"{prefix} was made with a {described(header)}, and {first} with a {described(kept)}; prepare all "
-                "of them with one tokenizer"
+                f"{prefix} was made with a {described(header)}, but {first} with a {described(kept)}; preprocess "
+                "all of them with the same tokenizer"
             )
         if (header.append_eod, header.eod) != (kept.append_eod, kept.eod):
             raise DataError(
-                f"the documents of {prefix} {ending(header)}, and those of {first} {ending(kept)}; prepare all of "
-                "them alike"
+                f"the documents of {prefix} {ending(header)}, but those of {first} {ending(kept)}; preprocess "
+                "all of them with the same --append-eod"
             )
     if without and kept is not None:
-        print(f"no header is written: {without[0]} has none, so its tokenizer is not known", file=sys.stderr)
+        print(f"no header is written: {without[0]} has none, so its tokenizer is unknown", file=sys.stderr)
     return None if without else kept
 
 
 def described(header: DatasetHeader) -> str:
-    """A tokenizer in a few words."""
+    """A tokenizer, for messages."""
     return f"{header.tokenizer_type} of {header.vocab_size:,} tokens (fingerprint {header.fingerprint[:12]})"
 
 
 def ending(header: DatasetHeader) -> str:
-    """How documents end, in a few words."""
+    """How documents end, for messages."""
     return f"end with the id {header.eod}" if header.append_eod else "have no end-of-document id"
 
 
 def merge(settings: Settings) -> None:
-    """Check everything, then copy; nothing has its final name before all of it is there."""
+    """Check everything, then copy; the files get their final names when they are complete."""
     prefixes = find_prefixes(settings.input)
     check_output(prefixes, settings)
     dtype, size = check_inputs(prefixes, settings.multimodal)
@@ -173,7 +173,7 @@ def merge(settings: Settings) -> None:
 
 
 def main() -> None:
-    """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
+    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
     settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         merge(settings)

@@ -21,17 +21,17 @@ def main(
     """Draw training loss, validation loss and learning rate.
 
     Args:
-        metrics: Metrics files of runs (metrics.jsonl); each one is a curve.
-        out: Picture to write.
-        x: What runs along the x axis.
-        title: Words above the picture.
+        metrics: Metrics files of runs (metrics.jsonl), one curve for each.
+        out: Picture to write (.png, .svg or .pdf).
+        x: Quantity on the x axis.
+        title: Title of the picture.
     """
     if not metrics:
         print("plot_metrics.py: no metrics file; give one or more metrics.jsonl", file=sys.stderr)
         return 2
     try:
         plot_loss(metrics, out, x=x, title=title)
-    except (MegatronError, OSError, ValueError) as error:  # matplotlib names the picture formats that it knows
+    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
         print(f"plot_metrics.py: {error}", file=sys.stderr)
         return 1
     print(f"wrote {out}")

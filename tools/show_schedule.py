@@ -1,4 +1,4 @@
-"""Draw pipeline schedules, and say what each costs in time and memory.
+"""Draw pipeline schedules, and print the time and memory that each takes.
 
 python tools/show_schedule.py --schedule zb_h1 --pipeline-size 4 --microbatches 8
 
@@ -21,47 +21,47 @@ from typing import Any
 import tyro
 
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.pipeline_parallel.actions import Plan
-from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.draw import chrome_trace, picture
-from megatron_core.pipeline_parallel.plan_file import read_plan
-from megatron_core.pipeline_parallel.rendezvous import receives_ahead
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, make_plan
-from megatron_core.pipeline_parallel.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
-from megatron_core.pipeline_parallel.trace import measured_costs, read_trace
+from megatron_core.schedules import SCHEDULES, make_plan
+from megatron_core.schedules.actions import Plan
+from megatron_core.schedules.checks import check
+from megatron_core.schedules.draw import chrome_trace, picture
+from megatron_core.schedules.plan_file import read_plan
+from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
+from megatron_core.schedules.trace import measured_costs, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Draw pipeline schedules, and say what each costs in time and memory."""
+    """Draw pipeline schedules, and print the time and memory that each takes."""
 
     schedule: str = "1f1b"
     """Schedule to draw: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v or forward_only."""
     compare: str | None = None
-    """Several schedules instead, with commas between them."""
+    """Draw several schedules instead, separated by commas."""
     plan: str | None = None
-    """File with a plan of your own, one line of actions (2F0) for each rank; beside those of --compare, if given."""
+    """File with a custom plan, one line of actions (such as 2F0) for each rank; drawn after those of --compare."""
     pipeline_size: int = 4
     """Pipeline ranks."""
     microbatches: int = 8
-    """Micro-batches of a step."""
+    """Micro-batches in a step."""
     chunks: int | None = None
-    """Chunks of layers on each rank; default what the schedule needs, 2 for interleaved."""
+    """Chunks of layers on each rank; default as the schedule requires, 2 for interleaved."""
     costs: str = "1,1,1,0"
-    """F,I,W,COMM: times of a micro-batch in all of a rank's layers, and of a message between ranks."""
+    """F,I,W,COMM: times of forward, input gradient and weight gradient of a micro-batch in all layers of a rank, and
+    of a message between ranks."""
     measured: str | None = None
-    """Folder of --trace-pipeline: what was measured there below the same plan simulated with the measured times, in
-    ms, instead of --schedule."""
+    """Folder of --trace-pipeline: instead of --schedule, draw a measured step in ms, and above it the same plan
+    simulated with the measured times."""
     step: int | None = None
-    """Step of --measured; default the one of the median makespan."""
+    """Step of --measured; default the step with the median makespan."""
     rank: int = 0
-    """Global rank whose pipeline --measured shows."""
+    """With --measured: a global rank of the pipeline to draw."""
     png: str | None = None
-    """Picture to write."""
+    """Write a picture to this file."""
     trace: str | None = None
-    """Chrome trace to write (one schedule, or --measured and its plan; a unit of time is a millisecond)."""
+    """Write a Chrome trace to this file (one schedule, or --measured with its plan; a unit of time is 1 ms)."""
     json: str | None = None
-    """File for the figures; -, or no file, prints them instead of the picture."""
+    """Write the figures to this file; without a file, or with -, print them instead of the picture."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Shown:
 
 
 def show_schedule(settings: Settings) -> None:
-    """Simulate or read, and write all that is asked for."""
+    """Simulate or read the schedules, and write all requested outputs."""
     shown = simulated(settings) if settings.measured is None else measured(settings)
     if settings.trace is not None and settings.measured is None and len(shown) > 1:
-        raise ConfigError(f"trace={settings.trace!r} holds one schedule; leave --compare out")
+        raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
     if settings.png is not None:
         from megatron_core.monitor.plot_pipeline import plot_timelines  # matplotlib takes a while to load
 
@@ -101,7 +101,7 @@ def show_schedule(settings: Settings) -> None:
 
 
 def pictures(shown: list[Shown], *, one_scale: bool) -> list[str]:
-    """Each one for this terminal; in colour where there is a reader."""
+    """The schedules as text of the terminal's width, with colours if standard output is a terminal."""
     colour, width = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), shutil.get_terminal_size((120, 24))
     longest = max(each.timeline.makespan for each in shown) if one_scale else None
     return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in shown]
@@ -114,10 +114,12 @@ def simulated(settings: Settings) -> list[Shown]:
 
 
 def measured(settings: Settings) -> list[Shown]:
-    """A measured step, and before it what its plan would make of the same times of work."""
+    """The plan of a step simulated with the measured times, then the measured step."""
     for name in ("compare", "plan"):
         if getattr(settings, name) is not None:
-            raise ConfigError(f"{name}={getattr(settings, name)!r} and measured={settings.measured!r}: leave one out")
+            raise ConfigError(
+                f"{name}={getattr(settings, name)!r} excludes measured={settings.measured!r}; remove one of them"
+            )
     found = read_trace(settings.measured, settings.rank)
     step = found.typical if settings.step is None else settings.step
     if step not in found.timelines:
@@ -129,7 +131,7 @@ def measured(settings: Settings) -> list[Shown]:
 
 
 def trace(shown: list[Shown]) -> dict[str, Any]:
-    """A Chrome trace of one schedule, or of a plan and what was measured."""
+    """A Chrome trace of one schedule, or of a plan and the measured step."""
     if len(shown) == 1:
         return chrome_trace(shown[0].timeline)
     planned, ran = (each.timeline for each in shown)
@@ -139,7 +141,7 @@ def trace(shown: list[Shown]) -> dict[str, Any]:
 
 
 def plans(settings: Settings) -> list[tuple[str, Plan]]:
-    """Name and plan of everything that is drawn, each one checked."""
+    """Name and checked plan of all schedules to draw."""
     names = settings.compare.split(",") if settings.compare else [] if settings.plan else [settings.schedule]
     found = [(name, schedule_plan(name.strip(), settings)) for name in names]
     if settings.plan is not None:
@@ -150,7 +152,7 @@ def plans(settings: Settings) -> list[tuple[str, Plan]]:
 
 
 def schedule_plan(name: str, settings: Settings) -> Plan:
-    """The plan of a schedule, with the chunks that it needs if none are given."""
+    """The checked plan of a schedule, with the default number of chunks if none is given."""
     chunks = settings.chunks
     if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
         default = 2 if name == "interleaved" else 1
@@ -160,7 +162,7 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
 
 
 def figures(shown: Shown) -> dict[str, Any]:
-    """What is known about a schedule, in numbers."""
+    """The figures of a schedule, for JSON."""
     timeline, plan = shown.timeline, shown.timeline.plan
     return {
         "schedule": shown.name,
@@ -173,12 +175,12 @@ def figures(shown: Shown) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "longest_span": max(timeline.spans),
         "peak_activations": peak_activations(plan),
-        "receives_ahead": receives_ahead(plan),
+        "receive_lookahead": plan.receive_lookahead,
     }
 
 
 def write(path: str, text: str) -> None:
-    """Write a file, with its folder; - is standard output."""
+    """Write a file, creating its folder; - is standard output."""
     if path == "-":
         print(text)
         return
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = tyro.cli(Settings, args=given, description=__doc__)
     try:
         show_schedule(settings)
-    except (MegatronError, OSError, ValueError) as error:  # matplotlib names the picture formats that it knows
+    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
         print(f"show_schedule.py: {error}", file=sys.stderr)
         return 1
     return 0

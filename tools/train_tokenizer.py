@@ -1,10 +1,10 @@
-"""Learn a tokenizer's vocabulary from text.
+"""Train a tokenizer on text.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model --algorithm unigram
 
-A .json file is for --tokenizer-type HuggingFaceTokenizer, a .model file for SentencePieceTokenizer.
+Use a .json file with --tokenizer-type HuggingFaceTokenizer, a .model file with SentencePieceTokenizer.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from megatron_core.datasets.aside import make_room, writing_aside
-from megatron_core.datasets.prepare import find_inputs, read_texts
+from megatron_core.datasets.atomic_write import atomic_write, make_output_folder
 from megatron_core.errors import ConfigError, DataError, MegatronError
+from megatron_core.preprocess import find_inputs, read_texts
 from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# sentencepiece's own pieces, which every .model has, and the one that its padding id is for.
+# Pieces that sentencepiece adds to every .model, and the piece of its padding id.
 PIECES = ("<unk>", "<s>", "</s>")
 PADDING = "<pad>"
-# It leaves out longer lines without a word (4,192 bytes unless told): these are cut into parts instead. A character
-# has at most 4 bytes.
+# sentencepiece silently skips lines longer than max_sentence_length bytes: they are split into parts of this length
+# instead. A character has at most 4 bytes.
 LINE_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Learn a tokenizer's vocabulary from text."""
+    """Train a tokenizer on text."""
 
     input: tuple[str, ...]
-    """Files, folders, or globs in quotes; by their suffixes JSON Lines (.jsonl, .json), Parquet (.parquet), or
-    plain text (all others), each also packed (.gz, .zst)."""
+    """Files, folders, or patterns in quotes: JSON Lines (.jsonl, .json), Parquet (.parquet), or plain text (all other
+    suffixes), each also compressed (.gz, .zst)."""
     output: str
     """File to write: tokenizer.json (byte-level, by the tokenizers library) or tokenizer.model (by sentencepiece)."""
     vocab_size: int = 8192
-    """Tokens to end up with, the 256 bytes and the special tokens among them."""
+    """Number of tokens, including the 256 bytes and the special tokens."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
-    """bpe merges frequent pairs; unigram keeps the most useful pieces (in a .json they may differ between runs)."""
+    """bpe: merge frequent pairs. unigram: keep the most useful pieces (in a .json they may differ between runs)."""
     special_tokens: tuple[str, ...] = ()
-    """Special tokens beside <|endoftext|> (.json) or <unk>, <s> and </s> (.model), in the order of their ids."""
+    """Special tokens besides <|endoftext|> (.json) or <unk>, <s> and </s> (.model), in the order of their ids."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys (columns of Parquet) that hold the text."""
 
 
 def texts(settings: Settings) -> Iterator[list[str]]:
-    """The texts of the inputs, some at a time, with a bar that shows how far the reading is."""
+    """Batches of the texts in the inputs, with a progress bar."""
     paths = find_inputs(settings.input)
     with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True, desc="reading") as bar:
         for found, size in read_texts(paths, settings.json_keys):
@@ -67,24 +67,24 @@ def texts(settings: Settings) -> Iterator[list[str]]:
 
 
 def train(settings: Settings) -> None:
-    """Learn, write the file aside first, and say how it is used."""
+    """Train, write the file atomically, and print how to use it."""
     learn, tokenizer_type = kind(settings)
-    make_room("--output", settings.output)
-    content = learn(settings)
-    with writing_aside(settings.output) as file:
-        file.write(content)
+    make_output_folder("--output", settings.output)
+    data = learn(settings)
+    with atomic_write(settings.output) as file:
+        file.write(data)
     size = build_tokenizer(tokenizer_type, settings.output).vocab_size
     print(f"{settings.output}: {size:,} tokens", flush=True)
     if size < settings.vocab_size:
         print(
-            f"--vocab-size {settings.vocab_size} was not reached: the text has no more pieces to learn",
+            f"--vocab-size {settings.vocab_size} was not reached: the text does not have enough different pieces",
             file=sys.stderr,
         )
     print(f"use it with --tokenizer-type {tokenizer_type} --tokenizer-model {settings.output}", flush=True)
 
 
 def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
-    """What learns the output's format, and the tokenizer type that reads it."""
+    """The training function for the format of the output, and the tokenizer type that reads it."""
     kinds = {
         ".json": (train_tokenizers, "HuggingFaceTokenizer"),
         ".model": (train_sentence_piece, "SentencePieceTokenizer"),
@@ -92,31 +92,31 @@ def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
     suffix = Path(settings.output).suffix
     if suffix not in kinds:
         raise ConfigError(
-            f"--output {settings.output} has the unknown format {suffix or '(no suffix)'}; end it with .json, which "
-            "the tokenizers library writes, or .model, which sentencepiece writes"
+            f"--output {settings.output} has the unknown format {suffix or '(no suffix)'}; use the suffix .json (for "
+            "the tokenizers library) or .model (for sentencepiece)"
         )
     return kinds[suffix]
 
 
 def check(settings: Settings, own: Sequence[str]) -> None:
-    """ConfigError for flags that cannot be honoured, before any text is read."""
+    """ConfigError for flags with illegal values, before any text is read."""
     named = [*own, *settings.special_tokens]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None or "" in named:
-        fault = f"names {twice} twice" if twice else "has an empty name"
+        fault = f"{twice} occurs twice" if twice else "one name is empty"
         raise ConfigError(
-            f"--special-tokens {' '.join(settings.special_tokens)}: with {' '.join(own)}, which is always there, "
-            f"{fault}; leave it out"
+            f"--special-tokens {' '.join(settings.special_tokens)}: with {' '.join(own)}, which is always included, "
+            f"{fault}; remove it"
         )
     smallest = len(named) + 256
     if settings.vocab_size < smallest:
         raise ConfigError(
-            f"--vocab-size {settings.vocab_size} is too small; the 256 bytes and {' '.join(named)} make {smallest}"
+            f"--vocab-size {settings.vocab_size} is too small; the 256 bytes and {' '.join(named)} need {smallest}"
         )
 
 
 def train_tokenizers(settings: Settings) -> bytes:
-    """A byte-level tokenizer.json: any text can be written in its 256 bytes, and comes back unchanged."""
+    """A byte-level tokenizer.json, which encodes any text without loss."""
     check(settings, (END_OF_DOCUMENT,))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     common = {
@@ -138,7 +138,7 @@ def train_tokenizers(settings: Settings) -> bytes:
 
 
 def train_sentence_piece(settings: Settings) -> bytes:
-    """A sentencepiece .model as Llama 2's: no text is changed before it is cut, and rare characters become bytes."""
+    """A sentencepiece .model like Llama 2's: no normalisation of the text, and rare characters become bytes."""
     check(settings, PIECES)
     faults: list[BaseException] = []
     read = remembering(faults, lines(chain.from_iterable(texts(settings))))
@@ -160,7 +160,7 @@ def train_sentence_piece(settings: Settings) -> bytes:
             user_defined_symbols=[name for name in settings.special_tokens if name != PADDING],
             pad_id=len(PIECES) if padding else -1,
             pad_piece=PADDING,
-            # Its log is the only progress that it shows.
+            # Its log is its only progress display.
             minloglevel=0 if sys.stderr.isatty() else 2,
         )
     except RuntimeError as error:
@@ -169,7 +169,7 @@ def train_sentence_piece(settings: Settings) -> bytes:
 
 
 def remembering(faults: list[BaseException], found: Iterable[str]) -> Iterator[str]:
-    """The same texts; what goes wrong in reading them is kept, since sentencepiece raises another error instead."""
+    """The same texts; an error in reading them is kept in ``faults``, because sentencepiece raises another one."""
     try:
         yield from found
     except (Exception, KeyboardInterrupt) as error:
@@ -178,7 +178,7 @@ def remembering(faults: list[BaseException], found: Iterable[str]) -> Iterator[s
 
 
 def lines(found: Iterable[str]) -> Iterator[str]:
-    """The lines of the texts that are not blank, in parts of at most LINE_CHARACTERS."""
+    """The lines of the texts, without blank ones, split into parts of at most LINE_CHARACTERS."""
     for text in found:
         for line in text.splitlines():
             for start in range(0, len(line), LINE_CHARACTERS):
@@ -187,11 +187,11 @@ def lines(found: Iterable[str]) -> Iterator[str]:
 
 
 def explained(settings: Settings, error: RuntimeError) -> MegatronError:
-    """A sentence with a way out for what sentencepiece says."""
+    """An error that names the setting and the way out, for an error of sentencepiece."""
     said = str(error)
     if most := re.search(r"set it to a value <= (\d+)", said):
         return ConfigError(
-            f"--vocab-size {settings.vocab_size} is too large for the text, which gives {most[1]} pieces at most; "
+            f"--vocab-size {settings.vocab_size} is too large for the text, which has at most {most[1]} pieces; "
             "lower it, or give more text"
         )
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
@@ -199,19 +199,19 @@ def explained(settings: Settings, error: RuntimeError) -> MegatronError:
             f"--vocab-size {settings.vocab_size} is too small for the text, whose characters, bytes and special tokens "
             f"make {least[1]}; raise it"
         )
-    return DataError(f"--input {' '.join(settings.input)}: sentencepiece learns nothing from it: {said}")
+    return DataError(f"--input {' '.join(settings.input)}: sentencepiece cannot train on it: {said}")
 
 
 def nothing_to_learn(settings: Settings) -> DataError:
-    """The sentence for inputs without text enough."""
+    """The error for inputs without enough text."""
     return DataError(
-        f"--input {' '.join(settings.input)}: no text to learn from under --json-keys "
+        f"--input {' '.join(settings.input)}: not enough text under --json-keys "
         f"{' '.join(settings.json_keys)}; give more text, or choose another key"
     )
 
 
 def main() -> None:
-    """Parse the flags and run; one line on stderr and status 1 for an error that has a way out."""
+    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
     settings = tyro.cli(Settings, description=__doc__)
     try:
         train(settings)

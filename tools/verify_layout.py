@@ -1,4 +1,4 @@
-"""Prove that layouts compute what one process computes: ``verify_layout.py --layouts "tp2 sp" "pp2 v2"``."""
+"""Check that layouts compute what one process computes: ``verify_layout.py --layouts "tp2 sp" "pp2 v2"``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.verify import GPTExperiment, Layout, RankFailure, fitting_layouts, prove, shrunk
+from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.shrink import at_full_size, small_run
 from megatron_core.verify.table import TerminalTable, page, summary
@@ -28,68 +28,68 @@ class Options:
     """Train a model for a few steps in one process and under each layout, on the same weights and the same global
     batches, and compare loss, gradients, gradient norm and weights.
 
-    All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is shrunk unless told
-    otherwise.
+    All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is shrunk without
+    --full-size.
     Exit status: 0 if all layouts hold, 1 if one does not, 2 for a wrong command line, 130 if interrupted.
     """
 
     layouts: tuple[str, ...] = ()
-    """Layouts in words: "tp2", "tp2 sp", "pp2 v2", "dp2 zero1 overlap", "tp2 pp2 dp2 zb_v" (v: chunks on each pipeline
-    rank; zero1: sharded optimizer; also the names of --pipeline-schedule). Default: the layout that the model's flags
-    describe."""
+    """Layouts such as "tp2", "tp2 sp", "pp2 v2", "dp2 zero1 overlap", "tp2 pp2 dp2 zb_v" (sp: sequence parallel; v:
+    chunks on each pipeline rank; zero1: sharded optimizer; or a --pipeline-schedule). Default: the layout of the
+    model's flags."""
     all: bool = False
-    """Every layout of --world-size ranks that fits the model, with 1f1b and interleaved, instead of --layouts."""
+    """Instead of --layouts: every layout of --world-size ranks that fits the model, with 1f1b and interleaved."""
     world_size: tuple[int, ...] = ()
-    """With --all: sizes of the world, as in --world-size 2 4 8. Alone: ranks of the layout that the flags describe."""
+    """With --all: numbers of ranks, such as 2 4 8. Without --all and --layouts: ranks of the layout of the flags."""
     steps: int = 3
     """Optimizer steps."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """What to compute in. float64 is the proof; in a narrower dtype rounding sets the bounds."""
+    """Dtype of all computations. float64 shows every defect; in a narrower dtype the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: gloo. cuda: NCCL, a GPU for each rank. auto: cuda where there are GPUs enough."""
+    """cpu: gloo. cuda: NCCL, a GPU for each rank. auto: cuda if there are enough GPUs."""
     full_size: bool = False
-    """Do not shrink the model and its batches."""
+    """Do not make the model and its batches smaller."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the table as JSON, too."""
+    """Also write the table as JSON."""
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the table as a page of Markdown, too."""
+    """Also write the table as a page of Markdown."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be proved."""
+    """What to compare."""
 
     config: RunConfig
     layouts: list[Layout]
     own_settings: dict[str, object] = field(default_factory=dict)
-    """Settings of the model's own flags that no word of a layout says."""
+    """Settings of the model's flags that the name of a layout does not include."""
     notes: tuple[str, ...] = ()
 
 
 def main(options: Options, flags: list[str]) -> int:
-    """Prove and print; 0 if all layouts hold."""
+    """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog="verify_layout.py"), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
     table = TerminalTable([str(layout) for layout in task.layouts], options.dtype)
     what = describe(task.config, options, device)
     print(*(f"note: {note}" for note in task.notes), what, table.head(), sep="\n", flush=True)
-    proof = prove(
+    report = check_parity(
         GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings),
         task.layouts,
         dtype=options.dtype,
         device=device,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
-    print(summary(proof))
+    print(summary(report))
     if options.json is not None:
-        options.json.write_text(json.dumps(proof.as_dict(), indent=1) + "\n")
+        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if options.markdown is not None:
-        options.markdown.write_text("\n".join(page(proof, what)) + "\n")
-    return 0 if proof.holds else 1
+        options.markdown.write_text("\n".join(page(report, what)) + "\n")
+    return 0 if report.holds else 1
 
 
 def task_of(config: RunConfig, options: Options) -> Task:
-    """The model under proof and its layouts; an error if one of them cannot be trained."""
+    """The model under test and its layouts; ``ConfigError`` if one of them cannot be trained."""
     if options.all:
         task = all_layouts(config, options)
     elif options.layouts:
@@ -105,12 +105,12 @@ def task_of(config: RunConfig, options: Options) -> Task:
 
 
 def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
-    """The model small, or as it is."""
+    """The small version of the model, or with --full-size the model itself."""
     return at_full_size(config) if options.full_size else shrunk(config, layouts, keep_layers=keep_layers)
 
 
 def all_layouts(config: RunConfig, options: Options) -> Task:
-    """Every layout of the worlds that were asked for."""
+    """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
     layouts = [each for size in options.world_size for each in fitting_layouts(config, size)]
     if not layouts or max(options.world_size) == 1:
@@ -120,22 +120,22 @@ def all_layouts(config: RunConfig, options: Options) -> Task:
 
 
 def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterator[str]:
-    """Where what is proved is not what the flags say."""
+    """Differences between what is compared and what the flags describe."""
     own = said_of_stages(config)
     if own:
         said = ", ".join(f"{name}={value}" for name, value in own.items())
-        yield f"--layouts say what is on which stage, so that {said} is left out; to prove it, leave --layouts out"
+        yield f"--layouts determine the stages, so that {said} is not used; to check it, remove --layouts"
     if config.training.fp16:
-        yield f"fp16 is left out: what is computed in is --dtype {options.dtype}"
+        yield f"fp16 is not used: the dtype is --dtype {options.dtype}"
     for layout in layouts if not options.full_size else ():
         as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
         found = next(problems(as_given, layout.world_size), None)
         if found:
-            yield f"the model as given cannot be trained in {str(layout)!r} ({found}); proved is the small one"
+            yield f"the full-size model cannot be trained in {str(layout)!r} ({found}); only the small one is compared"
 
 
 def said_of_stages(config: RunConfig) -> dict[str, object]:
-    """Settings of the pipeline's stages, and their plan, that are not the usual ones."""
+    """Settings of the pipeline stages and the plan that differ from the defaults."""
     usual = BALANCED_STAGES | {"pipeline_plan": None}
     chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # a layout has those
     values = {name: getattr(config.parallel, name) for name in usual if name not in chunks}
@@ -143,50 +143,50 @@ def said_of_stages(config: RunConfig) -> dict[str, object]:
 
 
 def described(config: RunConfig, options: Options) -> Task:
-    """The layout that the model's own flags ask for."""
+    """The layout of the model's flags."""
     ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
     check(RunConfig.from_flat(config.flat() | small_run()), ranks)
     layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
     if layout.world_size == 1:
         raise ConfigError(
-            "there is no layout to prove; give --layouts, as in --layouts tp2 'pp2 v2', or --all --world-size 2 4 8, "
-            "or the model's own flags, as in --tensor-model-parallel-size 2"
+            "there is no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
+            "or flags of the model (such as --tensor-model-parallel-size 2)"
         )
     if "pipeline_plan" in own and not options.full_size:
-        raise ConfigError("a pipeline_plan has the run's own number of micro-batches; add --full-size to prove it")
-    # A layout's one word ``overlap`` stands for both, and its chunks for stages of equal cost.
+        raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
+    # The name of a layout has one ``overlap`` for two settings, and chunks only for balanced stages.
     exact = ("overlap_grad_reduce", "overlap_param_gather", "num_virtual_stages_per_pipeline_rank")
     settings = own | {name: getattr(config.parallel, name) for name in exact if own or name.startswith("overlap")}
     return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
 
 
 def refuse_contradictions(options: Options) -> None:
-    """Options that do not go together, and files that could not be written when the proof is done."""
+    """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
     if options.all and options.layouts:
         raise ConfigError("--all and --layouts exclude one another; keep one of them")
     if options.all and not options.world_size:
-        raise ConfigError("--all needs --world-size, as in --all --world-size 2 4 8")
+        raise ConfigError("--all needs --world-size, for example --all --world-size 2 4 8")
     if options.layouts and options.world_size:
-        raise ConfigError("--layouts say how many ranks there are; leave --world-size out")
+        raise ConfigError("--layouts determine the number of ranks; remove --world-size")
     if len(options.world_size) > 1 and not options.all:
-        raise ConfigError("several --world-size need --all; or say the layouts with --layouts")
+        raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
     if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps} proves nothing; give 1 or more")
+        raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
     for path in (options.json, options.markdown):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{path} cannot be written: give a file in a folder that is there")
+            raise ConfigError(f"{path} cannot be written; give a file in an existing folder")
 
 
 def available_device(layouts: list[Layout]) -> str:
-    """cuda where every rank of every layout has a GPU."""
+    """cuda if there is a GPU for every rank of every layout, else cpu."""
     most = max(layout.world_size for layout in layouts)
     return "cuda" if torch.cuda.device_count() >= most else "cpu"
 
 
 def describe(config: RunConfig, options: Options, device: str) -> str:
-    """What is about to be proved."""
+    """The line about what is compared."""
     model = config.model
-    size = "as given" if options.full_size else "shrunk"
+    size = "full size" if options.full_size else "shrunk"
     steps = f"{options.steps} steps" if options.steps > 1 else "1 step"
     return (
         f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
@@ -196,7 +196,7 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
 
 
 def run(args: list[str] | None = None) -> int:
-    """The whole program; an error that users can mend is one message."""
+    """The whole program; a user error is printed as one message."""
     options, flags = tyro.cli(Options, prog="verify_layout.py", args=args, return_unknown_args=True)
     try:
         refuse_contradictions(options)
@@ -205,7 +205,7 @@ def run(args: list[str] | None = None) -> int:
         print("verify_layout.py: interrupted", file=sys.stderr)
         return 130
     except RankFailure as error:
-        print(f"verify_layout.py: one process cannot train this model: {error}", file=sys.stderr)
+        print(f"verify_layout.py: training in one process failed: {error}", file=sys.stderr)
         return 1
     except MegatronError as error:
         print(f"verify_layout.py: {error}", file=sys.stderr)

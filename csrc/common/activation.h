@@ -8,7 +8,7 @@ namespace megatron {
 enum Activation : int64_t { Gelu = 0, GeluTanh = 1, SquaredRelu = 2, SwiGlu = 3, GeGlu = 4, GeGluTanh = 5 };
 constexpr bool is_activation(int64_t number) { return number >= Gelu && number <= GeGluTanh; }
 constexpr bool is_gated(int64_t number) { return number >= SwiGlu; }
-constexpr const char* kWrongActivation = "this activation is none of those the operation is built for";
+constexpr const char* kWrongActivation = "unsupported activation";
 }  // namespace megatron
 
 // y = f(x + bias), [rows, columns]. Where f is gated, rows of x and the bias have 2 * columns: first the gate, then the

@@ -13,9 +13,9 @@
 namespace megatron {
 // To be counted up whenever a function is added or its signature changes; megatron_core/ops/native.py calls no other
 // version.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 enum DType : int64_t { Float32 = 0, Float64 = 1, BFloat16 = 2, Float16 = 3 };
-constexpr const char* kWrongDType = "this data type is none of those the operation is built for";
+constexpr const char* kWrongDType = "unsupported data type";
 }  // namespace megatron
 
 // kInterface, as the library was built with it.

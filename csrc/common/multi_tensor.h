@@ -1,6 +1,6 @@
 // Operations on lists of tensors.
 //
-// A list is a table of int64 in the host's memory. It has a row for each place of the list: the number of elements,
+// A list is a table of int64 in the host's memory. It has a row for each entry of the list: the number of elements,
 // above zero, and pointers to the contiguous tensors of so many elements that belong together. Elements are dealt in
 // chunks of `chunk`, a multiple of 64; each chunk is the work of one thread of a CPU or of one block of a GPU.
 #pragma once

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm, plain and fused with the addition of the residual.
+// RMSNorm and LayerNorm, alone and fused with the addition of the residual.
 #pragma once
 #include "common/interface.h"
 

@@ -26,7 +26,7 @@ struct Keys {
   }
 };
 
-// Puts four random words in the place of each counter; what the upper halves hold, before and after, is arbitrary.
+// Replaces each counter by four random words; what the upper halves hold, before and after, is arbitrary.
 template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[kCount], const Keys& keys) {
   MEGATRON_UNROLL
   for (int round = 0; round < 10; ++round) {

@@ -14,7 +14,7 @@ struct RopeShape {
 // Turns pairs (a, b) of the first `rotated` channels: a' = a cos - b sin, b' = b cos + a sin; further channels pass.
 // Pair i is channels i and i + rotated / 2, or where interleaved 2i and 2i + 1. Inverse takes -sin, which undoes it and
 // is the backward pass. cos and sin [length, batch, rotated / 2] are double for Float64, else float, and have strides
-// of their own, 0 where one row serves a whole dim. y is contiguous.
+// of their own, 0 where one row is used for a whole dim. y is contiguous.
 MEGATRON_API const char* megatron_rope(int64_t dtype, int64_t length, int64_t batch, int64_t groups, int64_t heads,
                                        int64_t channels, int64_t rotated, const void* x, int64_t length_stride,
                                        int64_t batch_stride, int64_t group_stride, int64_t head_stride,

@@ -24,10 +24,9 @@ template <typename T> Parts<Wide<T>> parts_of(const T* row, int64_t columns) {
     const Wide<T> maximum =
         std::max(parts.maximum, max_row<T>(size, [=](int64_t i, auto n) { return load(block + i, n); }));
     const Wide<T> zero = maximum == kNothing<T> ? 0 : maximum;  // an infinity less itself would be NaN
-    auto sums = sum_row_in_pairs<T, 2>(size, [=](int64_t i, auto n, auto* sums) {
-      prefetch(block, size + i);
+    auto sums = sum_row<T, 2>(size, [=](int64_t i, auto n, auto* sums) {
       auto z = load(block + i, n);
-      sums[0] += only(each_vector(z - zero, [](Vec<T> v) { return vec_exp_negative(v); }), n);
+      sums[0] += only(vec_exp_negative(z - zero), n);
       sums[1] += z;
     });
     parts.exp_sum = parts.exp_sum * std::exp(parts.maximum - zero) + sums.of[0];
@@ -47,8 +46,7 @@ void backward_row(const T* row, int64_t label, Gradient<T> of, T* grad, int64_t 
   const bool here = is_here(label, valid);
   Vec<T> target{};
   if (here) target = gradient(load(row + label, Some{1})) - of.at_target;  // before `grad` takes its place
-  for_row_in_pairs<T>(
-      valid, [=](int64_t i, auto n) { store(grad + i, each_vector(load(row + i, n), gradient), n); });
+  for_row<T>(valid, [=](int64_t i, auto n) { store(grad + i, gradient(load(row + i, n)), n); });
   if (here) store(grad + label, target, Some{1});
   std::fill(grad + valid, grad + columns, T{});
 }

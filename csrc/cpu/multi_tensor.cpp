@@ -9,7 +9,7 @@
 namespace megatron {
 namespace {
 
-// A chunk of one place of the list: its number among all chunks, the tensors' pointers, and which elements it has.
+// A chunk of one entry of the list: its number among all chunks, the tensors' pointers, and which elements it has.
 struct Chunk {
   int64_t number;
   const int64_t* pointers;
@@ -35,13 +35,7 @@ typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
 
 // Without the intrinsics GCC 12 converts in narrower registers and puts the parts together.
 MEGATRON_INLINE DoubleVec doubles(HalfVec v) {
-#if defined(__AVX512F__)
-  return (DoubleVec)_mm512_cvtps_pd((__m256)v);
-#elif defined(__AVX2__)
-  return (DoubleVec)_mm256_cvtps_pd((__m128)v);
-#else
   return __builtin_convertvector(v, DoubleVec);
-#endif
 }
 
 // The squares of all lanes as doubles, in which those of a float are exact; of a FloatVec each the sum of two.

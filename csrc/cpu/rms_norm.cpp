@@ -4,47 +4,32 @@
 namespace megatron {
 namespace {
 
-template <bool kStream, typename T>
-void forward_row(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight,
-                 double epsilon, T* y, T* sum, Wide<T>* rstd, int64_t columns) {
-  T* added = kStream && residual ? own_row<T>(columns) : sum;
-  const T* row = residual ? added : x;
-  auto squares = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
-    auto v = with_residual(x, residual, added, i, n);
+template <typename T>
+void forward_row(const T* x, const T* residual, const T* weight, double epsilon, T* y, T* sum, Wide<T>* rstd,
+                 int64_t columns) {
+  const T* row = residual ? sum : x;
+  auto squares = sum_row<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
+    auto v = with_residual(x, residual, sum, i, n);
     sums[0] += v * v;
   });
   const Wide<T> scale = 1 / std::sqrt(squares.of[0] / columns + static_cast<Wide<T>>(epsilon));
   *rstd = scale;
-  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
-    prefetch(x, x_stride + i);
-    if (residual) prefetch(residual, residual_stride + i);
-    auto v = load(row + i, n);
-    if constexpr (kStream) {
-      if (residual) stream_copy(sum + i, row + i, n);
-    }
-    put<kStream>(y + i, v * scale * load(weight + i, n), n);
-  });
+  for_row<T>(columns, [=](int64_t i, auto n) { store(y + i, load(row + i, n) * scale * load(weight + i, n), n); });
 }
 
-template <bool kStream, typename T>
-void backward_row(const T* dy, int64_t dy_stride, const T* dsum, int64_t dsum_stride, const T* x, int64_t x_stride,
-                  const T* weight, Wide<T> rstd, T* dx, Wide<T>* dweight, int64_t columns) {
-  auto products = sum_row_in_pairs<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
+template <typename T>
+void backward_row(const T* dy, const T* dsum, const T* x, const T* weight, Wide<T> rstd, T* dx, Wide<T>* dweight,
+                  int64_t columns) {
+  auto products = sum_row<T, 1>(columns, [=](int64_t i, auto n, auto* sums) {
     auto grad = load(dy + i, n), grad_xhat = grad * (load(x + i, n) * rstd);
     sums[0] += grad_xhat * load(weight + i, n);
     add_to(dweight + i, grad_xhat, n);
   });
-  const bool ahead = fetches_ahead(dsum, columns);
   const Wide<T> mean = products.of[0] / columns;
-  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
-    if (ahead) {
-      prefetch(dy, dy_stride + i);
-      prefetch(x, x_stride + i);
-      if (dsum) prefetch(dsum, dsum_stride + i);
-    }
+  for_row<T>(columns, [=](int64_t i, auto n) {
     auto grad = rstd * (load(dy + i, n) * load(weight + i, n) - load(x + i, n) * (rstd * mean));
     if (dsum) grad += load(dsum + i, n);
-    put<kStream>(dx + i, grad, n);
+    store(dx + i, grad, n);
   });
 }
 
@@ -58,12 +43,9 @@ const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, cons
                               void* y, void* sum, void* rstd, int64_t threads, void*) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    with_streams<T>(y, rows, columns, [=](auto stream) {
-      for_rows(rows, threads, [=](int64_t row) {
-        forward_row<stream>(at<T>(x, row * x_stride), x_stride, at<T>(residual, row * residual_stride),
-                            residual_stride, at<T>(weight), epsilon, at<T>(y, row * columns),
-                            at<T>(sum, row * columns), at<Wide<T>>(rstd, row), columns);
-      });
+    for_rows(rows, threads, [=](int64_t row) {
+      forward_row(at<T>(x, row * x_stride), at<T>(residual, row * residual_stride), at<T>(weight), epsilon,
+                  at<T>(y, row * columns), at<T>(sum, row * columns), at<Wide<T>>(rstd, row), columns);
     });
   });
 }
@@ -75,12 +57,9 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     using A = Wide<T>;
-    with_streams<T>(dx, rows, columns, [=](auto stream) {
-      for_rows_with_partials(rows, threads, at<A>(partial), num_partials, columns, [=](int64_t row, A* own) {
-        backward_row<stream>(at<T>(dy, row * dy_stride), dy_stride, at<T>(dsum, row * dsum_stride), dsum_stride,
-                             at<T>(x, row * x_stride), x_stride, at<T>(weight), *at<A>(rstd, row),
-                             at<T>(dx, row * columns), own, columns);
-      });
+    for_rows_with_partials(rows, threads, at<A>(partial), num_partials, columns, [=](int64_t row, A* own) {
+      backward_row(at<T>(dy, row * dy_stride), at<T>(dsum, row * dsum_stride), at<T>(x, row * x_stride), at<T>(weight),
+                   *at<A>(rstd, row), at<T>(dx, row * columns), own, columns);
     });
     sum_partials(at<A>(partial), num_partials, columns, at<T>(dweight), columns, threads);
   });

@@ -6,7 +6,7 @@ namespace megatron {
 namespace {
 
 // Of two vectors that follow one another: their even and their odd lanes; and back, the lower and the upper vector of
-// pairs. Each tells which lane of the two vectors is lane i of the result, where a vector has `count` lanes.
+// pairs. Each says which lane of the two vectors is lane i of the result, where a vector has `count` lanes.
 struct Evens { static constexpr int of(int i, int) { return 2 * i; } };
 struct Odds { static constexpr int of(int i, int) { return 2 * i + 1; } };
 struct Lower { static constexpr int of(int i, int count) { return i / 2 + i % 2 * count; } };
@@ -70,9 +70,9 @@ const char* megatron_rope(int64_t dtype, int64_t length, int64_t batch, int64_t 
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     for_rows(length * batch, threads, [=](int64_t row) {
-      const int64_t place = row / batch, sequence = row % batch;
-      const int64_t table = place * table_length_stride + sequence * table_batch_stride;
-      turn_heads(shape, at<T>(x, place * length_stride + sequence * batch_stride), at<Wide<T>>(cos, table),
+      const int64_t position = row / batch, sequence = row % batch;
+      const int64_t table = position * table_length_stride + sequence * table_batch_stride;
+      turn_heads(shape, at<T>(x, position * length_stride + sequence * batch_stride), at<Wide<T>>(cos, table),
                  at<Wide<T>>(sin, table), Wide<T>(inverse ? -1 : 1), interleaved != 0,
                  at<T>(y, row * groups * heads * channels));
     });

@@ -1,6 +1,5 @@
 #include "common/softmax.h"
 
-#include <type_traits>
 #include <vector>
 
 #include "common/scores.h"
@@ -17,13 +16,7 @@ typedef uint8_t DoubleMask __attribute__((vector_size(kLanes<double>)));
 template <typename N> MEGATRON_INLINE FloatVec unless(const uint8_t* mask, int64_t i, N n, FloatVec v, float other) {
   if (!mask) return v;
   FloatMask bytes = raw_load<FloatMask>(mask + i, n);
-#if defined(__AVX512F__)
-  Bits hidden = (Bits)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-  Bits hidden = (Bits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(bytes)));
-#else
   Bits hidden = __builtin_convertvector(bytes, Bits);
-#endif
   return hidden != 0 ? FloatVec{} + other : v;
 }
 template <typename N> MEGATRON_INLINE DoubleVec unless(const uint8_t* mask, int64_t i, N n, DoubleVec v, double other) {
@@ -50,13 +43,12 @@ template <typename T> void clear(T* p, int64_t count) { std::memset(static_cast<
 // Without a visible key the largest score is -infinity and no exponential is added; where visible scores are all
 // -infinity it is too, but their exponentials are NaN, and stay so.
 template <typename T>
-void forward_row(const T* x, int64_t x_stride, const uint8_t* mask, Wide<T> scale, T* y, int64_t columns) {
+void forward_row(const T* x, const uint8_t* mask, Wide<T> scale, T* y, int64_t columns) {
   const Wide<T> hidden = -static_cast<Wide<T>>(INFINITY);
   const Wide<T> top =
       max_row<T>(columns, [=](int64_t i, auto n) { return unless(mask, i, n, load(x + i, n) * scale, hidden); });
   Wide<T>* exponentials = room_for_exponentials(y, columns);
   auto sums = sum_row<T, 1>(columns, [=](int64_t i, auto n, Vec<T>* sums) {
-    prefetch(x, x_stride + i);
     auto e = unless(mask, i, n, vec_exp(load(x + i, n) * scale - top), Wide<T>(0));
     store(exponentials + i, e, n);
     sums[0] += only(e, n);
@@ -66,13 +58,11 @@ void forward_row(const T* x, int64_t x_stride, const uint8_t* mask, Wide<T> scal
 }
 
 template <typename T>
-void backward_row(const T* dy, int64_t dy_stride, const T* y, int64_t y_stride, Wide<T> scale, T* dx, int64_t columns) {
-  auto products = sum_row_in_pairs<T, 1>(
+void backward_row(const T* dy, const T* y, Wide<T> scale, T* dx, int64_t columns) {
+  auto products = sum_row<T, 1>(
       columns, [=](int64_t i, auto n, auto* sums) { sums[0] += load(dy + i, n) * load(y + i, n); });
   const Wide<T> mean = products.of[0];
-  for_row_in_pairs<T>(columns, [=](int64_t i, auto n) {
-    prefetch(dy, dy_stride + i);
-    prefetch(y, y_stride + i);
+  for_row<T>(columns, [=](int64_t i, auto n) {
     store(dx + i, (load(dy + i, n) - mean) * (load(y + i, n) * scale), n);
   });
 }
@@ -104,7 +94,7 @@ const char* megatron_attention_softmax(int64_t dtype, int64_t batch, int64_t hea
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     for_score_rows(shape, threads, at<T>(probs), [=](const ScoreRow& row, int64_t begin) {
-      forward_row(at<T>(scores, row.begin(by) + row.first), by.query, at<uint8_t>(mask, row.begin(mask_by) + row.first),
+      forward_row(at<T>(scores, row.begin(by) + row.first), at<uint8_t>(mask, row.begin(mask_by) + row.first),
                   static_cast<Wide<T>>(scale), at<T>(probs, begin), row.last - row.first);
     });
   });
@@ -119,7 +109,7 @@ const char* megatron_attention_softmax_backward(int64_t dtype, int64_t batch, in
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
     for_score_rows(shape, threads, at<T>(dscores), [=](const ScoreRow& row, int64_t begin) {
-      backward_row(at<T>(dprobs, row.begin(by) + row.first), by.query, at<T>(probs, begin), keys,
+      backward_row(at<T>(dprobs, row.begin(by) + row.first), at<T>(probs, begin),
                    static_cast<Wide<T>>(scale), at<T>(dscores, begin), row.last - row.first);
     });
   });

@@ -1,7 +1,6 @@
 // Functions that C++ has for single numbers only, lane by lane. For float to about one unit of the last place; for
-// double, which serves proofs and not speed, by the standard library.
+// double, which is for tests of correctness, by the standard library.
 #pragma once
-#include "cpu/normal_table.h"
 #include "cpu/vec.h"
 
 namespace megatron {
@@ -28,24 +27,16 @@ MEGATRON_INLINE FloatVec less_powers(FloatVec v, FloatVec& shifted) {
 
 // v 2^n for n from -150 to 128, given n + kRound; what is subnormal comes out as it should.
 MEGATRON_INLINE FloatVec times_power(FloatVec v, FloatVec shifted) {
-#if defined(__AVX512F__)
-  return (FloatVec)_mm512_scalef_ps((__m512)v, (__m512)(shifted - kRound));
-#else
   SignedBits exponent = same_bits<SignedBits>(shifted) - same_bits<SignedBits>(FloatVec{} + kRound);
   SignedBits half = exponent >> 1;  // in two factors, each of which is a number
   auto power = [](SignedBits e) { return same_bits<FloatVec>((e + 127) << 23); };
   return v * power(half) * power(exponent - half);
-#endif
 }
 
-// The same for n of at most 0, in half the instructions: 2^(n + 64) is a number, whose place in the bits follows from
+// The same for n of at most 0, in half the instructions: 2^(n + 64) is a number, whose exponent bits follow from
 // the lowest of `shifted`.
 MEGATRON_INLINE FloatVec times_fraction(FloatVec v, FloatVec shifted) {
-#if defined(__AVX512F__)
-  return times_power(v, shifted);
-#else
   return v * same_bits<FloatVec>((same_bits<SignedBits>(shifted) + (127 + 64)) << 23) * 0x1p-64f;
-#endif
 }
 
 // The polynomial of r with these coefficients, from that of the highest power to the constant. Taken in pairs it is one
@@ -70,22 +61,10 @@ template <bool kDecays> MEGATRON_INLINE FloatVec exp_within(FloatVec v, FloatVec
 
 // v, or `limit` where v is greater or less; NaN stays NaN.
 MEGATRON_INLINE FloatVec vec_at_most(FloatVec v, float limit) {
-#if defined(__AVX512F__)
-  return (FloatVec)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)v);
-#elif defined(__AVX2__)
-  return (FloatVec)_mm256_min_ps(_mm256_set1_ps(limit), (__m256)v);
-#else
   return v > limit ? FloatVec{} + limit : v;
-#endif
 }
 MEGATRON_INLINE FloatVec vec_at_least(FloatVec v, float limit) {
-#if defined(__AVX512F__)
-  return (FloatVec)_mm512_max_ps(_mm512_set1_ps(limit), (__m512)v);
-#elif defined(__AVX2__)
-  return (FloatVec)_mm256_max_ps(_mm256_set1_ps(limit), (__m256)v);
-#else
   return v < limit ? FloatVec{} + limit : v;
-#endif
 }
 
 MEGATRON_INLINE DoubleVec vec_at_least(DoubleVec v, double limit) { return v < limit ? DoubleVec{} + limit : v; }
@@ -101,18 +80,10 @@ MEGATRON_INLINE FloatVec vec_decay(FloatVec v) { return exp_within<true>(vec_at_
 // 2^v for v <= 0 to 8e-5, enough for what is rounded to 16 bits: 2^n 2^r, n being the integer below v, and 2^r by the
 // polynomial that is the best for 0 <= r <= 1.
 MEGATRON_INLINE FloatVec vec_short_exp2(FloatVec v) {
-#if defined(__AVX512F__)
-  FloatVec r = (FloatVec)_mm512_reduce_ps((__m512)v, 1);  // v - n
-#else
   v = vec_at_least(v, -150.0f);
   FloatVec shifted = v - 0.5f + kRound, r = v - (shifted - kRound);
-#endif
   FloatVec series = polynomial(r, 0.07802452f, 0.22606716f, 0.6958335f, 0.999925f);
-#if defined(__AVX512F__)
-  return (FloatVec)_mm512_scalef_ps((__m512)series, (__m512)v);  // by 2^n, too
-#else
   return times_fraction(series, shifted);
-#endif
 }
 
 // |v|, or `limit` where that is greater.
@@ -130,14 +101,8 @@ MEGATRON_INLINE DoubleVec vec_gauss(DoubleVec v) {
 // The rounding of v^2 would be magnified by v^2 / 2. So what it loses goes on: without an instruction that gives it,
 // the square is taken in two parts, of which the upper 12 bits' is exact.
 MEGATRON_INLINE FloatVec vec_gauss(FloatVec v) {
-#if defined(__AVX512F__)
-  FloatVec square = v * v, low = (FloatVec)_mm512_fmsub_ps((__m512)v, (__m512)v, (__m512)square);
-#elif defined(__AVX2__)
-  FloatVec square = v * v, low = (FloatVec)_mm256_fmsub_ps((__m256)v, (__m256)v, (__m256)square);
-#else
   FloatVec upper = same_bits<FloatVec>(same_bits<Bits>(v) & 0xfffff000);
   FloatVec square = upper * upper, low = (v - upper) * (v + upper);
-#endif
   return exp_within<true>(vec_at_least(square * -0.5f, -104.0f), low * -0.5f);
 }
 
@@ -152,14 +117,8 @@ MEGATRON_INLINE DoubleVec vec_sqrt(DoubleVec v) {
 
 // The processor's own, which rounds correctly.
 MEGATRON_INLINE FloatVec vec_sqrt(FloatVec v) {
-#if defined(__AVX512F__)
-  return (FloatVec)_mm512_sqrt_ps((__m512)v);
-#elif defined(__AVX2__)
-  return (FloatVec)_mm256_sqrt_ps((__m256)v);
-#else
   for (int lane = 0; lane < kFloats; ++lane) v[lane] = std::sqrt(v[lane]);
   return v;
-#endif
 }
 
 // exp(v) for v <= 0, with two thirds of the instructions: what is no normal number any more is 0. Of the polynomials of

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(512)
     return from_float<T>(exp_of<T>(to_float(z) - maximum) * scale - loss * spread - (is_target ? loss * kept : 0.0f));
   };
   while (packs.any()) {
-    const auto following = packs.next();  // before the stores, which might be to the same place for all that nvcc knows
+    const auto following = packs.next();  // before the stores, which might be to the same address as far as nvcc knows
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (!packs.has(p)) continue;

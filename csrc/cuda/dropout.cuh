@@ -5,30 +5,43 @@
 
 namespace megatron {
 
-// The halves of N channels from i on, which is a multiple of N; N is 1, 4 or 8.
-template <int N>
-__device__ inline void draw(const Mask& mask, Place place, int64_t sample, int64_t i, uint32_t (&halves)[N]) {
-  Four<uint64_t> words[1] = {mask.counter(static_cast<uint64_t>(i / 8), place, sample)};
+// The halves of N channels from c on, which is a multiple of N; N is 1, 4 or 8.
+template <int N> __device__ inline void draw(const Mask& mask, RowId row, int64_t c, uint32_t (&halves)[N]) {
+  Four<uint64_t> words[1] = {dropout_counter(static_cast<uint64_t>(c / 8), row)};
   philox(words, Keys(mask.key));
 #pragma unroll
+  for (int k = 0; k < N; ++k) halves[k] = half_of(words[0], N == 8 ? k : c % 8 + k);
+}
+
+// Those of the N channels that channel_ids has from i on: at once if these follow one another from a multiple of N on.
+template <int N>
+__device__ inline void draw(const Mask& mask, RowId row, Array<int64_t> channel_ids, int64_t i, uint32_t (&halves)[N]) {
+  const int64_t first = channel_ids.get(i);
+  bool follow = first % N == 0;
+  for (int k = 1; k < N; ++k) follow &= channel_ids.get(i + k) == first + k;
+  if (follow) return draw<N>(mask, row, first, halves);
+#pragma unroll
   for (int k = 0; k < N; ++k) {
-    const int64_t half = N == 8 ? k : i % 8 + k;
-    const uint64_t even = half & 4 ? words[0].of[2] : words[0].of[0], odd = half & 4 ? words[0].of[3] : words[0].of[1];
-    halves[k] = static_cast<uint32_t>(half & 2 ? odd : even) >> (half & 1 ? 16 : 0) & 0xffff;
+    uint32_t half[1];
+    draw<1>(mask, row, channel_ids.get(i + k), half);
+    halves[k] = half[0];
   }
 }
 
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(512)
     dropout_kernel(Mask mask, int64_t columns, Array<T> x, Strides of_x, Array<T> bias, Array<T> residual,
-                   Strides of_residual, float scale, Array<int64_t> sample_index, Array<T> y, Strides of_y,
-                   Array<float> partial) {
+                   Strides of_residual, float scale, Array<int64_t> sample_index, Array<int64_t> position_ids,
+                   Array<int64_t> channel_ids, Array<T> y, Strides of_y, Array<float> partial) {
   ColumnSums<N, kHeld> sums(partial, blockIdx.x * columns);
   if (partial) sums.clear(columns);
   for (int64_t row = blockIdx.x; row < mask.rows(); row += gridDim.x) {
-    const Place place = mask.place(row);
-    const int64_t sample = sample_index ? sample_index.get(place.sample) : 0, to = of_y.at(place);
-    Row<T, N, kHeld> values(x, of_x.at(place)), residuals(residual, of_residual.at(place));
+    const RowId indices = mask.indices(row);
+    RowId numbers{indices.position, sample_index ? sample_index.get(indices.sample) : 0,
+                  mask.first_head + indices.head};
+    if (position_ids) numbers.position = position_ids.get(indices.sample * mask.positions_stride + indices.position);
+    const int64_t to = of_y.at(indices);
+    Row<T, N, kHeld> values(x, of_x.at(indices)), residuals(residual, of_residual.at(indices));
     values.fetch(columns);
     if (residual) residuals.fetch(columns);
     for_packs<kHeld, N>(columns, [&](int slot, int64_t i) {
@@ -37,7 +50,10 @@ __global__ void __launch_bounds__(512)
       if (bias) b = bias.template load<N>(i);
       if (residual) r = residuals.load(slot, i);
       uint32_t halves[N] = {};
-      if (mask.threshold) draw<N>(mask, place, sample, i, halves);
+      if constexpr (kHeld == 0) {  // else registers spill
+        if (mask.threshold && channel_ids) draw<N>(mask, numbers, channel_ids, i, halves);
+      }
+      if (mask.threshold && !channel_ids) draw<N>(mask, numbers, i, halves);
       Pack<float, N> dropped;
       for (int k = 0; k < N; ++k) {
         const float value = bias ? to_float(v.of[k]) + to_float(b.of[k]) : to_float(v.of[k]);

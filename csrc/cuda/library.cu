@@ -1,4 +1,4 @@
-// What the CUDA library says of itself.
+// Version and architectures of the CUDA library.
 #include "common/interface.h"
 #include "cuda/platform.cuh"
 

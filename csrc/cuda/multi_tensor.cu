@@ -5,7 +5,7 @@
 
 using namespace megatron;
 
-// Calls launch(table, chunks, done) for the places of a list, as many at a time as a table takes; `done` counts the
+// Calls launch(table, chunks, done) for the entries of a list, as many at a time as a table takes; `done` counts the
 // chunks of those before.
 template <int kPointers, typename F>
 const char* with_tables(const void* list, int64_t num_tensors, int64_t chunk, F launch) {

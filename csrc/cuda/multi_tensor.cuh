@@ -28,7 +28,7 @@ template <int kPointers> __device__ inline Part own_part(const Table<kPointers>&
   return {tensor, begin, begin + chunk < size ? begin + chunk : size};
 }
 
-// Calls f(i) for the first of each N elements that are this thread's; kTogether says how many are under way at once.
+// Calls f(i) for the first of each N elements of this thread; kTogether loads are in flight at once.
 template <int N, int kTogether, typename F> __device__ inline void for_each(Part part, F f) {
 #pragma unroll kTogether
   for (int64_t i = part.begin + N * threadIdx.x; i < part.end; i += N * blockDim.x) f(i);

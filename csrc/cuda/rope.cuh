@@ -22,9 +22,9 @@ template <typename T, int N>
 __global__ void __launch_bounds__(256)
     rope_kernel(RopeShape shape, Array<T> x, Array<float> cos, Array<float> sin, float sign, bool interleaved,
                 Array<T> y) {
-  const int64_t place = blockIdx.x / shape.batch, sequence = blockIdx.x % shape.batch;
-  const int64_t row = place * shape.length_stride + sequence * shape.batch_stride;
-  const int64_t table = place * shape.table_length_stride + sequence * shape.table_batch_stride;
+  const int64_t position = blockIdx.x / shape.batch, sequence = blockIdx.x % shape.batch;
+  const int64_t row = position * shape.length_stride + sequence * shape.batch_stride;
+  const int64_t table = position * shape.table_length_stride + sequence * shape.table_batch_stride;
   const int heads = static_cast<int>(shape.groups * shape.heads), per_group = static_cast<int>(shape.heads);
   const int64_t out = int64_t(blockIdx.x) * heads * shape.channels;
   auto head_of_x = [&](int head) {

@@ -25,7 +25,7 @@ struct Fiber {
 std::vector<Fiber> fibers;
 ucontext_t scheduler;
 unsigned current;
-const std::function<void()>* body;
+const std::function<void()>* running_kernel;
 std::string error;
 bool last_thread_first = false;
 
@@ -36,7 +36,7 @@ void pause(State state) {
 
 void fiber_main() {
   try {
-    (*body)();
+    (*running_kernel)();
   } catch (const std::exception& wrong) {
     error = std::string(wrong.what()) + " (block " + std::to_string(blockIdx.x) + ", thread " +
             std::to_string(threadIdx.x) + ")";
@@ -59,7 +59,7 @@ unsigned count(unsigned begin, unsigned end, State state) {
   return found;
 }
 
-// Lets on whoever has met all others; false if nobody can go on.
+// Resumes these threads if all of them wait for each other in the state `waiting`; false if not.
 bool release(unsigned begin, unsigned end, State waiting) {
   if (count(begin, end, waiting) != end - begin) return false;
   for (unsigned i = begin; i < end; ++i) fibers[i].state = State::kRuns;
@@ -88,7 +88,7 @@ const char* run_blocks(int64_t blocks, int64_t threads, const std::function<void
   static std::string reported;
   if (blocks < 1 || threads < 1 || threads > 1024 || threads % kWarp) return "invalid configuration argument";
   if (fibers.size() < size_t(threads)) fibers = std::vector<Fiber>(threads);
-  body = &kernel;
+  running_kernel = &kernel;
   error.clear();
   gridDim.x = unsigned(blocks);
   blockDim.x = unsigned(threads);

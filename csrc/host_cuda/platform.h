@@ -45,7 +45,7 @@ template <typename T> struct Array {
   template <int N> void store(int64_t i, Pack<T, N> v) const { *reinterpret_cast<Pack<T, N>*>(checked(i, N)) = v; }
 
  private:
-  // The texts are made where something is wrong alone: making them took most of the time.
+  // Messages are made only if something is wrong: making them took most of the time.
   T* checked(int64_t i, int count) const {
     if (i < 0 || i + count > size) {
       require(false, "access to [" + std::to_string(i) + ", " + std::to_string(i + count) + ") of a tensor of " +

@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint, and the folder layout around it.
+"""The manifest of a checkpoint, and the folder layout around it.
 
     SAVE/latest_checkpointed_iteration.txt        the newest complete iteration
     SAVE/iter_0000100/manifest.json               counters, configuration, and for each tensor its boxes
@@ -96,7 +96,7 @@ def box_key(name: str, box: Box) -> str:
 
 
 def collect(folder: Path, state: Mapping[str, Any]) -> Manifest:
-    """Build the manifest from the headers of the files in ``folder``, and prove that every tensor is there once."""
+    """The manifest of the files in ``folder``, from their headers; every tensor must be stored exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     boxes: dict[str, list[StoredBox]] = {}

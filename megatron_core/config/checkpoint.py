@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints are written and read. Any layout loads any checkpoint."""
+    """Where checkpoints are written and read. A checkpoint can be loaded in any layout."""
 
     save: str | None = None
-    """Folder for checkpoints; one is written at the end and at --save-interval."""
+    """Folder to write checkpoints to: at the end of the run, and every --save-interval steps."""
     save_interval: int | None = None
-    """Steps between checkpoints."""
+    """Steps between checkpoints; default none before the end of the run."""
     load: str | None = None
-    """Folder of checkpoints to go on from."""
+    """Folder of checkpoints to resume from."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""
+    use_checkpoint_args: bool = False
+    """With --load: take model, sequence length and tokenizer settings from the checkpoint; flags and --config override
+    them."""
     finetune: bool = False
-    """Load only the weights and start counting from 0."""
+    """With --load: load only the weights, and start at iteration 0."""
+    changed_model_settings: tuple[str, ...] = ()
+    """With --load: names of model settings that may differ from the checkpoint's, such as rotary_base."""
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
     no_save_optim: bool = False
     """Do not save the optimizer's state."""
     exit_on_missing_checkpoint: bool = True
     """With --load: an empty folder is an error; --no-exit-on-missing-checkpoint starts from scratch."""
+
+    def for_resume(self) -> CheckpointConfig:
+        """The settings for a job that resumes from the checkpoints of this one."""
+        return replace(
+            self,
+            load=self.save,
+            ckpt_step=None,
+            use_checkpoint_args=False,
+            finetune=False,
+            changed_model_settings=(),
+            no_load_optim=False,
+            exit_on_missing_checkpoint=True,
+        )

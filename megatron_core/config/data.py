@@ -1,4 +1,4 @@
-"""Where the tokens come from."""
+"""Training data and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,77 +20,77 @@ TokenizerType = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Token files, splits and the tokenizer."""
+    """Token files, their split into training, validation and test, and the tokenizer."""
 
     seq_length: int = 64
     """Tokens in a training sequence."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx files, or a blend: weight prefix weight prefix ..."""
     data_args_path: str | None = None
-    """Text file that holds what --data-path would be given."""
+    """Text file with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = ()
-    """As data_path, for training alone; excludes data_path and split."""
+    """As --data-path, for training only; cannot be combined with --data-path and --split."""
     valid_data_path: tuple[str, ...] = ()
-    """As data_path, for validation alone."""
+    """As --data-path, for validation only."""
     test_data_path: tuple[str, ...] = ()
-    """As data_path, for the test split alone."""
+    """As --data-path, for the test split only."""
     per_split_data_args_path: str | None = None
-    """JSON file with the keys train, valid and test, each as --train-data-path and its companions would be given."""
+    """JSON file with the keys train, valid and test: the arguments of --train-data-path, --valid-data-path ..."""
     data_phases: str | None = None
-    """YAML file of blends that follow one another in training: a list of {samples: N, data_path: [...]}, the last
-    without samples. A file that is in several phases goes on where it was."""
+    """YAML file of blends that are used one after the other: a list of {samples: N, data_path: [...]}, the last without
+    samples. A file that occurs in several phases continues after the samples already used."""
     split: str | None = None
-    """Shares of train, validation and test in data_path; default 969,30,1."""
+    """Shares of training, validation and test in --data-path; default 969,30,1."""
     data_order: Literal["keyed", "megatron"] = "keyed"
-    """Order of the samples: keyed is computed from the seed and the sample's number, with nothing to build or store;
-    megatron is Megatron-LM's for the same seed, so that a training begun there goes on with the same batches."""
+    """Order of the samples. keyed: computed from the seed and the sample's number, with no index to build or store.
+    megatron: Megatron-LM's order for the same seed, so that a run started there continues with the same batches."""
     data_cache_path: str | None = None
-    """Folder in which --data-order megatron keeps its indices; default none are kept."""
+    """Folder in which --data-order megatron stores its indices; default: they are not stored."""
     mid_level_dataset_surplus: float = 0.005
-    """What --data-order megatron asks of each file of a blend beyond its share, as a part of it."""
+    """Surplus of samples, relative to its share, that --data-order megatron draws from each file of a blend."""
     num_dataset_builder_threads: int = 1
-    """Threads that open the files of a blend, and build their indices, at the same time."""
+    """Threads that open the files of a blend and build their indices in parallel."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
-    """single: one long pass. cyclic: rounds over one epoch's samples, each in an order of its own. external: data sets
-    of your own, which a script hands to megatron_core.training.pretrain."""
+    """single: one long pass. cyclic: repeats the samples of one epoch, in a new order each time. external: your own
+    datasets, passed by a script to megatron_core.training.pretrain."""
     num_workers: int = 2
-    """Threads of each rank that read the next step's micro-batches; 0 reads them when they are needed."""
+    """Threads of each rank that prefetch the micro-batches of the next step; 0: no prefetching."""
     seq_length_warmup: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES: sequences are cut to START tokens at first, and to INCREMENT more in equal steps over
-    the first SAMPLES samples, up to --seq-length (Li et al. 2021)."""
+    """START INCREMENT SAMPLES: sequences are truncated to START tokens at first; over the first SAMPLES samples their
+    length grows by INCREMENT in equal steps up to --seq-length (Li et al. 2021)."""
     mock_data: bool = False
-    """Train on made-up sequences instead of files; needs --vocab-size."""
+    """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = False
-    """No loss where the input token is the end of a document."""
+    """Mask the loss where the input token is the end-of-document token."""
     reset_position_ids: bool = False
-    """Positions restart at 0 after each end of a document."""
+    """Restart positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
-    """No token sees another document of its sequence. An end-of-document token still predicts the next document's first
-    token, unless --eod-mask-loss is given too."""
+    """Attend only within a document, not to others in the sequence. An end-of-document token still predicts the first
+    token of the next document, unless --eod-mask-loss is given too."""
     fim_data: bool = False
-    """Fill in the middle: rearrange documents so that the model learns to write what is missing inside a text."""
+    """Fill-in-the-middle (FIM): rearrange documents so that the model learns to write a missing middle part."""
     fim_rate: float = 0.5
     """Share of the documents that --fim-data rearranges."""
     fim_spm_rate: float = 0.5
     """Share of the rearranged documents whose suffix comes before the prefix (SPM)."""
     fim_split_sample: str | None = None
-    """Token around which a chosen document is split into fragments, each rearranged on its own."""
+    """Token at which a chosen document is split into fragments that are rearranged separately."""
     fim_fragment_rate: float | None = None
-    """Share of a chosen document's fragments that are rearranged; needed with fim_split_sample."""
+    """Share of the fragments that are rearranged; required with --fim-split-sample."""
     fim_no_prefix: str | None = None
-    """Documents or fragments that begin with this text stay as they are."""
+    """Documents or fragments that begin with this text are not rearranged."""
     fim_prefix_token: str = "<fim_prefix>"
-    """Token that stands before the prefix."""
+    """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
-    """Token that stands before the middle, which comes last."""
+    """Token before the middle part, which comes last."""
     fim_suffix_token: str = "<fim_suffix>"
-    """Token that stands before the suffix."""
+    """Token before the suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills up a sequence whose documents got shorter; it never counts in the loss."""
+    """Token that pads a sequence whose documents became shorter; it is masked in the loss."""
     fim_eod_token: str | None = None
-    """Token that ends a document; default the tokenizer's own end of a document."""
+    """Token that ends a document; default the tokenizer's end-of-document token."""
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer."""
+    """Type of the tokenizer."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer."""
     vocab_file: str | None = None
@@ -98,14 +98,14 @@ class DataConfig:
     merge_file: str | None = None
     """Merges file of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """How TikTokenizer cuts text into words; default v2."""
+    """Regular expression by which TikTokenizer splits text into words; default v2."""
     tiktoken_num_special_tokens: int = 1000
-    """Ids that TikTokenizer keeps for special tokens, before those of the text."""
+    """Number of ids that TikTokenizer reserves for special tokens, before all others."""
     vocab_size: int | None = None
-    """Vocabulary size where no tokenizer tells it (NullTokenizer, --mock-data, or data alone); TikTokenizer is cut to
-    it."""
+    """Vocabulary size; default the tokenizer's. Required for NullTokenizer, and if there is no tokenizer; TikTokenizer
+    keeps only as many tokens."""
 
     @property
     def length_ramp(self) -> Ramp:
-        """Tokens of a sequence over the samples consumed."""
+        """Tokens in a sequence as a function of the samples consumed."""
         return Ramp.of(self.seq_length_warmup, self.seq_length)

@@ -23,8 +23,8 @@ def field_types() -> dict[str, Any]:
     return {name: kind for section in sections for name, kind in typing.get_type_hints(section).items()}
 
 
-def read_config(path: str | Path) -> RunConfig:
-    """The configuration in a file; what the file does not name keeps its default.
+def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfig:
+    """The configuration in a file; settings that are not in the file come from ``defaults``.
 
     Names are those of the fields, with underscores or hyphens, at the top level or under their section
     (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). An unknown
@@ -36,15 +36,15 @@ def read_config(path: str | Path) -> RunConfig:
         if name not in kinds:
             raise ConfigError(_unknown(name, str(path), kinds))
         if name in values:
-            raise ConfigError(f"{name} stands twice in {path}; keep one of the two")
+            raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
         values[name] = _checked(name, value, kinds[name], str(path))
-    return RunConfig.from_flat(values)
+    return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
 
 
 def write_config(config: RunConfig, path: str | Path) -> None:
-    """Write ``config`` as YAML by section; ``--config`` reads the equal configuration back."""
+    """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it."""
     text = yaml.safe_dump(asdict(config), sort_keys=False)
-    Path(path).write_text("# The settings of one run; --config reads them back.\n" + text, encoding="utf-8")
+    Path(path).write_text("# The settings of a run; --config FILE uses them again.\n" + text, encoding="utf-8")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
-    """The (name, value) pairs of a file, with its sections opened."""
+    """The (name, value) pairs of a file, including those inside sections."""
     sections = {part.name for part in fields(RunConfig)}
     for key, value in loaded.items():
         name = _plain(key)
@@ -75,7 +75,7 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
-            raise ConfigError(f"{name}={value!r} in {path}: {name} is a section, so indent its settings below")
+            raise ConfigError(f"{name}={value!r} in {path}: {name} is a section; write its settings indented below it")
 
 
 def _plain(key: object) -> str:
@@ -84,7 +84,7 @@ def _plain(key: object) -> str:
 
 
 def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
-    """The sentence for a name that no section has."""
+    """The message for a name that is not a setting."""
     if is_unsupported(name):
         return f"Megatron-LM's {name} (in {path}) is not supported by megatron-native (yet); remove it"
     close = difflib.get_close_matches(name, kinds, n=3, cutoff=0.6)
@@ -93,7 +93,7 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
 
 
 def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
-    """``value`` as the field's type."""
+    """``value`` converted to the field's type; ``ConfigError`` if it does not fit."""
     try:
         return _convert(value, kind)
     except (TypeError, ValueError, OverflowError):
@@ -101,9 +101,9 @@ def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """``value`` as type ``kind``; a ``ValueError`` or ``TypeError`` where it cannot be.
+    """``value`` converted to type ``kind``; ``ValueError`` or ``TypeError`` if it does not fit.
 
-    YAML 1.1 reads ``1e-3`` as a string, hence the numbers from strings.
+    Strings are accepted as numbers because YAML 1.1 reads ``1e-3`` as a string.
     """
     options = typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -132,7 +132,7 @@ def _convert_plain(value: Any, kind: type) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """What a setting of this type may be, in words."""
+    """The legal values of a type, for messages."""
     options = typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return " or ".join("null" if option is type(None) else _describe(option) for option in options)

@@ -1,4 +1,4 @@
-"""Layouts in a few words: ``tp2 pp2 v2 dp2 sp zero1 overlap``, ``pp4 zb_h1``."""
+"""Short names of layouts: ``tp2 pp2 v2 dp2 sp zero1 overlap``, ``pp4 zb_h1``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import product
 
 from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
 from megatron_core.errors import LayoutError
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules import SCHEDULES, TRAINING
 
 _SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp"}
-_SWITCHES = {"sp": "sequence_parallel", "zero1": "sharded_optimizer", "overlap": "overlap"}
+_SWITCHES = {"sp": ("sequence_parallel", True), "zero1": ("zero_stage", 1), "overlap": ("overlap", True)}
 _WORDS = f"tpN, ppN, vN, dpN, sp, zero1, overlap, {', '.join(TRAINING)}"
 
 
@@ -25,34 +25,34 @@ class Layout:
     pp: int = 1
     """Pipeline ranks."""
     chunks: int = 1
-    """Chunks of layers on each pipeline rank, where the schedule leaves their number open."""
+    """Chunks of layers on each pipeline rank, unless the schedule fixes their number."""
     dp: int = 1
     """Copies of the model."""
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
-    sharded_optimizer: bool = False
-    """The optimizer's state is split over dp (ZeRO stage 1)."""
+    zero_stage: int = 0
+    """What the copies shard: 0 nothing, 1 the optimizer's state (ZeRO, Rajbhandari et al. 2020)."""
     schedule: str | None = None
-    """The pipeline's schedule, where it is not the usual one."""
+    """The pipeline schedule; None: the default."""
     overlap: bool = False
     """Gradients are reduced during backward and, if sharded, weights gathered during forward."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The inverse of ``str``; words in any order, sizes that are left out are 1."""
+        """The inverse of ``str``: words in any order, sizes not given are 1. ``LayoutError`` for other words."""
         found: dict[str, int | bool | str] = {}
         for word in text.split() if text.strip() != "1 process" else ():
             name, value = _field_of(word, text)
             if name in found:
                 raise LayoutError(
-                    f"layout {text!r}: {word!r} is one {name} too many; say each of {_WORDS} at most once"
+                    f"layout {text!r}: {word!r} gives {name} a second time; use each of {_WORDS} at most once"
                 )
             found[name] = value
         return cls(**found)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:
-        """The layout that settings describe."""
+        """The layout of these settings."""
         return cls(
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
@@ -60,14 +60,14 @@ class Layout:
             schedule=parallel.pipeline_schedule,
             dp=parallel.data_parallel_size(world_size),
             sequence_parallel=parallel.sequence_parallel,
-            sharded_optimizer=parallel.use_distributed_optimizer,
+            zero_stage=parallel.dp_zero_stage,
             overlap=parallel.overlap_grad_reduce,
         )
 
     def __str__(self) -> str:
         words = [f"{word}{getattr(self, name)}" for word, name in _SIZES.items() if getattr(self, name) > 1]
         words += [self.schedule] if self.schedule else []
-        words += [word for word, name in _SWITCHES.items() if getattr(self, name)]
+        words += [word for word, (name, value) in _SWITCHES.items() if getattr(self, name) == value]
         return " ".join(words) or "1 process"
 
     @property
@@ -82,7 +82,7 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def settings(self) -> dict[str, object]:
-        """The layout as settings of a ``RunConfig``, in the flat form."""
+        """The layout as settings for ``RunConfig.from_flat``."""
         return {
             **BALANCED_STAGES,
             "tensor_model_parallel_size": self.tp,
@@ -91,20 +91,21 @@ class Layout:
             "pipeline_schedule": self.schedule,
             "pipeline_plan": None,
             "sequence_parallel": self.sequence_parallel,
-            "use_distributed_optimizer": self.sharded_optimizer,
+            "use_distributed_optimizer": False,
+            "zero_stage": self.zero_stage,
             "overlap_grad_reduce": self.overlap,
-            "overlap_param_gather": self.overlap and self.sharded_optimizer,
+            "overlap_param_gather": self.overlap and self.zero_stage > 0,
         }
 
 
 def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     if word in _SWITCHES:
-        return _SWITCHES[word], True
+        return _SWITCHES[word]
     if word in TRAINING:
         return "schedule", word
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
     if match is None or match[1] not in _SIZES:
-        raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (as in 'tp2 pp2 v2 sp')")
+        raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (for example 'tp2 pp2 v2 sp')")
     return _SIZES[match[1]], int(match[2])
 
 
@@ -121,7 +122,7 @@ def every_layout(world_size: int, max_stages: int) -> Iterator[Layout]:
 
 
 def _variants(layout: Layout) -> Iterator[Layout]:
-    """A layout with every setting of the switches that matters to it."""
+    """The layout with every combination of the switches that have an effect in it."""
     for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
-        for sharded, overlap in product((False, True), repeat=2) if layout.dp > 1 else [(False, False)]:
-            yield replace(layout, sequence_parallel=sequence_parallel, sharded_optimizer=sharded, overlap=overlap)
+        for stage, overlap in product((0, 1), (False, True)) if layout.dp > 1 else [(0, False)]:
+            yield replace(layout, sequence_parallel=sequence_parallel, zero_stage=stage, overlap=overlap)

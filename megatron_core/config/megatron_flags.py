@@ -1,7 +1,7 @@
-"""Megatron-LM's flags that users bring along, as data: what each means here.
+"""Tables of the other flags that a launch script for Megatron-LM may contain, and their meaning here.
 
-Names are written with underscores and without the leading hyphens. A field of ``RunConfig`` has
-Megatron-LM's meaning and is not listed; what is listed is what else a launch script of Megatron-LM may hold.
+Names are written with underscores and without the leading hyphens. Flags that are fields of ``RunConfig`` have
+Megatron-LM's meaning and are not listed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ SAME_AS: dict[str, tuple[str, ...]] = {
     "use_rotary_position_embeddings": ("--position-embedding-type", "rope"),
     "use_tp_pp_dp_mapping": ("--rank-order", "tp-cp-ep-pp-dp"),
 }
-"""Switches that say in other words what a flag of this project says."""
+"""Switches that are equivalent to a flag of this project."""
 
 RENAMED: dict[str, str] = {
     "check_weight_hash_across_dp_replicas_interval": "replica_check_interval",
 }
 """Flags with a value that have another name here."""
 
-SAME_UNLESS_SAID: dict[str, tuple[str, ...]] = {
-    # Llama scripts pass it beside rotary positions, where it must change nothing.
+OVERRIDDEN_BY_FLAG: dict[str, tuple[str, ...]] = {
+    # Scripts for Llama pass it together with rotary positions, where it must not change anything.
     "no_position_embedding": ("--position-embedding-type", "none"),
 }
-"""As ``SAME_AS``, but an explicit flag wins wherever it stands."""
+"""As ``SAME_AS``, but an explicit flag overrides it, also one that comes earlier."""
 
 SAME_VALUE: dict[str, dict[str, str]] = {
-    # torch's scaled_dot_product_attention chooses its own kernel, the flash one where it can.
+    # torch's scaled_dot_product_attention selects its kernel, the flash one if possible.
     "attention_backend": {"flash": "auto", "fused": "auto", "local": "unfused"},
-    # Transformer Engine's is another kernel for what is computed here.
+    # Transformer Engine's kernel computes the same.
     "cross_entropy_fusion_impl": {"te": "native"},
     "tokenizer_type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
 }
 """Values of a shared flag that have another name here."""
+
+LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
+"""Shared flags whose values may be one Python expression of numbers, lists, + and *: ``127,0``, ``([1]*3+[0])*2``."""
 
 SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "accumulate_allreduce_grads_in_fp32": "main gradients are float32",
@@ -49,8 +52,8 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "ckpt_assume_constant_structure": "there is one checkpoint format",
     "ckpt_fully_parallel_load": "every rank reads what it needs",
     "disable_gloo_process_groups": "groups are made as they are needed",
-    "disable_jit_fuser": "kernels are chosen by the back end",
-    "lazy_mpu_init": "start-up has one order",
+    "disable_jit_fuser": "--kernel-backend selects kernels",
+    "lazy_mpu_init": "there is one order of initialisation",
     "log_memory_to_tensorboard": "always logged",
     "log_num_zeros_in_grad": "not logged",
     "log_params_norm": "not logged",
@@ -59,42 +62,42 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "log_timers_to_tensorboard": "always logged",
     "log_validation_ppl_to_tensorboard": "always logged",
     "log_world_size_to_tensorboard": "not logged",
-    "manual_gc": "Python's collector is left alone",
-    "no_bias_dropout_fusion": "kernels are chosen by the back end",
-    "no_bias_gelu_fusion": "kernels are chosen by the back end",
-    "no_bias_swiglu_fusion": "kernels are chosen by the back end",
+    "manual_gc": "Python's garbage collector is not changed",
+    "no_bias_dropout_fusion": "--kernel-backend selects kernels",
+    "no_bias_gelu_fusion": "--kernel-backend selects kernels",
+    "no_bias_swiglu_fusion": "--kernel-backend selects kernels",
     "no_ckpt_fully_parallel_save": "every rank writes what it owns",
     "no_create_attention_mask_in_dataloader": "masks are never made by the loader",
-    "no_gradient_accumulation_fusion": "kernels are chosen by the back end",
+    "no_gradient_accumulation_fusion": "--kernel-backend selects kernels",
     "no_load_rng": "no generator states are kept",
-    "no_masked_softmax_fusion": "kernels are chosen by the back end",
+    "no_masked_softmax_fusion": "--kernel-backend selects kernels",
     "no_mmap_bin_files": "not used",
-    "no_persist_layer_norm": "kernels are chosen by the back end",
+    "no_persist_layer_norm": "--kernel-backend selects kernels",
     "no_query_key_layer_scaling": "scores are never scaled by the layer number",
-    "no_rope_fusion": "kernels are chosen by the back end",
+    "no_rope_fusion": "--kernel-backend selects kernels",
     "no_save_rng": "no generator states are kept",
-    "override_opt_param_scheduler": "the flags of the run always rule the learning rate",
+    "override_opt_param_scheduler": "the learning rate always follows the flags of the run",
     "use_cpu_initialization": "weights depend on seed and name, not on the device",
     "use_flash_attn": "torch chooses the attention kernel",
-    "use_mcore_models": "there is one model code",
+    "use_mcore_models": "there is one implementation of the model",
     "use_persistent_ckpt_worker": "checkpoints are written before the next step",
 }
-"""Switches that are accepted and change nothing here, with the reason."""
+"""Switches that are accepted without effect, with the reason."""
 
 VALUES_WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "there is one data parallel wrapper",
     "dist_ckpt_strictness": "checkpoints are always read strictly",
-    "empty_unused_memory_level": "torch's allocator is left alone",
+    "empty_unused_memory_level": "torch's allocator is not changed",
     "local_rank": "taken from the environment",
     "logging_level": "not used",
-    "manual_gc_interval": "Python's collector is left alone",
+    "manual_gc_interval": "Python's garbage collector is not changed",
     "tensorboard_log_interval": "every step is logged",
     "tensorboard_queue_size": "not used",
     "timing_log_level": "not used",
     "timing_log_option": "not used",
     "transformer_impl": "there is one implementation",
 }
-"""Flags with a value, of which any is accepted and changes nothing here, with the reason."""
+"""Flags with a value, any of which is accepted without effect, with the reason."""
 
 ONLY_VALUE: dict[str, str] = {
     "ckpt_format": "torch_dist",
@@ -111,7 +114,7 @@ ONLY_VALUE: dict[str, str] = {
     "vocab_extra_ids": "0",
     "weight_decay_incr_style": "constant",
 }
-"""Flags of which one value is what this project does anyway; any other value is not supported."""
+"""Flags with the only value that is supported, which is what this project always does."""
 
 NOT_SUPPORTED: frozenset[str] = _names(
     """
@@ -124,7 +127,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
     embedding_init_method_std end_weight_decay
     error_injection_rate eval_global_batch_size eval_micro_batch_size exit_signal_handler
-    expert_tensor_parallel_size external_cuda_graph fake_process_group fine_grained_activation_offloading
+    external_cuda_graph fake_process_group fine_grained_activation_offloading
     first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection full_validation glu_linear_offset
     grad_reduce_in_bf16 heterogeneous_layers_config_path hierarchical_context_parallel_sizes
     hybrid_layer_pattern init_method_xavier_uniform is_hybrid_model iterations_to_skip kv_lora_rank
@@ -140,15 +143,15 @@ NOT_SUPPORTED: frozenset[str] = _names(
     qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu record_memory_history
     relative_attention_max_distance relative_attention_num_buckets replication
     rope_scaling_factor rotary_scaling_factor
-    rotary_seq_len_interpolation_factor save_retain_interval sft sgd_momentum skip_train spec
+    rotary_seq_len_interpolation_factor save_retain_interval sft sgd_momentum spec
     start_eval_at_iter start_weight_decay step_batch_size_schedule test_mode
-    tokenizer_metadata tp_comm_overlap_cfg trust_remote_code use_checkpoint_args
+    tokenizer_metadata tp_comm_overlap_cfg trust_remote_code
     use_checkpoint_opt_param_scheduler use_megatron_fsdp use_mp_args_from_checkpoint_args use_mup
     use_nccl_ub use_precision_aware_optimizer use_pytorch_profiler use_rope_scaling use_torch_fsdp2
-    v_head_dim verify_integrity window_attn_skip_freq window_size
+    v_head_dim verify_integrity
     """
 )
-"""Flags that change what is computed, saved or reported, and that have no counterpart yet."""
+"""Flags that change what is computed, saved or reported, and are not supported yet."""
 
 NOT_SUPPORTED_FAMILIES: tuple[str, ...] = (
     "enable_ft_",
@@ -164,9 +167,9 @@ NOT_SUPPORTED_FAMILIES: tuple[str, ...] = (
     "wandb_",
     "yarn_",
 )
-"""Beginnings of further flags that have no counterpart yet."""
+"""Prefixes of further flags that are not supported yet."""
 
 
 def is_unsupported(name: str) -> bool:
-    """Whether Megatron-LM has a flag of this name that this project cannot honour."""
+    """Whether this is a flag of Megatron-LM that is not supported here."""
     return name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_FAMILIES)

@@ -17,29 +17,30 @@ class ModelConfig:
     num_attention_heads: int = 4
     """Number of query heads."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP; default 4 x hidden_size, or with a gated activation 8/3 of it rounded down to 64."""
+    """Width of the MLP; default 4 x hidden_size; with a gated activation 8/3 x hidden_size, rounded down to a multiple
+    of 64."""
     kv_channels: int | None = None
     """Width of one attention head; default hidden_size / num_attention_heads."""
     group_query_attention: bool = False
-    """Share each key and value head among several query heads (GQA; MQA with one group)."""
+    """Grouped-query attention: several query heads share each key and value head (multi-query with one group)."""
     num_query_groups: int | None = None
     """Number of key and value heads; needs --group-query-attention."""
     max_position_embeddings: int | None = None
-    """Rows of the learned position table, and the longest sequence; default seq_length."""
+    """Number of learned positions, the longest sequence; default --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Learned positions, rotary positions (Su et al. 2021), or none."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
-    """Fraction of each head's channels that rotate."""
+    """Fraction of each head's channels to which rotary positions apply."""
     rotary_interleaved: bool = False
-    """Rotate channels 2i and 2i + 1 together, as RoFormer and GPT-J do; default i and i + half, as Llama does."""
+    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of normalization."""
+    """Type of normalization."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside the normalization."""
     qk_layernorm: bool = False
-    """Normalize queries and keys, head by head."""
+    """Normalize queries and keys, separately for each head."""
     swiglu: bool = False
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = False
@@ -47,38 +48,46 @@ class ModelConfig:
     squared_relu: bool = False
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = False
-    """GELU in its tanh form, as in GPT-2; the default GELU is the exact one."""
+    """GELU in the tanh approximation, as in GPT-2; default: the exact GELU."""
     disable_bias_linear: bool = False
     """No biases in the linear layers."""
     add_qkv_bias: bool = False
-    """A bias in the QKV projection even with --disable-bias-linear."""
+    """Add a bias to the QKV projection even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer a weight of its own."""
+    """Give the output layer its own weight instead of the word embedding's."""
     hidden_dropout: float = 0.1
     """Dropout probability on the residual branches and the embedding."""
     attention_dropout: float = 0.1
-    """Dropout probability on the attention weights; any value above 0 takes the unfused path in training."""
+    """Dropout probability on the attention weights; any value above 0 selects the slower, unfused attention in
+    training."""
     attention_backend: Literal["auto", "unfused"] = "auto"
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
+    window_size: tuple[int, int] | None = None
+    """Sliding-window attention: how many tokens each token attends to before itself (-1: all) and after itself (0, as
+    the model is causal)."""
+    window_attn_skip_freq: tuple[int, ...] | None = None
+    """Layers without the window. One number n: every n-th layer has full attention. One number for each layer: 1 for
+    the window, 0 for full attention. Default: every layer has the window."""
     kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = "auto"
-    """Body of the fused operations: auto takes the compiled one where there is one for the device and data type, native
-    insists on it, reference takes PyTorch's own; apex and transformer_engine take what these libraries have, auto for
-    the rest."""
+    """Backend of the fused operations. auto: native kernels if available for device and dtype, else reference. native:
+    an error if not available. reference: PyTorch. apex, transformer_engine: these libraries for the operations that
+    they have, auto for the others."""
     cross_entropy_loss_fusion: bool = False
-    """Let --cross-entropy-fusion-impl say how the loss is computed; without it, it is native."""
+    """Compute the loss as --cross-entropy-fusion-impl says; default: native."""
     cross_entropy_fusion_impl: Literal["native", "linear"] = "native"
-    """native: the loss in one pass over the logits; linear: together with the output layer, a few tokens at a time,
-    so that the logits are never there as a whole, for one matrix product more. Needs --cross-entropy-loss-fusion."""
+    """native: the loss in one pass over the logits. linear: output layer and loss together, a few tokens at a time;
+    saves the memory of the logits and costs one more matrix product. Needs --cross-entropy-loss-fusion."""
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; over sqrt(2 L) in layers that write the residual stream."""
+    """Standard deviation of initial weights; over sqrt(2 num_layers) in layers that add to the residual stream."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the TP size; no pad row is ever used."""
+    """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """What to compute again in backward instead of keeping: whole layers, or only the attention core."""
+    """What backward computes again instead of keeping it. full: whole layers. selective: the attention core."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full recompute: runs of recompute_num_layers layers (uniform), or each stage's first (block)."""
+    """With full recompute. uniform: checkpoints every --recompute-num-layers layers. block: recomputes the first
+    --recompute-num-layers layers of each stage."""
     recompute_num_layers: int | None = None
-    """With uniform: layers in each recomputed run; with block: recomputed layers in each stage."""
+    """uniform: layers between two checkpoints. block: recomputed layers in each stage."""
 
     @property
     def gated_linear_unit(self) -> bool:
@@ -110,6 +119,14 @@ class ModelConfig:
     def add_bias_linear(self) -> bool:
         """Whether linear layers have biases."""
         return not self.disable_bias_linear
+
+    def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
+        """The window of a layer (numbered from 0); None: full attention."""
+        skip = self.window_attn_skip_freq
+        if skip is None or self.window_size is None:
+            return self.window_size
+        windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
+        return self.window_size if windowed else None
 
     @property
     def has_qkv_bias(self) -> bool:

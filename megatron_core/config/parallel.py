@@ -1,15 +1,17 @@
-"""How the work is split over ranks."""
+"""How the model and its batch are split over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_core.config.pipeline_layout import parse_layout
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules.pipeline_layout import parse_layout
 
-PipelineSchedule = Literal[TRAINING]
-"""The names in the table of schedules: to add one there is all it takes."""
+if TYPE_CHECKING:
+    PipelineSchedule = str
+else:
+    PipelineSchedule = Literal[TRAINING]  # an entry in the table of schedules is enough to add one
 
 BALANCED_STAGES: dict[str, bool | None] = {
     "pipeline_model_parallel_layout": None,
@@ -20,66 +22,76 @@ BALANCED_STAGES: dict[str, bool | None] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
 }
-"""The settings that say how layers are split over a pipeline, as they are when its stages are balanced by cost."""
+"""The settings that determine which layers are on which stage, with their defaults: stages balanced by cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The layout: sizes of the parallel axes and what overlaps with what."""
+    """The layout: sizes of the parallel axes, pipeline schedule, sharding, and overlap of communication."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices (TP)."""
+    """Ranks over which the matrices of each layer are split (TP)."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers (PP)."""
+    """Ranks over which the layers are split, as stages of a pipeline (PP)."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence (CP); only 1 is supported so far."""
+    """Ranks over which each sequence is split (CP); only 1 is supported so far."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts (EP); only 1 is supported so far."""
+    """Ranks over which the experts are split (EP); only 1 is supported so far."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size."""
     pipeline_model_parallel_layout: str | None = None
-    """What is on each stage, in order, as Et*3|(tt|)*29|L: E embedding, t layer, L output and loss, | next stage, *n
-    repeats; stage i is on pipeline rank i mod PP. Default: the split whose most expensive stage is cheapest."""
+    """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
+    *n repeats; stage i is on pipeline rank i mod PP. Default: split so that the slowest stage takes least time."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers on the first pipeline rank, over all its chunks; the other ranks share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = None
     """Layers on the last pipeline rank, over all its chunks; the other ranks share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when layers are split over stages, not by its FLOPs (of which it has none)."""
+    """Count the embedding as one layer when layers are split over stages; default: by its FLOPs (none)."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer and the loss as one layer when layers are split over stages, not by their FLOPs."""
+    """Count output layer and loss as one layer when layers are split over stages; default: by their FLOPs."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers in each chunk of the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
     section 2.2)."""
     pipeline_schedule: PipelineSchedule | None = None
-    """Order of forwards and backwards on the pipeline's ranks; default 1f1b, with chunks interleaved. zb_v and
-    dualpipe_v hold two chunks on each rank, the second in reverse order. tools/show_schedule.py draws them."""
+    """Order of forwards and backwards on the pipeline ranks; default 1f1b, or interleaved with several chunks. zb_v and
+    dualpipe_v have two chunks on each rank, the second in reverse order. tools/show_schedule.py draws schedules."""
     pipeline_plan: str | None = None
-    """Text file with a plan of one's own instead of --pipeline-schedule: a line of actions for each rank, as 0F0 0F1
-    0B0 0B1 (docs/pipeline.md)."""
+    """Text file with a custom plan instead of --pipeline-schedule: for each rank a line of actions such as 0F0 0F1 0B0
+    0B1 (docs/pipeline.md)."""
     overlap_p2p_communication: bool = True
-    """Post receives before they are needed and wait for sends late; --no-overlap-p2p-communication waits for each
-    send at once."""
+    """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication waits for each send
+    immediately."""
     sequence_parallel: bool = False
-    """Split the sequence over the TP ranks outside the matrix products (Korthikanti et al. 2022,
+    """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""
     tp_comm_overlap: bool = True
     """Reduce the input gradient of a parallel linear layer while its weight gradient is computed;
-    --no-tp-comm-overlap does one after the other."""
+    --no-tp-comm-overlap: first one, then the other."""
     use_distributed_optimizer: bool = False
-    """Shard optimizer state and main weights over the data parallel ranks (ZeRO stage 1)."""
+    """Shard optimizer state and main weights over the data-parallel ranks; the same as --zero-stage 1."""
+    zero_stage: Literal[0, 1] | None = None
+    """What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer state and main weights (Rajbhandari et al.
+    2020). Default 1 with --use-distributed-optimizer, else 0."""
     overlap_grad_reduce: bool = False
-    """Reduce gradient buckets over data parallel ranks while backward still runs."""
+    """Reduce gradient buckets over data-parallel ranks while backward is still running."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward already runs; needs --use-distributed-optimizer."""
+    """Gather updated weights while the next forward is already running; needs --zero-stage 1."""
     ddp_bucket_size: int = 40_000_000
-    """Elements in a gradient bucket."""
+    """Elements in a gradient bucket; each bucket is reduced by one collective."""
     rank_order: str = "tp-cp-ep-dp-pp"
-    """Order of the axes over the ranks, the fastest first."""
+    """Order of the parallel axes in the rank number, the fastest-varying first."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Back end of torch.distributed; auto: nccl with GPUs, else gloo."""
+    """Backend of torch.distributed; auto: nccl with GPUs, else gloo."""
     distributed_timeout_minutes: float = 10.0
-    """After how many minutes a collective that some rank does not join is an error."""
+    """Minutes after which a collective that some rank has not joined is an error."""
+
+    @property
+    def dp_zero_stage(self) -> int:
+        """The ZeRO stage after defaults."""
+        return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
 
     @property
     def model_parallel_size(self) -> int:
@@ -91,8 +103,19 @@ class ParallelConfig:
         return world_size // self.model_parallel_size
 
     @property
+    def expert_model_size(self) -> int:
+        """Ranks that hold one copy of all experts."""
+        return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices, after the default (ETP)."""
+        etp = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if etp is None else etp
+
+    @property
     def accounted_layers(self) -> int:
-        """How many of embedding and loss count as a layer."""
+        """0, 1 or 2: how many of embedding and loss count as one layer each."""
         return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
 
     def num_chunks(self, num_layers: int) -> int:
@@ -106,9 +129,9 @@ class ParallelConfig:
 
     @property
     def implied_chunks(self) -> int | None:
-        """Chunks on each rank that the schedule prescribes; None if it leaves their number open."""
+        """Number of chunks on each rank that the schedule requires; None if any number is possible."""
         return SCHEDULES[self.pipeline_schedule].chunks if self.pipeline_schedule is not None else None
 
     def schedule(self, num_layers: int) -> PipelineSchedule:
-        """Name of the pipeline schedule after defaults."""
+        """The pipeline schedule after defaults."""
         return self.pipeline_schedule or ("interleaved" if self.num_chunks(num_layers) > 1 else "1f1b")

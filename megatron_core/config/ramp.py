@@ -1,4 +1,4 @@
-"""A value that grows in equal steps while samples are consumed: a batch size, a sequence length."""
+"""A batch size or sequence length that grows in equal steps with the number of samples consumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ramp:
-    """From ``start`` to ``end`` by ``increment`` over the first ``samples`` samples, each value for an equal share.
+    """Grows from ``start`` to ``end`` by ``increment`` over ``samples`` samples, with each value for equally many.
 
     With k = (end - start) / increment, the value after c samples is start + floor(c k / samples) increment, and
     ``end`` from c = samples on. Source: Megatron-LM's ``--rampup-batch-size START INCREMENT SAMPLES``.
@@ -16,7 +16,7 @@ class Ramp:
     start: int
     """First value."""
     increment: int
-    """What it grows by."""
+    """Difference between one value and the next."""
     samples: int
     """Samples over which it grows."""
     end: int
@@ -24,17 +24,17 @@ class Ramp:
 
     @classmethod
     def of(cls, given: tuple[int, int, int] | None, end: int) -> Ramp:
-        """The ramp of a setting, or no ramp at all for ``None``."""
+        """The ramp of a setting; constant for ``None``."""
         return cls(*given, end) if given else cls(end, 1, 0, end)
 
     def at(self, consumed_samples: int) -> int:
-        """The value after so many samples."""
+        """The value after ``consumed_samples`` samples."""
         if consumed_samples >= self.samples:
             return self.end
         increments = (self.end - self.start) // self.increment
-        # In integers: a quotient of floats would be off by one step beside some borders.
+        # In integers, because a quotient of floats can be off by one increment at the ends of the steps.
         return self.start + consumed_samples * increments // self.samples * self.increment
 
     def __str__(self) -> str:
-        """As it is given on a command line."""
+        """The values as given on the command line."""
         return f"{self.start} {self.increment} {self.samples}"

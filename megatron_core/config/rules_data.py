@@ -23,29 +23,35 @@ _FIM_NEEDS = {
 }
 
 
-# Where tokens come from, of which one is given; the first ones are divided by --split.
+# The sources of tokens, of which exactly one must be given; --split applies to those in DIVIDED.
 DIVIDED = ("data_path", "data_args_path", "data_phases")
 SOURCES = (*DIVIDED, "train_data_path", "per_split_data_args_path", "mock_data")
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
-    """Exactly one source of tokens, and splits that go with it."""
+    """Check that there is exactly one source of tokens, and that splits, blends and orders fit it."""
     data = config.data
+    held_out = ("valid_data_path", "test_data_path")
     given = [name for name in SOURCES if getattr(data, name)]
+    if config.training.skip_train and not data.train_data_path:
+        given += [name for name in held_out if getattr(data, name)][:1]
     if not given and data.dataloader_type != "external":
-        yield "data_path=() names no tokens; give one of --data-path, --train-data-path, --mock-data"
+        yield "data_path=() leaves the run without data; give one of --data-path, --train-data-path, --mock-data"
     if given and data.dataloader_type == "external":
         yield (
-            f"dataloader_type=external takes the data sets of your script, and {given[0]}="
+            f"dataloader_type=external takes the datasets of your script, but {given[0]}="
             f"{_shown(getattr(data, given[0]))} names others; remove one of them"
         )
     if len(given) > 1:
         shown = " and ".join(f"{name}={_shown(getattr(data, name))}" for name in given)
         yield f"{shown} exclude one another; keep one of them"
-    for name in ("valid_data_path", "test_data_path"):
+    for name in held_out:
         paths = getattr(data, name)
-        if paths and not data.train_data_path:
-            yield f"{name}={_shown(paths)} needs train_data_path; give it, or use --data-path with --split"
+        if paths and not data.train_data_path and not config.training.skip_train:
+            yield (
+                f"{name}={_shown(paths)} needs train_data_path; give it, or use --data-path with --split, or only "
+                "evaluate with --skip-train"
+            )
     if data.split is not None:
         yield from _split_problems(config)
     yield from _order_problems(config)
@@ -55,7 +61,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    """A setting's value as it is typed."""
+    """A value as on the command line."""
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -68,20 +74,20 @@ def _number(text: str) -> float | None:
 
 
 def _order_problems(config: RunConfig) -> Iterator[str]:
-    """What an order of samples can go with."""
+    """Settings that contradict the order of samples."""
     data = config.data
     if data.data_cache_path is not None and data.data_order != "megatron":
         yield (
-            f"data_cache_path={data.data_cache_path} has no effect with data_order={data.data_order}, which has "
-            "nothing to keep; remove it, or add --data-order megatron"
+            f"data_cache_path={data.data_cache_path} has no effect with data_order={data.data_order}, which builds "
+            "no indices; remove it, or add --data-order megatron"
         )
     endless = [name for name in ("mock_data", "data_phases") if getattr(data, name)]
     if data.dataloader_type == "cyclic" and endless:
         shown = f"{endless[0]}={getattr(data, endless[0])}"
-        yield f"dataloader_type=cyclic goes round the samples of an epoch, and {shown} has none; use single"
+        yield f"dataloader_type=cyclic repeats the samples of an epoch, but {shown} has no epochs; use single"
     if data.data_order == "megatron" and data.data_phases is not None:
         yield (
-            f"data_phases={data.data_phases} needs data_order=keyed, in which any sample can be found by its number; "
+            f"data_phases={data.data_phases} needs data_order=keyed, which can start at any sample; "
             "remove --data-order megatron"
         )
 
@@ -90,36 +96,36 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
     """The shares of train, validation and test."""
     data = config.data
     if not any(getattr(data, name) for name in DIVIDED):
-        yield f"split={data.split} applies to data_path alone, which is not given; remove it"
+        yield f"split={data.split} applies only to data_path, which is not given; remove it"
     shares = [_number(part) for part in (data.split or "").split(",")]
     sound = [share for share in shares if share is not None and 0 <= share < math.inf]
     if len(sound) != len(shares) or len(shares) > 3 or not sound[0] > 0:
-        yield f"split={data.split} is not legal; give up to three shares, the first above 0, as in 969,30,1"
+        yield f"split={data.split} is not legal; give one to three shares, the first above 0, such as 969,30,1"
 
 
 def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
-    """Weights and prefixes in turn, where numbers stand in the places of weights."""
+    """Faults of a blend, which is a list with a number in the position of some weight."""
     weights = [_number(path) for path in paths[::2]]
     given = [weight for weight in weights if weight is not None]
     if len(paths) < 2 or not given:
         return
     if len(paths) % 2 or len(given) < len(weights):
         yield (
-            f"{name}={_shown(paths)} has weights, but is not weight prefix weight prefix ...; "
-            "give every prefix a weight, or none (a prefix that is a number is written ./7)"
+            f"{name}={_shown(paths)} has weights, but is not of the form weight prefix weight prefix ...; "
+            "give every prefix a weight, or none (write ./7 for a prefix 7)"
         )
     elif not all(0 < weight < math.inf for weight in given):
-        yield f"{name}={_shown(paths)} has a weight that is not a number above 0; leave that data set out"
+        yield f"{name}={_shown(paths)} has a weight that is not a number above 0; leave that dataset out"
 
 
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:
-    """Something tells the size of the vocabulary, and a tokenizer has its files."""
+    """Check that the size of the vocabulary is known, and that a tokenizer has its files."""
     data = config.data
     if data.tokenizer_type is None and data.vocab_size is None:
-        yield "tokenizer_type=None and vocab_size=None leave the vocabulary open; give one of them"
+        yield "tokenizer_type=None and vocab_size=None: the size of the vocabulary is unknown; give one of them"
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
         if getattr(data, name) and data.tokenizer_type is None:
-            yield f"{name}=True needs a tokenizer's end-of-document id; give --tokenizer-type or remove it"
+            yield f"{name}=True needs the end-of-document id of a tokenizer; give --tokenizer-type or remove it"
     for name in _TOKENIZER_FILES.get(data.tokenizer_type or "", ()):
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
@@ -127,12 +133,12 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fim_problems(config: RunConfig) -> Iterator[str]:
-    """Rates of fill-in-the-middle that are rates, and settings of it that have their switch."""
+    """Fill-in-the-middle: rates outside 0 to 1, and settings without the switch that they need."""
     data = config.data
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         rate = getattr(data, name)
         if rate is not None and not 0 <= rate <= 1:
-            yield f"{name}={rate} is a share; give a number from 0 to 1"
+            yield f"{name}={rate} is not a share; legal: 0 to 1"
     for name, needs in _FIM_NEEDS.items():
         missing = [need for need in needs if getattr(data, need) in (None, False)]
         if getattr(data, name) is not None and missing:
@@ -141,10 +147,19 @@ def _fim_problems(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Settings of saving and loading that need a folder."""
+    """Settings of saving and loading that have no effect without a folder, and unknown names of model settings."""
     checkpoint = config.checkpoint
-    needs = {"save_interval": "save", "ckpt_step": "load", "finetune": "load"}
+    needs = {
+        "save_interval": "save",
+        "ckpt_step": "load",
+        "use_checkpoint_args": "load",
+        "finetune": "load",
+        "changed_model_settings": "load",
+    }
     for name, folder in needs.items():
         value = getattr(checkpoint, name)
-        if value not in (None, False) and getattr(checkpoint, folder) is None:
-            yield f"{name}={value} has no effect without {folder}; add --{folder} FOLDER or remove it"
+        if value not in (None, False, ()) and getattr(checkpoint, folder) is None:
+            yield f"{name}={_shown(value)} has no effect without {folder}; add --{folder} FOLDER or remove it"
+    unknown = [name for name in checkpoint.changed_model_settings if not hasattr(config.model, name)]
+    if unknown:
+        yield f"changed_model_settings={_shown(tuple(unknown))}: no setting of the model; give names as rotary_base"

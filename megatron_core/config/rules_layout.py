@@ -1,8 +1,9 @@
-"""Rules for the model's sizes and for how they are split over ranks."""
+"""Rules for the sizes of the model and how they are split over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from megatron_core.config.run import RunConfig
 
@@ -13,19 +14,19 @@ def divisors(number: int) -> list[int]:
 
 
 def leaves_rest(number: int, divisor: int) -> bool:
-    """Whether ``number / divisor`` leaves a rest; sizes below 1 have their own sentence."""
+    """Whether ``number / divisor`` has a remainder; False for sizes below 1, which another rule reports."""
     return number >= 1 and divisor >= 1 and number % divisor != 0
 
 
 def _uneven(name: str, number: int, over: str, parts: int, way_out: str = "") -> Iterator[str]:
-    """The sentence for a size that does not split evenly."""
+    """The message for a size that does not split evenly."""
     if leaves_rest(number, parts):
         legal = ", ".join(map(str, divisors(number)))
         yield f"{name}={number} cannot be split over {over}={parts}; legal: {legal}{way_out}"
 
 
 def model_problems(config: RunConfig) -> Iterator[str]:
-    """Heads, groups, positions, activations and losses that do not go together."""
+    """Settings of heads, groups, positions, activations and the loss that contradict each other."""
     model = config.model
     if model.kv_channels is None:
         yield from _uneven(
@@ -33,10 +34,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             model.hidden_size,
             "num_attention_heads",
             model.num_attention_heads,
-            " (or give each head its width with kv_channels)",
+            " (or set the width of a head with kv_channels)",
         )
     yield from _group_problems(config)
     yield from _position_problems(config)
+    yield from _window_problems(config)
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
@@ -59,6 +61,25 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         yield from _uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
 
 
+def _window_problems(config: RunConfig) -> Iterator[str]:
+    """Sliding-window attention."""
+    window, skip, layers = config.model.window_size, config.model.window_attn_skip_freq, config.model.num_layers
+    if window is not None and (window[0] < -1 or window[1] not in (0, -1)):
+        yield (
+            f"window_size={window} must be the number of tokens before (-1: all) and after a token, and the second "
+            "must be 0, because the model is causal; for example --window-size 127 0 for a window of 128"
+        )
+    if skip is not None and window is None:
+        yield f"window_attn_skip_freq={skip} has no effect without window_size; add --window-size or remove it"
+    elif skip is not None and len(skip) == 1 and skip[0] < 1:
+        yield f"window_attn_skip_freq={skip} must be 1 or more: every n-th layer has full attention"
+    elif skip is not None and len(skip) != 1 and (len(skip) != layers or set(skip) - {0, 1}):
+        yield (
+            f"window_attn_skip_freq={skip} must be one number n (every n-th layer has full attention), or 1 (window) "
+            f"or 0 (full) for each of num_layers={layers}"
+        )
+
+
 def _position_problems(config: RunConfig) -> Iterator[str]:
     """Rotary channels and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
@@ -66,19 +87,19 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
         rotating = int(model.head_size * model.rotary_percent) if 0 < model.rotary_percent <= 1 else 2
         if rotating < 2 or rotating % 2:
             yield (
-                f"rotary_percent={model.rotary_percent} of a head of {model.head_size} channels makes "
+                f"rotary_percent={model.rotary_percent} of the {model.head_size} channels in a head gives "
                 f"{rotating} rotating channels, which must be even and 2 or more; "
                 "change rotary_percent, kv_channels or hidden_size"
             )
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "
-            f"legal: {seq_length} or more, or nothing at all"
+            f"legal: {seq_length} or more, or leave it out"
         )
 
 
 def recompute_problems(config: RunConfig) -> Iterator[str]:
-    """Recompute settings, which are complete or absent."""
+    """Recompute settings, which must all be given or none."""
     model = config.model
     details = {name: getattr(model, name) for name in ("recompute_method", "recompute_num_layers")}
     for name, value in details.items():
@@ -98,57 +119,101 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
 
 
 def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The layout against the world, the model and itself."""
+    """Faults of the layout: in itself, for this number of ranks and for this model."""
     yield from _world_problems(config, world_size)
-    yield from _tensor_problems(config)
+    yield from _tensor_problems(config, world_size)
     yield from _pipeline_problems(config)
     yield from _rank_order_problems(config, world_size)
     parallel = config.parallel
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+    if parallel.overlap_param_gather and parallel.dp_zero_stage == 0:
         yield (
-            "overlap_param_gather=True needs use_distributed_optimizer; "
-            "add --use-distributed-optimizer or remove --overlap-param-gather"
+            "overlap_param_gather=True needs sharded weights; "
+            "add --use-distributed-optimizer (--zero-stage 1) or remove --overlap-param-gather"
         )
+    if parallel.zero_stage not in (None, 0, 1):
+        yield f"zero_stage={parallel.zero_stage} is not supported yet; legal: 0, 1"
+    if parallel.zero_stage == 0 and parallel.use_distributed_optimizer:
+        yield "zero_stage=0 and use_distributed_optimizer=True (zero_stage=1) exclude one another; keep one of them"
 
 
 def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Axes that are not supported yet, and a world that the model's copies do not fill."""
+    """World sizes that are not a multiple of a model copy or expert copy, and axes that are not supported yet."""
     parallel = config.parallel
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if getattr(parallel, name) > 1:
-            yield f"{name}={getattr(parallel, name)} is not supported yet; legal: 1"
     if leaves_rest(world_size, parallel.model_parallel_size):
         yield (
             f"world_size={world_size} is not a multiple of {parallel.model_parallel_size}, "
-            "the ranks of one model copy "
+            "the number of ranks of one model copy "
             f"(tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
             f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
             f"context_parallel_size={parallel.context_parallel_size}); start a multiple of "
             f"{parallel.model_parallel_size} ranks, or choose sizes whose product is one of "
             f"{', '.join(map(str, divisors(world_size)))}"
         )
-
-
-def _tensor_problems(config: RunConfig) -> Iterator[str]:
-    """What tensor parallelism splits."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if tp < 1:
+    elif leaves_rest(world_size, parallel.expert_model_size):
+        stage = world_size // parallel.pipeline_model_parallel_size
+        yield (
+            f"expert_model_parallel_size={parallel.expert_model_parallel_size} x expert_tensor_parallel_size="
+            f"{parallel.expert_tensor_size} cannot divide the {stage} ranks of a pipeline stage; "
+            f"choose sizes whose product is one of {', '.join(map(str, divisors(stage)))}"
+        )
         return
-    axis = "tensor_model_parallel_size"
-    yield from _uneven("num_attention_heads", model.num_attention_heads, axis, tp)
+    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (getattr(parallel, name) or 1) > 1:
+            yield f"{name}={getattr(parallel, name)} is not supported yet; legal: 1"
+
+
+def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
+    """Every legal tensor_model_parallel_size for the other settings.
+
+    It must split heads, key-value groups, the MLP and, with sequence parallel, the sequence; and ``world_size`` must be
+    a multiple of TP x PP x CP. If no size fits the world, those that fit the model.
+    """
+    model, parallel = config.model, config.parallel
+    lengths = [config.data.seq_length]
+    if config.data.seq_length_warmup is not None:
+        lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
+    even = [model.num_attention_heads, model.ffn_size, *(lengths if parallel.sequence_parallel else ())]
+    groups = model.query_groups
     # Fewer groups than ranks is legal when each rank belongs to exactly one group. C19
+    legal = [
+        tp
+        for tp in divisors(model.num_attention_heads)
+        if not any(leaves_rest(size, tp) for size in even) and (groups % tp == 0 or tp % groups == 0)
+    ]
+    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    return [tp for tp in legal if not leaves_rest(world_size, tp * others)] or legal
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of ``unit`` next to ``number``, as ``510, 513``."""
+    below = number // unit * unit
+    return ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+
+
+def _tensor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Sizes that tensor parallelism cannot split evenly."""
+    model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.data.seq_length
+    if min(tp, model.hidden_size, model.num_attention_heads, model.query_groups) < 1:
+        return
+    splits = {"num_attention_heads": model.num_attention_heads, "ffn_hidden_size": model.ffn_size}
+    wrong = [f"{name}={size}" for name, size in splits.items() if leaves_rest(size, tp)]
     groups = model.query_groups
     if model.group_query_attention and leaves_rest(groups, tp) and leaves_rest(tp, groups):
-        legal = ", ".join(map(str, divisors(groups)))
-        yield (f"num_query_groups={groups} cannot be split over {axis}={tp}; legal: {legal} or a multiple of {groups}")
-    if model.hidden_size >= 1:
-        yield from _uneven("ffn_hidden_size", model.ffn_size, axis, tp)
-    if config.parallel.sequence_parallel:
-        yield from _uneven("seq_length", config.data.seq_length, axis, tp, " (or remove --sequence-parallel)")
+        wrong.append(f"num_query_groups={groups}")
+    way_out = ""
+    if config.parallel.sequence_parallel and leaves_rest(length, tp):
+        wrong.append(f"seq_length={length}")
+        way_out = f", or a seq_length of {nearest_multiples(length, tp)}, or no --sequence-parallel"
+    if wrong:
+        legal = ", ".join(map(str, tensor_parallel_sizes(config, world_size)))
+        yield (
+            f"{' and '.join(wrong)} cannot be split over tensor_model_parallel_size={tp}; "
+            f"legal for this model on {world_size} ranks: {legal}{way_out}"
+        )
 
 
 def _pipeline_problems(config: RunConfig) -> Iterator[str]:
-    """Stages and chunks."""
+    """Numbers of stages and chunks that contradict each other or the number of layers."""
     parallel, layers = config.parallel, config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -156,7 +221,7 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     if any(size is not None and size < 1 for size in (pp, layers, per_chunk, chunks)):
         return
     if parallel.pipeline_model_parallel_layout is not None:
-        return  # it says all by itself: rules_stages
+        return  # checked in rules_stages
     counted = layers + parallel.accounted_layers
     if per_chunk is not None and chunks is not None:
         yield (
@@ -166,7 +231,7 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     if pp == 1 and (per_chunk is not None or (chunks or 1) > 1):
         what = "layers_per_virtual_pipeline_stage" if per_chunk else "virtual_stages_per_pipeline_rank"
         yield (
-            f"num_{what}={per_chunk or chunks} interleaves the ranks of a pipeline, which has one rank; "
+            f"num_{what}={per_chunk or chunks} needs a pipeline of several ranks, but this one has one rank; "
             "remove it or raise pipeline_model_parallel_size to 2 or more"
         )
     if per_chunk is not None and leaves_rest(counted, pp * per_chunk):
@@ -181,13 +246,13 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _uneven_chunks(layers: int, accounted: int, pp: int, per_chunk: int) -> str:
-    """The sentence for chunks that do not fill the ranks evenly; ``accounted``: embedding and loss that count, too."""
+    """The message for chunks that do not divide evenly; ``accounted``: embedding and loss if they count as layers."""
     what = f"(num_layers + {accounted} accounted for)" if accounted else "num_layers"
     layers += accounted
     head = f"num_layers_per_virtual_pipeline_stage={per_chunk} does not divide "
     if layers % pp:
         return head + (
-            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not whole; "
+            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not a whole number; "
             "use num_virtual_stages_per_pipeline_rank instead"
         )
     return head + (
@@ -197,19 +262,28 @@ def _uneven_chunks(layers: int, accounted: int, pp: int, per_chunk: int) -> str:
 
 
 def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The order names each axis once; an axis of size 1 may be left out."""
+    """The order must name each axis of size above 1 once; dense layers and experts must have the same pipelines."""
     parallel = config.parallel
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "cp": parallel.context_parallel_size,
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    dense = {"tp": tp, "cp": parallel.context_parallel_size, "dp": world_size // max(parallel.model_parallel_size, 1)}
+    expert = {
+        "tp": parallel.expert_tensor_size,
         "ep": parallel.expert_model_parallel_size,
-        "dp": world_size // max(parallel.model_parallel_size, 1),
-        "pp": parallel.pipeline_model_parallel_size,
+        "dp": world_size // max(parallel.expert_model_size, 1),
     }
     named = parallel.rank_order.split("-")
+    sizes = {name: max(dense.get(name, 1), expert.get(name, 1)) for name in ("tp", "cp", "ep", "dp")} | {"pp": pp}
     left_out = {axis for axis in sizes.keys() - set(named) if sizes[axis] > 1}
     if len(set(named)) != len(named) or set(named) - sizes.keys() or left_out:
         yield (
             f"rank_order={parallel.rank_order} must name each axis once; "
             "legal: any order of tp-cp-ep-dp-pp (axes of size 1 may be left out)"
         )
+    elif pp > 1:
+        faster = named[: named.index("pp")]
+        apart = [prod(view.get(axis, 1) for axis in faster) for view in (dense, expert)]
+        if apart[0] != apart[1]:
+            yield (
+                f"rank_order={parallel.rank_order} places neighbouring stages {apart[0]} ranks apart for dense layers "
+                f"and {apart[1]} for experts; legal: any order that ends with pp"
+            )

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.config.run import RunConfig
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules import SCHEDULES, TRAINING
 
 
 def schedule_problems(config: RunConfig) -> Iterator[str]:
-    """A schedule and the chunks that it cannot have; a schedule beside a plan of one's own."""
+    """A schedule that does not allow the number of chunks, or is given together with a custom plan."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     if schedule is None or config.model.num_layers < 1 or parallel.pipeline_model_parallel_size < 1:
         return
     if any(stage_problems(config)):
-        return  # there is no telling how many chunks are meant
+        return  # the number of chunks is unknown
     if parallel.pipeline_plan is not None:
         yield (
             f"pipeline_schedule={schedule} and pipeline_plan={parallel.pipeline_plan} exclude one another; keep one "
@@ -29,20 +29,20 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
         )
     elif wanted not in (None, 1) and parallel.pipeline_model_parallel_size == 1:
         yield (
-            f"pipeline_schedule={schedule} holds {wanted} chunks on each rank of a pipeline, and this one has one "
+            f"pipeline_schedule={schedule} has {wanted} chunks on each of several pipeline ranks, but there is one "
             "rank; remove it or raise pipeline_model_parallel_size to 2 or more"
         )
     elif wanted == chunks == 2 and _has_counts(config):
         yield (
-            f"pipeline_schedule={schedule} holds a first and a last stage on the first rank, so that "
-            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers count no rank's layers; say what "
-            "is where with pipeline_model_parallel_layout"
+            f"pipeline_schedule={schedule} has the first and the last stage on the first rank, so that "
+            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers do not apply; use "
+            "pipeline_model_parallel_layout instead"
         )
     elif wanted not in (None, chunks):
-        fitting = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
+        others = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
         yield (
             f"pipeline_schedule={schedule} cannot have {chunks} chunks on each rank; legal: {wanted} (with {chunks} "
-            f"chunks: {fitting})"
+            f"chunks: {others})"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules for batches and sequences that grow in the course of a training."""
+"""Rules for batch sizes and sequence lengths that grow during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_core.config.run import RunConfig
 
 
 def ramp_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each ramp leads from its start to its end, and every value on the way fits the layout."""
+    """Check that each ramp ends exactly at its last value, and that all its values fit the layout."""
     copies = copies_of(config, world_size)
     if config.training.rampup_batch_size is not None and copies is not None and config.training.micro_batch_size >= 1:
         yield from _batch_problems(config, copies)
@@ -21,24 +21,24 @@ def ramp_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _batch_problems(config: RunConfig, copies: int) -> Iterator[str]:
     ramp, micro = config.training.batch_ramp(copies), config.training.micro_batch_size
-    at_once = f"micro_batch_size x data parallel size = {micro} x {copies} = {micro * copies}"
+    at_once = f"micro_batch_size x data-parallel size = {micro} x {copies} = {micro * copies}"
     yield from _problems("rampup_batch_size", ramp, "global_batch_size", micro * copies, at_once)
     if config.parallel.pipeline_plan is not None:
         yield (
-            f"rampup_batch_size={ramp} needs a plan for each number of micro-batches, and "
-            f"pipeline_plan={config.parallel.pipeline_plan} is one; use --pipeline-schedule"
+            f"rampup_batch_size={ramp} needs a plan for each number of micro-batches, but "
+            f"pipeline_plan={config.parallel.pipeline_plan} is for one number; use --pipeline-schedule"
         )
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
     parallel = config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    shown = f"tensor_model_parallel_size={parts}, over which sequence_parallel splits it"
+    shown = f"tensor_model_parallel_size={parts} (sequence_parallel=True)"
     yield from _problems("seq_length_warmup", config.data.length_ramp, "seq_length", parts, shown)
 
 
 def _problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_shown: str) -> Iterator[str]:
-    """The first thing that is wrong with the ramp of the setting ``name``."""
+    """The first fault of the ramp of the setting ``name``."""
     rise = ramp.end - ramp.start
     uneven = [part for part in ("start", "increment") if leaves_rest(getattr(ramp, part), divisor)]
     if ramp.increment < 1 or ramp.samples < 1:
@@ -46,8 +46,8 @@ def _problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_shown:
     elif ramp.start < 1 or rise < 1 or rise % ramp.increment:
         start = ramp.end % ramp.increment or min(ramp.increment, ramp.end)
         yield (
-            f"{name}={ramp} does not lead to {end_name}={ramp.end}; legal: a start from 1 on and less than that, with "
-            f"{end_name} - start a multiple of the increment, as in {start} {ramp.increment} {ramp.samples}"
+            f"{name}={ramp} does not end at {end_name}={ramp.end}; legal: a start from 1 to {ramp.end - 1}, with "
+            f"{end_name} - start a multiple of the increment, for example {start} {ramp.increment} {ramp.samples}"
         )
     elif uneven:
         yield f"{name}={ramp}: {' and '.join(uneven)} must be a multiple of {divisor_shown}"

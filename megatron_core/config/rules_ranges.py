@@ -1,4 +1,4 @@
-"""Rules for one setting alone: whole numbers above zero, finite numbers, fractions."""
+"""Rules for single settings: whole numbers above zero, finite numbers, fractions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _AT_LEAST_ONE = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
@@ -51,7 +52,6 @@ _ABOVE_ZERO = (
     "init_method_std",
     "distributed_timeout_minutes",
     "exit_duration_in_mins",
-    "lr",
     "adam_eps",
     "loss_scale",
     "initial_loss_scale",
@@ -62,12 +62,17 @@ _BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2",
 
 
 def range_problems(config: RunConfig) -> Iterator[str]:
-    """Settings whose value is outside its range whatever the others are; ``None`` is always inside."""
+    """Settings whose value is out of range, independent of other settings; ``None`` is always legal."""
     values = config.flat()
     yield from _outside(values, _AT_LEAST_ONE, lambda x: x >= 1, "1, 2, 3, ...")
     yield from _outside(values, _AT_LEAST_ZERO, lambda x: x >= 0, "0, 1, 2, ...")
     yield from _outside(values, _ABOVE_ZERO, lambda x: 0 < x < math.inf, "a finite number above 0")
     yield from _outside(values, _NOT_NEGATIVE, lambda x: 0 <= x < math.inf, "0 or a finite number above it")
+    if config.training.skip_train:
+        yield from _outside(values, ["lr"], lambda x: 0 <= x < math.inf, "0 or a finite number above it")
+    else:
+        legal = "a finite number above 0 (0 with --skip-train)"
+        yield from _outside(values, ["lr"], lambda x: 0 < x < math.inf, legal)
     yield from _outside(values, _BELOW_ONE, lambda x: 0 <= x < 1, "from 0 up to, not including, 1")
     yield from _outside(values, ["rotary_percent"], lambda x: 0 < x <= 1, "above 0 and up to 1")
 
@@ -75,7 +80,7 @@ def range_problems(config: RunConfig) -> Iterator[str]:
 def _outside(
     values: dict[str, Any], names: Iterable[str], is_legal: Callable[[float], bool], legal: str
 ) -> Iterator[str]:
-    """A sentence for each of the settings ``names`` whose value is not legal; NaN never is."""
+    """A message for each of the settings ``names`` whose value is not legal; NaN never is."""
     for name in names:
         if values[name] is not None and not is_legal(values[name]):
             yield f"{name}={values[name]} is out of range; legal: {legal}"

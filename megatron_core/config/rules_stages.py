@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.pipeline_layout import parse_layout
 from megatron_core.config.rules_layout import divisors, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.schedules.pipeline_layout import parse_layout
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 
 def stage_problems(config: RunConfig) -> Iterator[str]:
-    """Layouts and counts that contradict themselves, the model, the pipeline or one another."""
+    """Layouts and layer counts that contradict the model, the pipeline or each other."""
     if config.parallel.pipeline_model_parallel_layout is not None:
         yield from _contradictions(config, "pipeline_model_parallel_layout", BALANCED_STAGES)
         yield from _layout_problems(config)
@@ -27,13 +27,13 @@ def stage_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _contradictions(config: RunConfig, chosen: str, others: Iterable[str]) -> Iterator[str]:
-    """Other settings that say how layers are split, too."""
+    """Other settings that also determine how layers are split."""
     values = {name: getattr(config.parallel, name) for name in sorted(others) if name != chosen}
     said = [f"{name}={value}" for name, value in values.items() if value != BALANCED_STAGES[name]]
     if said:
         yield (
-            f"{chosen}={getattr(config.parallel, chosen)} says which layers are where, and {' and '.join(said)} would "
-            f"say otherwise; keep {chosen} alone or remove it"
+            f"{chosen}={getattr(config.parallel, chosen)} determines which layers are on which stage, and so does "
+            f"{' and '.join(said)}; keep {chosen} alone or remove it"
         )
 
 
@@ -46,13 +46,13 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
         return
     head, letters = f"pipeline_model_parallel_layout={text}", "".join(stages)
     if "m" in letters:
-        yield f"{head} has m, a layer of multi-token prediction, which is not supported yet; remove m"
+        yield f"{head} has m (a layer for multi-token prediction), which is not supported yet; remove m"
         return
     for letter, what, first in (("E", "embedding", True), ("L", "output layer", False)):
-        in_place = stages[0].startswith(letter) if first else stages[-1].endswith(letter)
-        if letters.count(letter) != 1 or not in_place:
-            place = "at the very beginning" if first else "at the very end"
-            yield f"{head} has {letters.count(letter)} {letter} ({what}), not one {place}; write one {letter} there"
+        at_end = stages[0].startswith(letter) if first else stages[-1].endswith(letter)
+        if letters.count(letter) != 1 or not at_end:
+            where = "at the very beginning" if first else "at the very end"
+            yield f"{head} has {letters.count(letter)} {letter} ({what}), not one {where}; write one {letter} there"
     if letters.count("t") != layers >= 1:
         yield (
             f"{head} has {letters.count('t')} layers (t), but num_layers={layers}; write {layers} t, "
@@ -62,7 +62,7 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _size_problems(config: RunConfig, head: str, stages: int) -> Iterator[str]:
-    """The number of stages against the number of pipeline ranks; one rank is no pipeline and has one stage."""
+    """Check the number of stages against the number of pipeline ranks; one rank has one stage."""
     pp = config.parallel.pipeline_model_parallel_size
     if leaves_rest(stages, pp) or stages > pp == 1:
         ranks = ", ".join(str(n) for n in divisors(stages) if n > 1 or stages == 1)
@@ -74,7 +74,7 @@ def _size_problems(config: RunConfig, head: str, stages: int) -> Iterator[str]:
 
 
 def _count_problems(config: RunConfig) -> Iterator[str]:
-    """The layers of the first and the last rank, and what they leave to the others."""
+    """Layer counts of the first and last rank that leave the other ranks layers that they cannot share equally."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     counts = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
@@ -82,11 +82,11 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
     uneven = " and ".join(f"{name}={count}" for name, count in counts.items() if count % max(chunks, 1))
     if pp == 1:
         yield (
-            f"{said} is for the first or last of several pipeline ranks, but pipeline_model_parallel_size=1; "
+            f"{said} needs several pipeline ranks, but pipeline_model_parallel_size=1; "
             "raise it to 2 or more or remove the count"
         )
     elif pp < 1 or chunks < 1 or min(counts.values()) < 1 or layers < pp * chunks:
-        return  # other sentences say so
+        return  # other rules report this
     elif uneven:
         yield f"{uneven} cannot be split over {CHUNKS}={chunks}; legal: multiples of {chunks}"
     elif not _fits(layers - sum(counts.values()), pp - len(counts), chunks):
@@ -94,14 +94,14 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fits(layers: int, ranks: int, chunks: int) -> bool:
-    """Whether ``layers`` split evenly over the chunks of ``ranks``, at least one for each."""
+    """Whether ``layers`` split evenly over the chunks of ``ranks``, with at least one layer each."""
     if ranks == 0:
         return layers == 0
     return layers >= ranks * chunks and layers % (ranks * chunks) == 0
 
 
 def _rest(config: RunConfig, counts: dict[str, int]) -> str:
-    """What is left for the other ranks, in words."""
+    """The part of the message about the layers that are left for the other ranks."""
     left = config.model.num_layers - sum(counts.values())
     others = config.parallel.pipeline_model_parallel_size - len(counts)
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -114,7 +114,7 @@ def _rest(config: RunConfig, counts: dict[str, int]) -> str:
 
 
 def _legal_counts(config: RunConfig, counts: dict[str, int]) -> str:
-    """Counts that leave something that can be shared."""
+    """The part of the message about legal counts."""
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     sums = range(len(counts) * chunks, layers + 1, chunks)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_core.config.rules_layout import leaves_rest
+from megatron_core.config.rules_layout import leaves_rest, nearest_multiples
 from megatron_core.config.run import RunConfig
 
 
 def copies_of(config: RunConfig, world_size: int) -> int | None:
-    """The data parallel size, or ``None`` where the layout does not fit the world."""
+    """The data-parallel size; ``None`` if the layout does not fit the world size."""
     size = config.parallel.model_parallel_size
     if size < 1 or world_size < 1 or world_size % size:
         return None
@@ -17,25 +17,26 @@ def copies_of(config: RunConfig, world_size: int) -> int | None:
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The global batch against what the ranks take at a time."""
+    """Check that the global batch is a multiple of the sequences that all ranks process at a time."""
     training, copies = config.training, copies_of(config, world_size)
     if training.global_batch_size is None or copies is None:
         return
     at_once = training.micro_batch_size * copies
     if leaves_rest(training.global_batch_size, at_once):
-        below = training.global_batch_size // at_once * at_once
-        nearest = f"{below}, {below + at_once}" if below else f"{at_once}"
+        nearest = nearest_multiples(training.global_batch_size, at_once)
         yield (
-            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data "
+            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data-"
             f"parallel size = {training.micro_batch_size} x {copies} = {at_once}; nearest legal: {nearest}"
         )
 
 
 def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """How long training lasts is said exactly once and is at least one step."""
+    """Check that the length of training is given exactly once and is at least one step."""
     training, copies = config.training, copies_of(config, world_size)
-    if training.train_iters is None and training.train_samples is None:
-        yield "train_iters=None and train_samples=None leave the length of training open; give one of them"
+    if training.skip_train and training.eval_iters == 0:
+        yield "skip_train=True and eval_iters=0 leave nothing to do; give --eval-iters or remove --skip-train"
+    if training.train_iters is None and training.train_samples is None and not training.skip_train:
+        yield "train_iters=None and train_samples=None: the length of training is unknown; give one of them"
     if training.train_iters is not None and training.train_samples is not None:
         yield (
             f"train_iters={training.train_iters} and train_samples={training.train_samples} "
@@ -45,13 +46,13 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         batch = training.batch_ramp(copies).at(0)
         if 1 <= training.train_samples < batch:
             yield (
-                f"train_samples={training.train_samples} is less than one global batch of {batch}, so all "
-                f"{training.train_samples} would be left over; legal: {batch} or more"
+                f"train_samples={training.train_samples} is less than one global batch of {batch}, so there would be "
+                f"no step; legal: {batch} or more"
             )
 
 
 def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The learning rate's bounds and the lengths of its phases."""
+    """Check the bounds of the learning rate and the lengths of its phases."""
     optimizer = config.optimizer
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(optimizer, name)
@@ -65,14 +66,14 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     decay = _decay_steps(config, world_size)
     if decay and optimizer.lr_warmup_fraction is None and optimizer.lr_warmup_iters >= decay:
         yield (
-            f"lr_warmup_iters={optimizer.lr_warmup_iters} leaves none of the {decay} steps until the "
-            f"learning rate is lowest; legal: 0 to {decay - 1}, or a longer training"
+            f"lr_warmup_iters={optimizer.lr_warmup_iters} leaves no step for the decay, which ends after {decay} "
+            f"steps; legal: 0 to {decay - 1}, or a longer training"
         )
     yield from _wsd_problems(config, decay)
 
 
 def _decay_steps(config: RunConfig, world_size: int) -> int | None:
-    """Steps until the learning rate is at its lowest, where they can be told."""
+    """Steps until the end of the decay; ``None`` if unknown."""
     training, copies = config.training, copies_of(config, world_size)
     if config.optimizer.lr_decay_iters is not None:
         return config.optimizer.lr_decay_iters
@@ -84,7 +85,7 @@ def _decay_steps(config: RunConfig, world_size: int) -> int | None:
 
 
 def _wsd_problems(config: RunConfig, decay: int | None) -> Iterator[str]:
-    """The last phase of warm-up, stable, decay."""
+    """Check the decay phase of WSD (warm-up, stable, decay)."""
     optimizer = config.optimizer
     steps = optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style != "WSD":
@@ -105,7 +106,7 @@ def _wsd_problems(config: RunConfig, decay: int | None) -> Iterator[str]:
 
 
 def precision_problems(config: RunConfig) -> Iterator[str]:
-    """One precision, and a loss scale only where it is used."""
+    """Check that there is one precision, and that the loss scale is used and within its bounds."""
     training, optimizer = config.training, config.optimizer
     chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
     if len(chosen) > 1:

@@ -15,43 +15,43 @@ from megatron_core.config.training import OptimizerConfig, TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that ``pretrain_gpt.py`` is told."""
+    """All settings of ``pretrain_gpt.py``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The shape of the transformer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the work is split over ranks."""
+    """How the model and its batch are split over ranks."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Where the tokens come from."""
+    """Training data and the tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    """What the run says about itself."""
+    """Logging and checks during training."""
 
     @property
     def max_positions(self) -> int:
-        """Rows of the position table after defaults."""
+        """Number of learned positions after defaults."""
         return self.model.max_position_embeddings or self.data.seq_length
 
     def flat(self) -> dict[str, Any]:
-        """One flat ``{flag_name: value}``, as ``--config`` files have it."""
+        """All settings as one ``{name: value}``, without sections."""
         return {name: value for section in asdict(self).values() for name, value in section.items()}
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of ``flat``; names that no section has are a ``KeyError``."""
+        """The inverse of ``flat``; ``KeyError`` for a name that is not a setting."""
         left = dict(values)
         sections = {}
         for part in fields(cls):
-            kind = part.default_factory  # type: ignore[misc]
-            known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+            kind: Any = part.default_factory
+            known = {f.name for f in fields(kind)}
             chosen = {name: left.pop(name) for name in list(left) if name in known}
             frozen = {name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()}
-            sections[part.name] = kind(**frozen)  # type: ignore[misc]
+            sections[part.name] = kind(**frozen)
         if left:
             raise KeyError(sorted(left)[0])
         return cls(**sections)

@@ -13,35 +13,37 @@ class TrainingConfig:
     """Batches, length of training, seeds and precision."""
 
     micro_batch_size: int = 1
-    """Sequences that one rank takes through the model at a time."""
+    """Sequences that one rank processes at a time."""
     global_batch_size: int | None = None
-    """Sequences in one optimizer step; default micro_batch_size x data parallel size."""
+    """Sequences in one optimizer step; default micro_batch_size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES: the global batch begins with START sequences and grows by INCREMENT in equal steps over
-    the first SAMPLES samples, up to --global-batch-size."""
+    """START INCREMENT SAMPLES: the global batch starts with START sequences; over the first SAMPLES samples it grows by
+    INCREMENT in equal steps up to --global-batch-size."""
     train_iters: int | None = None
-    """Optimizer steps of the whole training; this or --train-samples."""
+    """Number of optimizer steps of the training; give this or --train-samples."""
     train_samples: int | None = None
-    """Sequences of the whole training; this or --train-iters."""
+    """Number of sequences of the training; give this or --train-iters."""
+    skip_train: bool = False
+    """Do not train; evaluate on the validation and test data, and exit."""
     eval_interval: int | None = None
-    """Steps between evaluations on the validation split; default none but at the end."""
+    """Steps between evaluations on the validation split; default: only at the end."""
     eval_iters: int = 10
     """Global batches in one evaluation; 0 turns evaluation off."""
     exit_interval: int | None = None
-    """Save and leave when the iteration is a multiple of this."""
+    """Save a checkpoint and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = None
-    """Save and leave after this many minutes."""
+    """Save a checkpoint and exit after this many minutes."""
     seed: int = 1234
-    """Seed of weights, data order and dropout."""
+    """Seed for initial weights, data order and dropout."""
     bf16: bool = False
-    """Weights and activations in bfloat16, main weights and gradients in float32."""
+    """Weights and activations in bfloat16; main weights and gradients in float32."""
     fp16: bool = False
-    """Weights and activations in float16 with a dynamic loss scale, main weights and gradients in float32."""
+    """Weights and activations in float16 with a dynamic loss scale; main weights and gradients in float32."""
     fp64: bool = False
-    """Everything in float64: for proofs and debugging."""
+    """Everything in float64, for verification and debugging."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Stop with an error when loss or gradient norm is not finite (with fp16 the step is skipped instead);
-    --no-check-for-nan-in-loss-and-grad goes on."""
+    """Stop with an error if the loss or the gradient norm is not finite (with --fp16 the step is skipped instead);
+    --no-check-for-nan-in-loss-and-grad continues."""
 
     @property
     def compute_dtype(self) -> str:
@@ -49,15 +51,15 @@ class TrainingConfig:
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
     def final_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences in one optimizer step after defaults, at the end of a ramp if there is one."""
+        """Sequences in one optimizer step after defaults, and after the ramp if there is one."""
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
     def batch_ramp(self, data_parallel_size: int) -> Ramp:
-        """Sequences in one optimizer step over the samples consumed."""
+        """Sequences in one optimizer step as a function of the samples consumed."""
         return Ramp.of(self.rampup_batch_size, self.final_batch_size(data_parallel_size))
 
     def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int) -> int:
-        """Optimizer steps after ``iteration`` of them, which took ``consumed_samples``, maybe in other batch sizes."""
+        """Optimizer steps after iteration ``iteration``, up to which ``consumed_samples`` sequences were used."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
         ramp, left, steps = self.batch_ramp(data_parallel_size), self.train_samples or 0, 0
@@ -68,7 +70,7 @@ class TrainingConfig:
         return steps + max(left, 0) // ramp.at(consumed_samples)
 
     def num_iterations(self, data_parallel_size: int) -> int:
-        """Optimizer steps of a training from its start."""
+        """Optimizer steps of the whole training."""
         return self.steps_left(data_parallel_size, 0, 0)
 
 
@@ -79,11 +81,11 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
-    """Lowest learning rate after warm-up."""
+    """Lowest learning rate, at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD", "inverse-square-root"] = "linear"
-    """How the learning rate falls after warm-up."""
+    """How the learning rate decays after warm-up."""
     lr_decay_iters: int | None = None
-    """Step at which the learning rate has reached its lowest; default the whole training."""
+    """Step at which the learning rate reaches its lowest value; default the last step."""
     lr_warmup_iters: int = 0
     """Steps of linear warm-up."""
     lr_warmup_fraction: float | None = None
@@ -95,22 +97,22 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = None
     """Steps of the last phase of WSD."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
+    """Decoupled weight decay of matrices and embeddings; not applied to biases and norms."""
     adam_beta1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay rate of the running mean of gradients."""
     adam_beta2: float = 0.999
-    """Decay of the mean of squared gradients."""
+    """Decay rate of the running mean of squared gradients."""
     adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the mean of squared gradients."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Gradients are scaled down to this global norm if theirs is larger; 0: no clipping."""
     loss_scale: float | None = None
-    """Fixed loss scale for fp16; default dynamic."""
+    """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = 2.0**32
     """First value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
     """Smallest value of the dynamic loss scale."""
     loss_scale_window: int = 1000
-    """Good steps in a row before the dynamic loss scale doubles."""
+    """Steps in a row without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Bad steps before the dynamic loss scale halves."""
+    """Steps with overflow after which the dynamic loss scale halves."""

@@ -1,4 +1,4 @@
-"""Every fault of a configuration at once, in sentences that say the way out."""
+"""Finds all faults of a configuration at once, with a message for each that says how to correct it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_core.errors import ConfigError
 
 
 def problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each fault: the setting, its value, and the legal choices or another way out.
+    """Yield a message for each fault: the setting, its value, and the legal values or another way out.
 
-    A pure function of its arguments: nothing is edited, no file, device or environment variable is looked at.
-    A fault that follows from another one has no sentence of its own.
+    A pure function of its arguments: it changes nothing and reads no file, device or environment variable.
+    A fault that follows from another one is not reported separately.
     """
     if world_size < 1:
         yield f"world_size={world_size} is out of range; legal: 1, 2, 3, ..."
@@ -45,10 +45,10 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def check(config: RunConfig, world_size: int) -> None:
-    """Raise one ``ConfigError`` with all sentences, numbered, unless there are none."""
+    """Raise one ``ConfigError`` with all messages, numbered, if there are any."""
     found = list(problems(config, world_size))
     if found:
         heading = "One setting" if len(found) == 1 else f"{len(found)} settings"
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         lines = [f"  {number}. {sentence}" for number, sentence in enumerate(found, 1)]
-        raise ConfigError("\n".join([f"{heading} cannot be honoured on {ranks}:", *lines]))
+        raise ConfigError("\n".join([f"{heading} cannot be used on {ranks}:", *lines]))

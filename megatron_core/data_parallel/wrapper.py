@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from megatron_core.data_parallel.buffer import Bucket, make_buckets
 from megatron_core.data_parallel.finalize import complete_gradients
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import replicated, spec_of
 
 
 class DataParallel:
@@ -17,7 +19,7 @@ class DataParallel:
 
     Losses are expected to be normalised by the whole global batch already, so that gradients are summed, never
     averaged. With ``overlap_grad_reduce`` a bucket's sum begins as soon as the last micro-batch's backward has
-    finished with its parameters; buckets whose gradients are partial wait for ``finish``. With
+    finished with its parameters; buckets whose gradients are partial wait for ``finish_grad_sync``. With
     ``overlap_param_gather`` a module waits for its own parameters just before its forward: a parameter may be read only
     once the forward of the module that owns it has begun.
     """
@@ -27,26 +29,20 @@ class DataParallel:
         stages: Mapping[int, nn.Module],
         groups: ParallelGroups,
         *,
-        sharded: bool = False,
+        zero_stage: int = 0,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         bucket_size: int = 40_000_000,
         device: torch.device | None = None,
     ) -> None:
-        self.groups, self.sharded = groups, sharded
+        self.groups, self.zero_stage = groups, zero_stage
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
         self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if not p.requires_grad]
         for stage, module in stages.items():
-            self.buckets += make_buckets(
-                _named(module),
-                stage,
-                groups.group("dp-cp"),
-                tp_size=groups.size("tp"),
-                bucket_size=bucket_size,
-                sharded=sharded,
-            )
-        # Without parameters it has to be told: such a rank, too, takes part in collectives over all ranks.
+            units = units_of(module, groups)
+            self.buckets += make_buckets(units, stage, groups, bucket_size=bucket_size, zero_stage=zero_stage)
+        # A rank without parameters needs it, too: it takes part in collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self._waiting: dict[Bucket, int] = {}
         for bucket in self.buckets:
@@ -61,20 +57,20 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.zero_grad()
 
-    def arm(self, stage: int) -> None:
-        """Say that the next backward of ``stage`` is its last one in this step."""
+    def enable_grad_sync(self, stage: int) -> None:
+        """Announce that the next backward of ``stage`` is its last one in this step."""
         if self.overlap_grad_reduce:
             self._waiting.update({b: len(b.parameters) for b in self._early(stage)})
 
-    def reduce_early(self, stage: int) -> None:
-        """Say that the gradients of ``stage`` are all there: for a last backward that is split, whose parameters finish
-        in no order that could be followed."""
+    def start_grad_sync(self, stage: int) -> None:
+        """Begin to reduce the gradients of ``stage``, which are complete: for a last backward that is split, whose
+        parameters finish in no known order."""
         if self.overlap_grad_reduce:
             for bucket in self._early(stage):
                 if not bucket.reduced:
                     bucket.start_reduce()
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Complete and sum all gradients; afterwards each bucket's ``grad_shard`` is final."""
         self._waiting.clear()
         for bucket in self.buckets:
@@ -84,20 +80,25 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish_reduce()
 
-    def gather_weights(self) -> None:
-        """Give every rank the weights that the others have updated; with overlap, wait when they are needed."""
+    def start_param_sync(self) -> None:
+        """Begin to gather the weights that other ranks have updated; with overlap, they are waited for when needed."""
         for bucket in self.buckets:
             bucket.start_gather()
         if not self.overlap_param_gather:
-            self.finish_gather()
+            self.finish_param_sync()
 
-    def finish_gather(self) -> None:
+    def finish_param_sync(self) -> None:
         """Wait for all weights."""
         for bucket in self.buckets:
             bucket.finish_gather()
 
+    def frozen_on_first_copy(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that are not trained, on the first of the data-parallel ranks that have copies of them."""
+        axes = [(pair, "-".join(spec_of(pair[1]).replica_axes)) for pair in self.frozen]
+        return [pair for pair, names in axes if self.groups.group(names).rank() == 0]
+
     def _early(self, stage: int) -> list[Bucket]:
-        return [b for b in self.buckets if b.stage == stage and b.kind.partial is None]
+        return [b for b in self.buckets if b.stage == stage and not b.kind.is_partial]
 
     def _accumulator(self, bucket: Bucket):
         def accumulate(parameter: nn.Parameter) -> None:
@@ -134,6 +135,23 @@ def _waiter(buckets: list[Bucket]):
             bucket.finish_gather()
 
     return wait
+
+
+def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, nn.Parameter]]]:
+    """The named parameters of a stage by unit: what the module's ``units()`` lists, or else each of its children.
+
+    A parameter in no unit is a part of the first one, a parameter in several of the first of them. Parameters without a
+    ``ShardSpec`` get that of a tensor which is whole on every rank.
+    """
+    declared: Any = getattr(module, "units", None)
+    units = [[child] for child in module.children()] if declared is None else declared()
+    number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
+    result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(max(len(units), 1))]
+    for name, parameter in _named(module):
+        if not hasattr(parameter, "shard_spec"):
+            parameter.shard_spec = replicated(tuple(parameter.shape), groups.index("tp"))
+        result[number.get(parameter, 0)].append((name, parameter))
+    return result
 
 
 def _named(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

@@ -1,6 +1,6 @@
 """Token files, and the samples that training reads from them.
 
-`BatchLoader` is in `megatron_core.datasets.loader` and not handed on here: it needs torch, and the tools that
+`BatchLoader` is in `megatron_core.datasets.loader` and not imported here: it needs torch, and the tools that
 write token files should start without it.
 """
 
@@ -10,12 +10,9 @@ from megatron_core.datasets.build import Splits, build_datasets
 from megatron_core.datasets.builder import IndexedDatasetBuilder
 from megatron_core.datasets.fim import FIMDataset
 from megatron_core.datasets.header import DatasetHeader, check_tokenizer, read_header, write_header
-from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
-from megatron_core.datasets.indexed import IndexedDataset
-from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
-from megatron_core.datasets.mock import MockDataset
-from megatron_core.datasets.permutation import KeyedPermutation, mix64
-from megatron_core.datasets.split import parse_split, split_ranges
+from megatron_core.datasets.indexed import DType, IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.datasets.keyed_dataset import KeyedGPTDataset, KeyedPermutation, MockDataset, mix64
+from megatron_core.datasets.paths import parse_split, split_ranges
 
 __all__ = [
     "BlendedDataset",

@@ -23,5 +23,5 @@ class Dataset(Protocol):
     sequence_length: int
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample at a place of the endless order."""
+        """The sample at a position of the endless order."""
         ...

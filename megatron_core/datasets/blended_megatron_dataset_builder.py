@@ -90,7 +90,7 @@ class BlendedMegatronDatasetBuilder:
         if len(prefixes) == 1 or apart:
             found = [self._splits_of(prefix, matrix, self.sizes)[number] for prefix in prefixes]
             return found if len(prefixes) > 1 else found[0]
-        sizes = [size if place == number else 0 for place, size in enumerate(self.sizes)]
+        sizes = [size if i == number else 0 for i, size in enumerate(self.sizes)]
         datasets = self._all_splits(prefixes, weights, matrix, sizes)
         return self._blended([parts[number] for parts in datasets], weights, self.sizes[number])
 
@@ -103,7 +103,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _all_splits(
         self, prefixes: Sequence[str], weights: Sequence[float] | None, matrix: Matrix, sizes: Sizes
-    ) -> list[list[MegatronDataset | None]]:
+    ) -> list[list[Any]]:
         """The splits of every file, in threads."""
         per_file: list[list[int | None]] = [[None] * len(Split) for _ in prefixes]
         if weights is not None:

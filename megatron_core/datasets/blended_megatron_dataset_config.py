@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megatron_core.datasets.split import parse_split
+from megatron_core.datasets.paths import parse_split
 from megatron_core.datasets.split_names import Split
 from megatron_core.errors import ConfigError
 
@@ -70,7 +70,7 @@ class BlendedMegatronDatasetConfig:
 
     def _check_blends_per_split(self, blends: Sequence[Blend | None]) -> None:
         if self.blend is not None or self.split is not None:
-            raise ConfigError("blend_per_split gives each split its own files; blend and split have no place beside it")
+            raise ConfigError("blend_per_split gives each split its own files; leave blend and split out")
         if len(blends) != len(Split):
             raise ConfigError(f"blend_per_split has {len(blends)} entries; give {len(Split)}, None for an empty split")
         for split, blend in zip(Split, blends, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_core.config import DataConfig
 from megatron_core.datasets.base import Dataset, Sample
-from megatron_core.datasets.permutation import mix64
+from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 
@@ -22,7 +22,7 @@ BROKEN = "\ufffd"
 class FIMDataset:
     """A data set whose documents are rearranged, each with probability `fim_rate`.
 
-    The text of a document, a run of tokens between two ends of document, is cut at two places into prefix, middle and
+    The text of a document, a run of tokens between two ends of document, is cut at two points into prefix, middle and
     suffix, and becomes, with P, S, M for the sentinel tokens,
 
         P prefix S suffix M middle    (PSM), or, with probability `fim_spm_rate`,
@@ -90,10 +90,12 @@ class FIMDataset:
             return self._permuted(tokens, key) if _share(*key, _REARRANGED) < rate else tokens
         if _share(*key, _REARRANGED) >= rate:
             return tokens
+        fragment_rate = self._settings.fim_fragment_rate
+        assert fragment_rate is not None, "the configuration's rules ask for it with fim_split_sample"
         result: list[int] = []
         for number, fragment in enumerate(_runs(tokens, self._border)):
             own = (*key, number)
-            chosen = _share(*own, _REARRANGED) < self._settings.fim_fragment_rate
+            chosen = _share(*own, _REARRANGED) < fragment_rate
             result += [self._border] * bool(number) + (self._permuted(fragment, own) if chosen else fragment)
         return result
 
@@ -117,10 +119,10 @@ class FIMDataset:
 def _runs(tokens: list[int], border: int) -> Iterator[list[int]]:
     """The runs between the borders, one more than there are borders."""
     start = 0
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if token == border:
-            yield tokens[start:place]
-            start = place + 1
+            yield tokens[start:position]
+            start = position + 1
     yield tokens[start:]
 
 

@@ -12,8 +12,8 @@ from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.megatron_dataset import MegatronDataset, pad_token_id
 from megatron_core.datasets.megatron_order.build import check_tokens
 from megatron_core.datasets.megatron_order.cache import IndexCache
+from megatron_core.datasets.megatron_order.dataset import divide, read_text
 from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
-from megatron_core.datasets.megatron_order.text import divide, read_text
 from megatron_core.datasets.split_names import Split
 from megatron_core.errors import ConfigError
 
@@ -68,6 +68,8 @@ class GPTDataset(MegatronDataset):
     sequences to read. num_samples: how many are needed at least; None for one epoch.
     """
 
+    config: GPTDatasetConfig
+
     def __init__(
         self,
         indexed_dataset: Any,
@@ -110,7 +112,7 @@ class GPTDataset(MegatronDataset):
         return len(self._order)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """A sample by its place, or for None one whose labels do not count, to fill up a batch.
+        """A sample by its position, or for None one whose labels do not count, to fill up a batch.
 
         tokens, labels, position_ids: int64 [L]. loss_mask: float32 [L]. attention_mask, unless
         `create_attention_mask` is off: bool [1, L, L], True where the row's token may not see the column's.
@@ -125,8 +127,8 @@ class GPTDataset(MegatronDataset):
             sample["loss_mask"][:] = 0.0
         item = {name: torch.from_numpy(array) for name, array in sample.items()}
         starts = self._document_starts(text[:length])
-        places = np.arange(length)
-        item["position_ids"] = torch.from_numpy(places - starts if config.reset_position_ids else places)
+        positions = np.arange(length)
+        item["position_ids"] = torch.from_numpy(positions - starts if config.reset_position_ids else positions)
         if config.create_attention_mask:
             item["attention_mask"] = _mask(starts) if config.reset_attention_mask else self._causal_mask
         return item
@@ -148,8 +150,8 @@ class GPTDataset(MegatronDataset):
 
 def _mask(starts: np.ndarray) -> torch.Tensor:
     """True where row q may not see column k, that is unless start of q <= k <= q: bool [1, L, L]."""
-    places = np.arange(len(starts))
-    return torch.from_numpy((places > places[:, None]) | (places < starts[:, None]))[None]
+    positions = np.arange(len(starts))
+    return torch.from_numpy((positions > positions[:, None]) | (positions < starts[:, None]))[None]
 
 
 class MockGPTLowLevelDataset:

@@ -3,9 +3,9 @@
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from megatron_core.datasets.aside import writing_aside
+from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
 
@@ -72,7 +72,7 @@ def get_header_path(path_prefix: str) -> str:
 def write_header(path_prefix: str, header: DatasetHeader) -> None:
     """Write the header; DataError if a JSON file of someone else has its name."""
     check_header_path(path_prefix)
-    with writing_aside(get_header_path(path_prefix)) as file:
+    with atomic_write(get_header_path(path_prefix)) as file:
         file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
 
 
@@ -169,10 +169,10 @@ def _other_ids(header: DatasetHeader, tokenizer: Tokenizer) -> str:
 
 def _check_types(path: Path, header: DatasetHeader) -> None:
     for field in fields(header):
-        value = getattr(header, field.name)
+        value, kind = getattr(header, field.name), cast(Any, field.type)
         # A bool is an int for Python, and no id or count.
-        if not isinstance(value, field.type) or (isinstance(value, bool) and field.type is not bool):
-            expected = field.type.__name__ if isinstance(field.type, type) else field.type
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            expected = kind.__name__ if isinstance(kind, type) else kind
             raise DataError(
                 f"{path} has {field.name}={value!r}, expected {expected}; prepare the data again, or {_WITHOUT}"
             )

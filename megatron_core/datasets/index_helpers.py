@@ -6,7 +6,7 @@ In Megatron-LM these are compiled from C++; here they are numpy, with the same a
 import numpy as np
 
 from megatron_core.datasets.megatron_order.blend_index import build_blend_index, build_exhaustive_blend_index
-from megatron_core.datasets.megatron_order.sample_index import build_sample_index, count_samples
+from megatron_core.datasets.megatron_order.order import build_sample_index, count_samples
 
 
 def build_sample_idx(
@@ -20,7 +20,7 @@ def build_sample_idx(
 ) -> np.ndarray:
     """The borders of all samples of `num_epochs` epochs: int32 [samples + 1, 2], int64 where a row would not fit.
 
-    A row is (place in `document_indices`, token of that document).
+    A row is (position in `document_indices`, token of that document).
     """
     extra = int(add_extra_token_to_sequence)
     total = count_samples(num_epochs * tokens_per_epoch, sequence_length, extra, drop_last_partial_sequence)
@@ -35,7 +35,7 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill the first `size` places of the two arrays: whose turn it is, and which of its samples.
+    """Fill the first `size` positions of the two arrays: whose turn it is, and which of its samples.
 
     verbose: print the share that each data set was to have and the one that it got.
     """

@@ -1,13 +1,194 @@
-"""Reading a `.bin`/`.idx` pair: any sequence of tokens, by its number."""
+"""Reading a `.bin`/`.idx` pair: any sequence of tokens, by its number.
 
+The `.idx` file, byte for byte as Megatron's; what a `.bin` file holds is written in it.
+
+    offset        type        content
+    0             9 bytes     magic
+    9             uint64      version
+    17            uint8       code of the tokens' dtype
+    18            uint64      S, number of sequences
+    26            uint64      D, entries of the document index
+    34            int32 * S   tokens in each sequence
+    34 + 4S       int64 * S   where each sequence starts in the .bin file, in bytes
+    34 + 12S      int64 * D   document index: document d is the sequences [index[d], index[d + 1])
+    34 + 12S + 8D int8 * S    mode of each sequence, in multimodal files only (not marked in the file)
+
+All little-endian.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_core.datasets.index_format import DType, get_bin_path, get_idx_path
-from megatron_core.datasets.index_reader import read_index
 from megatron_core.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+# Below this many tokens Megatron stores two bytes a token; it could be 65,536, but then files would differ.
+SMALL_VOCABULARY = 65500
+
+
+class DType(IntEnum):
+    """The codes of the dtypes that tokens can have (float64 comes before float32, as Megatron has it)."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: npt.DTypeLike) -> int:
+        """The code of a numpy dtype; KeyError if the format has none for it."""
+        return cls[np.dtype(value).name].value
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> type[np.number]:
+        """The numpy scalar type of a code; ValueError if there is no such code."""
+        return np.dtype(cls(value).name).type
+
+    @staticmethod
+    def size(key: "int | npt.DTypeLike") -> int:
+        """Bytes of one token, from a code or from a dtype."""
+        if isinstance(key, int):
+            key = DType.dtype_from_code(key)
+        return np.dtype(key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> type[np.number]:
+        """The dtype in which a vocabulary of this many tokens is stored."""
+        return np.uint16 if cardinality is not None and cardinality < SMALL_VOCABULARY else np.int32
+
+
+@dataclass(frozen=True)
+class Index:
+    """The arrays of an `.idx` file.
+
+    sequence_lengths: int32 [S], tokens. sequence_pointers: int64 [S], bytes. document_indices: int64 [D].
+    sequence_modes: int8 [S], None unless multimodal.
+    """
+
+    dtype: type[np.number]
+    sequence_lengths: np.ndarray
+    sequence_pointers: np.ndarray
+    document_indices: np.ndarray
+    sequence_modes: np.ndarray | None = None
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """The index file's path."""
+    return f"{path_prefix}.idx"
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """The token file's path."""
+    return f"{path_prefix}.bin"
+
+
+def index_bytes(sequences: int, document_entries: int, multimodal: bool) -> int:
+    """The size of an `.idx` file, in bytes."""
+    return HEADER.size + (4 + 8 + (1 if multimodal else 0)) * sequences + 8 * document_entries
+
+
+def pointers(sequence_lengths: np.ndarray, itemsize: int) -> np.ndarray:
+    """Where each sequence starts, in bytes: int64 [S], since a .bin file outgrows 2**31 bytes soon."""
+    starts = np.zeros(len(sequence_lengths), dtype=np.int64)
+    np.cumsum(sequence_lengths[:-1], dtype=np.int64, out=starts[1:])
+    return starts * itemsize
+
+
+def write_index(file: BinaryIO, index: Index) -> None:
+    """Write the whole content of an `.idx` file."""
+    code = DType.code_from_dtype(index.dtype)
+    file.write(HEADER.pack(MAGIC, VERSION, code, len(index.sequence_lengths), len(index.document_indices)))
+    file.write(index.sequence_lengths.astype("<i4").tobytes())
+    file.write(index.sequence_pointers.astype("<i8").tobytes())
+    file.write(index.document_indices.astype("<i8").tobytes())
+    if index.sequence_modes is not None:
+        file.write(index.sequence_modes.astype("i1").tobytes())
+
+
+def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
+    """The arrays of the index file at `path`, mapped into memory or read; DataError if it is not whole."""
+    size = path.stat().st_size
+    if size < HEADER.size:
+        raise DataError(f"{path} is cut off: it has {size} bytes and the header alone has {HEADER.size}; {_AGAIN}")
+    buffer = np.memmap(path, dtype=np.uint8, mode="r") if mmap else np.fromfile(path, dtype=np.uint8)
+    dtype, sequences, document_entries = _read_header(path, buffer)
+    _check_size(path, size, sequences, document_entries, multimodal)
+    index = _arrays(buffer, dtype, sequences, document_entries, multimodal)
+    _check_arrays(path, index)
+    return index
+
+
+_AGAIN = "copy it again, or prepare the data again with tools/preprocess_data.py"
+
+
+def _read_header(path: Path, buffer: np.ndarray) -> tuple[type[np.number], int, int]:
+    magic, version, code, sequences, document_entries = HEADER.unpack(buffer[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(
+            f"{path} is not an index of a token file: it begins with {magic!r}, expected {MAGIC!r}; "
+            "give the prefix of files that tools/preprocess_data.py wrote"
+        )
+    if version != VERSION:
+        raise DataError(f"{path} has version {version} of the format, expected {VERSION}; {_AGAIN}")
+    if code not in set(DType):
+        known = ", ".join(f"{member.value} {member.name}" for member in DType)
+        raise DataError(f"{path} has the unknown dtype code {code}, expected one of {known}; {_AGAIN}")
+    return DType.dtype_from_code(code), sequences, document_entries
+
+
+def _check_size(path: Path, size: int, sequences: int, document_entries: int, multimodal: bool) -> None:
+    expected = index_bytes(sequences, document_entries, multimodal)
+    counts = f"{sequences} sequences and {document_entries} entries of the document index"
+    found = f"{path} has {size} bytes, expected {expected} for {counts}"
+    if multimodal and sequences and size == index_bytes(sequences, document_entries, multimodal=False):
+        raise DataError(f"{found} with modes: it was not written as multimodal; open it with multimodal=False")
+    if size < expected:
+        raise DataError(f"{found}: it is cut off; {_AGAIN}")
+    # A multimodal file read as plain text is fine: its modes come last and are left alone.
+    if size not in (expected, index_bytes(sequences, document_entries, multimodal=True)):
+        raise DataError(f"{found}: it is longer than its header says; {_AGAIN}")
+
+
+def _arrays(
+    buffer: np.ndarray, dtype: type[np.number], sequences: int, document_entries: int, multimodal: bool
+) -> Index:
+    def take(kind: str, count: int, offset: int) -> np.ndarray:
+        return np.frombuffer(buffer, dtype=kind, count=count, offset=offset)
+
+    lengths_at = HEADER.size
+    pointers_at = lengths_at + 4 * sequences
+    documents_at = pointers_at + 8 * sequences
+    modes_at = documents_at + 8 * document_entries
+    return Index(
+        dtype,
+        take("<i4", sequences, lengths_at),
+        take("<i8", sequences, pointers_at),
+        take("<i8", document_entries, documents_at),
+        take("i1", sequences, modes_at) if multimodal else None,
+    )
+
+
+def _check_arrays(path: Path, index: Index) -> None:
+    # No document need be closed (one entry, 0); none may reach past the sequences.
+    documents = index.document_indices
+    sequences = len(index.sequence_lengths)
+    if not len(documents) or documents[0] != 0 or documents[-1] > sequences:
+        ends = f"{documents[0]} to {documents[-1]}" if len(documents) else "empty"
+        raise DataError(f"{path} has a document index of {ends}, expected 0 to {sequences}; {_AGAIN}")
+
 
 __all__ = ["DType", "IndexedDataset", "get_bin_path", "get_idx_path"]
 
@@ -51,11 +232,11 @@ class IndexedDataset:
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
         """`length` tokens of a sequence from token `offset` on (all that are left without a length)."""
-        place = idx + len(self) if idx < 0 else idx
-        if not 0 <= place < len(self):
+        position = idx + len(self) if idx < 0 else idx
+        if not 0 <= position < len(self):
             raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
-        tokens = self._tokens(place, offset, length)
-        return tokens if self.sequence_modes is None else (tokens, self.sequence_modes[place])
+        tokens = self._tokens(position, offset, length)
+        return tokens if self.sequence_modes is None else (tokens, self.sequence_modes[position])
 
     def tokens(self, first: int, count: int) -> np.ndarray:
         """`count` tokens of the `.bin` file from its token `first` on, across sequences: [count]."""
@@ -86,11 +267,11 @@ class IndexedDataset:
         # Python integers: the byte position of a token does not fit 32 bits.
         return self._read(int(self.sequence_pointers[index]) + offset * self.itemsize, count)
 
-    def _read(self, place: int, count: int) -> np.ndarray:
-        """`count` tokens from byte `place` on."""
+    def _read(self, position: int, count: int) -> np.ndarray:
+        """`count` tokens from byte `position` on."""
         if self._buffer is not None:
-            return np.frombuffer(self._buffer, dtype=self.dtype, count=count, offset=place)
-        return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=place)
+            return np.frombuffer(self._buffer, dtype=self.dtype, count=count, offset=position)
+        return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=position)
 
     def _map(self) -> Any:
         # An empty file cannot be mapped.

@@ -1,12 +1,128 @@
-"""Samples of equal length, cut from one token file."""
+"""Samples in keyed order: permutation, token text, and the data sets that read them, with rounds and made-up text."""
+
+from math import isqrt
 
 import numpy as np
 
-from megatron_core.datasets.base import Sample
+from megatron_core.datasets.base import Dataset, Sample
 from megatron_core.datasets.indexed import IndexedDataset
-from megatron_core.datasets.permutation import KeyedPermutation
-from megatron_core.datasets.token_text import TokenText
 from megatron_core.errors import ConfigError, DataError
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+# Four rounds make a pseudo-random permutation of a good round function (Luby and Rackoff 1988); small domains
+# want more, and eight cost about 10 microseconds a sample.
+ROUNDS = 8
+
+
+def mix64(*values: int) -> int:
+    """A 64-bit hash of integers, order and count included.
+
+    Each value is folded in and followed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). Values
+    count modulo 2**64.
+    """
+    state = len(values)
+    for value in values:
+        state = _finalise(((state + _GOLDEN) & _MASK) ^ _finalise((value + _GOLDEN) & _MASK))
+    return state
+
+
+class KeyedPermutation:
+    """A permutation of range(size), chosen by a key: `p[i]`, in constant memory.
+
+    A Feistel network on pairs (left in [0, a), right in [0, b)) with a * b >= size; a result past the end
+    goes through the network again until it falls inside (cycle walking; Black and Rogaway 2002), which keeps
+    it a bijection. a * b exceeds size by less than a, so a second pass is rare.
+    """
+
+    def __init__(self, size: int, key: tuple[int, ...]) -> None:
+        if size < 1:
+            raise ValueError(f"a permutation of {size} numbers: at least one is needed")
+        self._size = size
+        self._left = isqrt(size - 1) + 1
+        self._right = -(-size // self._left)
+        self._round_keys = tuple(mix64(*key, number) for number in range(ROUNDS))
+
+    def __len__(self) -> int:
+        """The number of positions."""
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        """The number at a position, 0 <= index < size."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"position {index} of a permutation of {self._size}")
+        position = self._pass(index)
+        while position >= self._size:
+            position = self._pass(position)
+        return position
+
+    def _pass(self, position: int) -> int:
+        left, right = divmod(position, self._right)
+        for number, key in enumerate(self._round_keys):
+            # Each round can be undone: it adds to one half something that only the other half decides.
+            if number % 2:
+                left = (left + _finalise(key ^ right)) % self._left
+            else:
+                right = (right + _finalise(key ^ left)) % self._right
+        return left * self._right + right
+
+
+def _finalise(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class TokenText:
+    """The tokens of a range of a file's sequences, end to end: T of them, numbered from 0.
+
+    Sequences lie back to back in the `.bin` file, so the text is one stretch of it. Only the index of the first
+    and the last sequence is read to find it; memory and start-up do not depend on the number of sequences.
+    """
+
+    def __init__(self, indexed: IndexedDataset, sequence_range: range) -> None:
+        self._indexed = indexed
+        self._first, self._last = sequence_range.start, sequence_range.stop - 1
+        self._start = self._begin(self._first) if len(sequence_range) else 0
+        self._stop = self._end(self._last) if len(sequence_range) else 0
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self._stop - self._start
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """The tokens [first, first + count): int64 [count].
+
+        DataError: the sequences that hold them do not lie back to back.
+        """
+        if first < 0 or count < 0 or first + count > len(self):
+            raise IndexError(f"tokens [{first}, {first + count}) of a text of {len(self)}")
+        begin = self._start + first
+        self._check_back_to_back(begin, begin + count)
+        return self._indexed.tokens(begin, count).astype(np.int64)
+
+    def _begin(self, sequence: int) -> int:
+        """The number, in the whole file, of a sequence's first token."""
+        return int(self._indexed.sequence_pointers[sequence]) // self._indexed.itemsize
+
+    def _end(self, sequence: int) -> int:
+        return self._begin(sequence) + int(self._indexed.sequence_lengths[sequence])
+
+    def _check_back_to_back(self, begin: int, end: int) -> None:
+        """Look at the few sequences that a read touches: a gap would put foreign tokens into the text."""
+        pointers, itemsize = self._indexed.sequence_pointers, self._indexed.itemsize
+        low = max(int(np.searchsorted(pointers, begin * itemsize, side="right")) - 1, self._first)
+        high = min(int(np.searchsorted(pointers, end * itemsize, side="left")) - 1, self._last)
+        starts = np.asarray(pointers[low : high + 1])
+        ends = starts + self._indexed.sequence_lengths[low : high + 1].astype(np.int64) * itemsize
+        if not np.array_equal(ends[:-1], starts[1:]):
+            wrong = low + 1 + int(np.flatnonzero(ends[:-1] != starts[1:])[0])
+            raise DataError(
+                f"{self._indexed.path_prefix}.idx: sequence {wrong} does not begin where sequence {wrong - 1} ends "
+                f"(byte {starts[wrong - low]}, expected {ends[wrong - low - 1]}); copy both files "
+                "again, or prepare the data again"
+            )
 
 
 class KeyedGPTDataset:
@@ -54,11 +170,56 @@ class KeyedGPTDataset:
         """Item `index` >= 0 of the endless order."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
-        epoch, place = divmod(index, self.samples_per_epoch)
-        number = KeyedPermutation(self.samples_per_epoch, (self._seed, epoch))[place]
+        epoch, position = divmod(index, self.samples_per_epoch)
+        number = KeyedPermutation(self.samples_per_epoch, (self._seed, epoch))[position]
         text = self._text.read(number * self.sequence_length, self.sequence_length + 1)
         tokens = text[:-1]
         loss_mask = np.ones(self.sequence_length, dtype=np.float32)
         if self._masked_token is not None:
             loss_mask[tokens == self._masked_token] = 0.0
         return Sample(tokens=tokens, labels=text[1:], loss_mask=loss_mask)
+
+
+class CyclicDataset:
+    """The first `samples` samples of a data set, over and over, each round in an order of its own.
+
+    Item i is sample KeyedPermutation(samples, (seed, round))[k] with round, k = divmod(i, samples).
+    """
+
+    def __init__(self, dataset: Dataset, samples: int, seed: int) -> None:
+        self.sequence_length = dataset.sequence_length
+        self._dataset, self._samples, self._seed = dataset, samples, seed
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` >= 0 of the endless order."""
+        if index < 0:
+            raise IndexError(f"sample {index}: the order starts at 0")
+        number, position = divmod(index, self._samples)
+        return self._dataset[KeyedPermutation(self._samples, (self._seed, number))[position]]
+
+
+STEPS = 8
+
+
+class MockDataset:
+    """Arithmetic sequences modulo the vocabulary's size; start and step are functions of (seed, index).
+
+    The step is one of eight, so that a model has to look back at two tokens to know the next.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int) -> None:
+        if vocab_size < 2:
+            raise ConfigError(f"--mock-data needs a --vocab-size of at least 2, found {vocab_size}")
+        self.sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` >= 0 of the endless order."""
+        if index < 0:
+            raise IndexError(f"sample {index}: the order starts at 0")
+        start = mix64(self._seed, index, 0) % self._vocab_size
+        step = 1 + mix64(self._seed, index, 1) % min(STEPS, self._vocab_size - 1)
+        text = (start + step * np.arange(self.sequence_length + 1, dtype=np.int64)) % self._vocab_size
+        mask = np.ones(self.sequence_length, dtype=np.float32)
+        return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

@@ -1,7 +1,8 @@
-"""From the place in the data order to the micro-batches of one data parallel rank."""
+"""From the position in the data order to the micro-batches of one data parallel rank."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,9 +64,9 @@ class BatchLoader:
     def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:
         """This rank's micro-batches of the step that follows `consumed_samples` samples.
 
-        Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels,
-        position_ids int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the place of each sample in
-        the global order. With `packing`, position_ids and document_lengths as `Packing.entries` makes them.
+        Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels
+        int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the number of each sample in the global order.
+        With `packing`, position_ids and document_lengths as `Packing.entries` makes them.
         DataError: a token id that the model's vocabulary does not have.
         """
         asked = self._asked(consumed_samples, num_microbatches, length)
@@ -88,13 +89,12 @@ class BatchLoader:
     def _micro_batch(self, step: _Step, micro: int) -> Batch:
         first = step.consumed_samples + (micro * self._size + self._rank) * self._micro_batch_size
         indices = range(first, first + self._micro_batch_size)
-        samples = [self._dataset[index] for index in indices]
+        samples: list[Any] = [self._dataset[index] for index in indices]
         keys = ("tokens", "labels", "loss_mask")
         batch = {key: np.stack([sample[key][: step.length] for sample in samples]) for key in keys}
         self._check(batch["tokens"], first)
         self._check(batch["labels"], first)
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
-        tensors["position_ids"] = torch.arange(tensors["tokens"].shape[1]).repeat(self._micro_batch_size, 1)
         tensors["sample_index"] = torch.tensor(indices, dtype=torch.int64)
         if self._packing is not None:
             entries = self._packing.entries(batch["tokens"])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megatron_core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron_core.datasets.megatron_order.text import NO_PAD
+from megatron_core.datasets.megatron_order.dataset import NO_PAD
 from megatron_core.datasets.split_names import Split
 
 LowLevelDataset = Any
@@ -52,7 +52,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     @abstractmethod
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """A sample by its place."""
+        """A sample by its position."""
 
 
 def pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> int:

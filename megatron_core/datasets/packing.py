@@ -55,19 +55,19 @@ def packing_of(data: DataConfig, tokenizer: Tokenizer | None) -> Packing | None:
 def document_lengths(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Lengths of the documents in each row of `tokens` [b, s]: int64 [b, d], rows filled up with 0."""
     begins = _begins(tokens, eod)
-    rows, places = np.nonzero(begins)
+    rows, positions = np.nonzero(begins)
     # The next document of the same row begins where this one ends; the last of a row ends with the row.
-    ends = np.append(places[1:], 0)
+    ends = np.append(positions[1:], 0)
     ends[ends == 0] = tokens.shape[1]
     lengths = np.zeros((len(tokens), begins.sum(axis=1).max(initial=0)), dtype=np.int64)
-    lengths[rows, begins.cumsum(axis=1)[rows, places] - 1] = ends - places
+    lengths[rows, begins.cumsum(axis=1)[rows, positions] - 1] = ends - positions
     return lengths
 
 
 def restarted_positions(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Places in their documents of the `tokens` [b, s], from 0: int64 [b, s]."""
-    places = np.arange(tokens.shape[1], dtype=np.int64)
-    return places - np.maximum.accumulate(np.where(_begins(tokens, eod), places, 0), axis=1)
+    positions = np.arange(tokens.shape[1], dtype=np.int64)
+    return positions - np.maximum.accumulate(np.where(_begins(tokens, eod), positions, 0), axis=1)
 
 
 def _begins(tokens: np.ndarray, eod: int) -> np.ndarray:

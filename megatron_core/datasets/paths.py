@@ -1,8 +1,10 @@
-"""From the data flags to lists of prefixes and weights, as `--data-path` takes them."""
+"""From the data flags to prefixes, weights, and the shares of train, validation and test."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +79,46 @@ def _read_phases(path: str) -> tuple[Phase, ...]:
 
 
 def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
-    place = f"data_phases={path}: phase {number}"
+    where = f"data_phases={path}: phase {number}"
     if not isinstance(phase, dict) or not set(phase) <= {"samples", "data_path"} or not phase.get("data_path"):
-        raise ConfigError(f"{place} is {phase!r}; expected {{samples: N, data_path: [...]}}")
+        raise ConfigError(f"{where} is {phase!r}; expected {{samples: N, data_path: [...]}}")
     samples = phase.get("samples")
     if is_last and samples is not None:
-        raise ConfigError(f"{place}, the last, has samples={samples}; leave it out: it lasts to the end of training")
+        raise ConfigError(f"{where}, the last, has samples={samples}; leave it out: it lasts to the end of training")
     if not is_last and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise ConfigError(f"{place} has samples={samples}; give a whole number above 0 (only the last phase has none)")
-    return Phase(_items(f"{place}: data_path", phase["data_path"]), samples)
+        raise ConfigError(f"{where} has samples={samples}; give a whole number above 0 (only the last phase has none)")
+    return Phase(_items(f"{where}: data_path", phase["data_path"]), samples)
 
 
-def _items(place: str, given: Any) -> tuple[str, ...]:
+def _items(where: str, given: Any) -> tuple[str, ...]:
     """A list of weights and prefixes as the words of a command line."""
     words: Sequence[Any] = given.split() if isinstance(given, str) else given or []
     if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
-        raise ConfigError(f"{place} is {given!r}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]")
+        raise ConfigError(f"{where} is {given!r}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]")
     return tuple(str(word) for word in words)
+
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The three fractions of a `--split`, their sum 1; shares left out at the end are 0."""
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--split {split} has a part that is not a number; give three, such as {DEFAULT_SPLIT}"
+        ) from error
+    if len(shares) > 3:
+        raise ConfigError(f"--split {split} has {len(shares)} parts; train, validation and test make three")
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) == 0:
+        raise ConfigError(f"--split {split} needs shares >= 0, at least one of them above, such as {DEFAULT_SPLIT}")
+    shares += [0.0] * (3 - len(shares))
+    train, valid, test = (share / sum(shares) for share in shares)
+    return train, valid, test
+
+
+def split_ranges(split: Sequence[float], num_sequences: int) -> tuple[range, ...]:
+    """The sequence numbers of each part: contiguous, borders at round(cumulative fraction * sequences)."""
+    borders = [round(fraction * num_sequences) for fraction in accumulate(split, initial=0.0)]
+    return tuple(range(start, stop) for start, stop in pairwise(borders))

@@ -24,7 +24,7 @@ def compile_helpers() -> None:
 def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
     """Prefixes, and weights or None, of a list `weight prefix weight prefix ...` or of prefixes alone.
 
-    ConfigError: some but not all of the places of weights hold numbers.
+    ConfigError: some but not all of the weights are numbers.
     """
     if blend is None:
         return None

@@ -1,4 +1,4 @@
-"""Checking a whole token file: every length, place and document of its index, and every token id."""
+"""Checking a whole token file: every length, position and document of its index, and every token id."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_core.datasets.header import get_header_path, read_header
-from megatron_core.datasets.index_format import HEADER, get_bin_path, get_idx_path
-from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.indexed import HEADER, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
 
 # Entries of the index, or tokens, that are looked at together. A block of tokens and what its checks make of it take
@@ -33,7 +32,7 @@ class Checked:
 
 
 def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress = lambda size: None) -> Checked:
-    """Check the index, then the tokens, then the header; DataError names the first fault, its place and the way out.
+    """Check the index, then the tokens, then the header; DataError names the first fault, its position and the way out.
 
     Lengths are >= 0; each sequence begins where the one before it ends, the first at 0 and the last ends the .bin
     file; documents are in order and hold all sequences (or none is closed, as in a file without documents); token
@@ -71,7 +70,7 @@ def blocks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_sequences(dataset: IndexedDataset, progress: Progress) -> int:
-    """Lengths and places of the sequences; the number of tokens in them."""
+    """Lengths and positions of the sequences; the number of tokens in them."""
     path, itemsize, tokens = get_idx_path(dataset.path_prefix), np.dtype(dataset.dtype).itemsize, 0
     pointers_at = HEADER.size + 4 * len(dataset)
     for start, stop in blocks(len(dataset)):
@@ -155,11 +154,11 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Pro
     return largest
 
 
-def _wrong_token(dataset: IndexedDataset, place: int, token: np.number, vocab_size: int | None) -> str:
+def _wrong_token(dataset: IndexedDataset, position: int, token: np.number, vocab_size: int | None) -> str:
     itemsize = np.dtype(dataset.dtype).itemsize
     # The last sequence that begins at or before the token; empty ones that begin there too come before it.
-    sequence = int(np.searchsorted(dataset.sequence_pointers, place * itemsize, side="right")) - 1
-    offset = place - int(dataset.sequence_pointers[sequence]) // itemsize
+    sequence = int(np.searchsorted(dataset.sequence_pointers, position * itemsize, side="right")) - 1
+    offset = position - int(dataset.sequence_pointers[sequence]) // itemsize
     expected = "at least 0" if vocab_size is None else f"0 to {vocab_size - 1}, the ids of a vocabulary of {vocab_size}"
     way_out = (
         AGAIN
@@ -168,5 +167,5 @@ def _wrong_token(dataset: IndexedDataset, place: int, token: np.number, vocab_si
     )
     return (
         f"{get_bin_path(dataset.path_prefix)}: the token id {token} (sequence {sequence}, token {offset}, byte "
-        f"{place * itemsize}), expected {expected}; {way_out}"
+        f"{position * itemsize}), expected {expected}; {way_out}"
     )

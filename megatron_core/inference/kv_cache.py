@@ -1,4 +1,4 @@
-"""Keys and values of the positions that a sequence has so far."""
+"""Keys and values of earlier positions, for generation token by token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """For each layer of this rank, keys and values ``[max_length, b, groups, d]``, filled from the front."""
+    """For each layer of this rank, keys and values ``[max_length, b, groups, d]``, valid up to ``length``."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -25,5 +25,5 @@ class KVCache:
         return keys[:stop], values[:stop]
 
     def advance(self, positions: int) -> None:
-        """Say that all layers have stored ``positions`` more."""
+        """Add ``positions`` to the length, after all layers have stored them."""
         self.length += positions

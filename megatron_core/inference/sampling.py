@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Sampling of the next token from its logits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; the default is the likeliest one (greedy)."""
+    """How tokens are sampled; by default the most likely one is taken (greedy)."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Logits are divided by it; 0: the most likely token."""
     top_k: int = 0
-    """Only the k likeliest tokens are candidates; 0: all (Fan et al. 2018)."""
+    """Only the k most likely tokens are candidates; 0: all (Fan et al. 2018)."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability are candidates (Holtzman et al. 2020)."""
+    """Only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020)."""
     seed: int = 1234
-    """Seed of the choice."""
+    """Seed for sampling."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
@@ -29,11 +29,11 @@ class Sampling:
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k} is negative; give 0 (all tokens) or more")
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p={self.top_p} is no probability; give more than 0 and at most 1")
+            raise ConfigError(f"top_p={self.top_p} is not a probability; give more than 0 and at most 1")
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token from ``logits`` ``[vocabulary]``, a CPU tensor."""
+    """Sample a token from ``logits`` ``[vocabulary]``, a CPU tensor."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     probabilities = candidates(logits.to(torch.float32), sampling).softmax(-1)
@@ -41,7 +41,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits over the temperature, with -inf for tokens that top_k and top_p leave out."""
+    """Logits divided by the temperature, with -inf for tokens that top_k and top_p exclude."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         weakest = logits.topk(sampling.top_k).values[-1]
@@ -49,6 +49,6 @@ def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, index = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        # A token stays if the likelier ones do not yet have the probability; the first one always does.
+        # A token is kept if the more likely ones together have less than top_p; the first one always is.
         logits = logits.scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
     return logits

@@ -11,9 +11,10 @@ from megatron_core.config import RunConfig
 from megatron_core.models.complete import check_complete
 from megatron_core.models.gpt import GPTModel
 from megatron_core.parallel import ParallelGroups
-from megatron_core.pipeline_parallel.actions import placed_round_robin
 from megatron_core.pipeline_parallel.partition import layers_by_stage
+from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
 def build_stages(
@@ -22,16 +23,18 @@ def build_stages(
     vocab_size: int,
     device: torch.device,
     *,
-    place: Sequence[int] | None = None,
+    stage_to_rank: Sequence[int] | None = None,
     initialise: bool = True,
+    layer_specs: LayerSpecs = layer_spec,
 ) -> tuple[list[range], dict[int, GPTModel]]:
     """The layers of every stage of the whole model, and this rank's stages by number.
 
-    ``place[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the weights are
-    left as they come, for a checkpoint to fill.
+    ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
+    weights are left as they come, for a checkpoint to fill.
     """
-    place = place or placed_round_robin(groups.size("pp"), config.parallel.num_chunks(config.model.num_layers))
-    layers = layers_by_stage(config, vocab_size, len(place))
+    chunks = config.parallel.num_chunks(config.model.num_layers)
+    stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
+    layers = layers_by_stage(config, vocab_size, len(stage_to_rank))
     parallel = ModelParallelConfig(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
@@ -41,10 +44,10 @@ def build_stages(
         device=device,
     )
     stages: dict[int, GPTModel] = {}
-    for stage, rank in enumerate(place):
+    for stage, rank in enumerate(stage_to_rank):
         if rank != groups.index("pp"):
             continue
-        last = stage == len(place) - 1
+        last = stage == len(stage_to_rank) - 1
         stages[stage] = GPTModel(
             config.model,
             vocab_size,
@@ -56,6 +59,7 @@ def build_stages(
             tp_group=groups.group("tp"),
             seed=config.training.seed,
             tied_weight=_tied_weight(config, stages) if last and stage else None,
+            layer_specs=layer_specs,
         )
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
@@ -65,4 +69,6 @@ def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parame
     """The weight of the word embedding that the last stage scores with, if the first stage lies on this rank."""
     if not config.model.share_embeddings_and_output_weights or 0 not in stages:
         return None
-    return stages[0].embedding.word_embeddings.weight
+    embedding = stages[0].embedding
+    assert embedding is not None, "the first stage has it"
+    return embedding.word_embeddings.weight

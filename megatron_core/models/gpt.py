@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
+from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.sharding import (
     allocate,
     amend_spec,
-    initialise_by_name,
     replicated,
     spec_of,
     split,
@@ -30,9 +30,10 @@ from megatron_core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
-from megatron_core.transformer import SequenceContext, TransformerBlock
-from megatron_core.transformer.blueprint import Blueprint
-from megatron_core.transformer.context import KeyValueStore, PackedDocuments
+from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
+from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
+from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments
+from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.rotary import rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -42,13 +43,13 @@ TIED_COPY = "output_layer.weight"
 class PositionEmbedding(nn.Module):
     """A table of learned positions ``[max_sequence_length, h]``, whole on every rank."""
 
-    def __init__(self, blueprint: Blueprint, max_sequence_length: int) -> None:
+    def __init__(self, context: LayerContext, max_sequence_length: int) -> None:
         super().__init__()
-        shape = (max_sequence_length, blueprint.config.hidden_size)
+        shape = (max_sequence_length, context.config.hidden_size)
         # With sequence parallel a rank looks up the positions of its part of the sequence alone.
-        spec = replicated(shape, blueprint.tp_group.rank(), partial_grad=blueprint.sequence_parallel)
-        self.weight = allocate(spec, blueprint.parallel.params_dtype, blueprint.parallel.device)
-        self.weight.init_method = blueprint.draw_inner
+        spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
+        self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+        self.weight.init_method = context.init_method
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """``[...]`` -> ``[..., h]``."""
@@ -58,15 +59,15 @@ class PositionEmbedding(nn.Module):
 class LanguageModelEmbedding(nn.Module):
     """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel), plus learned positions."""
 
-    def __init__(self, blueprint: Blueprint, vocab_size: int, max_sequence_length: int) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int, max_sequence_length: int) -> None:
         super().__init__()
-        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
-        self.tp_group, self.sequence_parallel = tp_group, blueprint.sequence_parallel
+        config, parallel, tp_group = context.config, context.parallel, context.tp_group
+        self.sequence_parallel = context.sequence_parallel
         per_rank = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, tp_group.size())
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=blueprint.draw_inner,
+            init_method=context.init_method,
             reduce_scatter_embeddings=parallel.sequence_parallel,
             config=parallel,
             tp_group=tp_group,
@@ -74,21 +75,19 @@ class LanguageModelEmbedding(nn.Module):
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(blueprint, max_sequence_length)
-        self.dropout = blueprint.dropout(config.hidden_dropout, "embedding")
+            self.position_embeddings = PositionEmbedding(context, max_sequence_length)
+        self.dropout = context.dropout(config.hidden_dropout, "embedding")
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, sample_index: Tensor | None) -> Tensor:
-        """Embed tokens and positions."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
+        """``position_ids`` are those of the output: ``[b, s]`` or ``[1, s]``, ``s/tp`` with sequence parallel."""
         hidden = self.word_embeddings(input_ids)
         if not self.sequence_parallel:
             hidden = hidden.transpose(0, 1)
-        first = self.tp_group.rank() * hidden.shape[0] if self.sequence_parallel else 0
         if self.position_embeddings is not None:
-            here = position_ids[:, first : first + hidden.shape[0]].transpose(0, 1)
-            hidden = hidden + self.position_embeddings(here)
+            hidden = hidden + self.position_embeddings(position_ids.transpose(0, 1))
         if not self.dropout.active:
             return hidden.contiguous()
-        return self.dropout(hidden, sample_index, first_position=first)
+        return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)
 
 
 class GPTModel(nn.Module):
@@ -96,7 +95,8 @@ class GPTModel(nn.Module):
 
     ``pre_process`` adds the embedding before them, ``post_process`` the final norm and the output layer behind them.
     Initial weights depend on ``seed`` and the parameters' global names alone. ``tied_weight`` is the word embedding's,
-    for a last stage on the rank that holds the first one, too.
+    for a last stage on the rank that holds the first one, too. ``layer_specs(config, layer_number)`` says what each
+    layer is made of.
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -113,27 +113,31 @@ class GPTModel(nn.Module):
         tp_group: Group | None = None,
         seed: int = 1234,
         tied_weight: nn.Parameter | None = None,
+        layer_specs: LayerSpecs = layer_spec,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         parallel = parallel or ModelParallelConfig()
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
         self.parallel = replace(parallel, perform_initialization=False)
-        self.tp_group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
-        blueprint = Blueprint(config, self.parallel, self.tp_group, seed)
-        self.embedding = LanguageModelEmbedding(blueprint, vocab_size, max_sequence_length) if pre_process else None
+        self.tp_group = tensor_parallel_group(tp_group)
+        context = LayerContext(config, self.parallel, self.tp_group, seed)
+        self.split = context.split
+        self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
         # In a tuple, because a module makes every parameter that it is given its own.
         self._weights_of_others = () if tied_weight is None else (tied_weight,)
         layers = range(config.num_layers) if layers is None else layers
-        self.decoder = TransformerBlock(blueprint, layers, final_norm=post_process)
-        self.output_layer = self._make_output_layer(blueprint) if post_process else None
+        self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
+        self.output_layer = self._make_output_layer(context) if post_process else None
         self._input_tensor: Tensor | None = None
         if config.share_embeddings_and_output_weights and pre_process != post_process and tied_weight is None:
-            amend_spec(self._shared_weight(), tied=True, is_copy=post_process)
+            shared = self._shared_weight()
+            assert shared is not None, "a first or last stage has it"
+            amend_spec(shared, tied=True, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
 
-    def _make_output_layer(self, blueprint: Blueprint) -> ColumnParallelLinear:
+    def _make_output_layer(self, context: LayerContext) -> ColumnParallelLinear:
         """The output layer; a tied one has no weight of its own on the stage, or on the rank, of the embedding."""
         tied_here = self.config.share_embeddings_and_output_weights and (
             self.embedding is not None or self._weights_of_others != ()
@@ -144,7 +148,7 @@ class GPTModel(nn.Module):
             self.config.hidden_size,
             per_rank * size,
             config=self.parallel,
-            init_method=blueprint.draw_inner,
+            init_method=context.init_method,
             bias=False,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,
@@ -164,12 +168,18 @@ class GPTModel(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == TIED_COPY and spec_of(parameter).is_copy else name), parameter
 
+    def units(self) -> list[list[nn.Module]]:
+        """What data parallelism gathers, frees and reduces together: the embedding, each layer, the head."""
+        head = [self.decoder.final_layernorm, self.output_layer]
+        units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
+        return [present for unit in units if (present := [module for module in unit if module is not None])]
+
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Give the previous stage's output to the next ``forward``, as Megatron's schedules do."""
         self._input_tensor = input_tensor
 
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew."""
+        """Initialise all weights by their global names."""
         for name, parameter in self.named_global_parameters():
             initialise_by_name(parameter, parameter.init_method, seed, name)
 
@@ -184,30 +194,36 @@ class GPTModel(nn.Module):
         sample_index: Tensor | None = None,
         document_lengths: Sequence[Sequence[int]] | None = None,
         cache: KeyValueStore | None = None,
-        first_position: int = 0,
+        positions: Tensor | None = None,
+        auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
-        ``input_ids``, ``labels`` ``[b, s]``; ``position_ids`` ``[b, s]``, or ``[1, s]`` for the same in every sequence,
-        or None for 0, 1, 2, ...; learned and rotary positions follow them. ``hidden_states`` is the previous stage's
-        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each sequence: documents of
-        so many tokens, in this order, see nothing of one another. ``first_position`` is where the sequence begins when
-        ``cache`` holds what came before; documents and a cache do not go together.
+        ``input_ids``, ``labels`` ``[b, s]``; ``positions`` ``[s]`` says where the tokens stand in their sequences, None
+        for 0, 1, 2, ... Learned and rotary positions follow ``position_ids`` ``[b, s]``, or ``[1, s]`` for the same in
+        every sequence; None: ``positions``. ``hidden_states`` is the previous stage's output; ``sample_index`` ``[b]``
+        keys dropout. ``document_lengths`` has a list for each sequence: documents of so many tokens, in this order, see
+        nothing of one another. ``cache`` holds what came before ``positions``; documents and a cache do not go
+        together. ``auxiliary_losses`` collects those of this micro-batch that layers add.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if position_ids is None:
-            last = first_position + input_ids.shape[1]
-            position_ids = torch.arange(first_position, last, device=input_ids.device)[None, :]
-        if self.embedding is not None:
-            hidden_states = self.embedding(input_ids, position_ids, sample_index)
+            position_ids = positions[None]
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             attention_mask=attention_mask,
             documents=self._documents(document_lengths, input_ids, cache),
             sample_index=sample_index,
+            positions=positions,
+            residual_positions=self.split.residual(positions),
             cache=cache,
+            auxiliary_losses=auxiliary_losses,
         )
+        if self.embedding is not None:
+            hidden_states = self.embedding(input_ids, self.split.residual(position_ids, dim=1), context)
         hidden_states = self.decoder(hidden_states, context)
         if self.output_layer is None:
             return hidden_states
@@ -220,8 +236,10 @@ class GPTModel(nn.Module):
     def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
         size, backend = self.vocab_size, self.config.kernel_backend
+        assert self.output_layer is not None
         if self.config.fuses_output_layer_with_loss:
             weight = self.output_layer.weight if tied is None else tied
+            assert weight is not None, "an output layer without a weight is tied"
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
@@ -242,4 +260,5 @@ class GPTModel(nn.Module):
             return None
         if cache is not None:
             raise DataError("document_lengths say nothing of the positions in a cache; give one of the two")
-        return PackedDocuments.of(lengths, *input_ids.shape, input_ids.device)
+        batch, length = input_ids.shape
+        return PackedDocuments.of(lengths, batch, length, input_ids.device)

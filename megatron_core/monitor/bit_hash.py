@@ -1,9 +1,9 @@
 """Hashes of tensors' bits, computed where the tensors are.
 
 A tensor is a row x of signed 32-bit words (16 or 8 bits for narrower elements, two words for a wider one), and
-h = sum of x_i w_i modulo 2^64, where the w_i are fixed random odd numbers. Tensors whose bits differ, be it only that
-two elements have changed places, have the same sum with a probability of at most 2^-32, as each difference of words is
-below 2^32. NaN is a pattern of bits like any other.
+h = sum of x_i w_i modulo 2^64, where the w_i are fixed random odd numbers. Tensors whose bits differ, also those
+in which two elements are exchanged, have the same sum with a probability of at most 2^-32, because each difference of
+words is below 2^32. NaN is a pattern of bits like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sinks that a run's settings ask for."""
+"""Sinks from a run's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_core.monitor.jsonl import JsonLinesSink
 def build_sinks(config: MonitorConfig, save_dir: str | Path | None = None, *, start_iteration: int = 0) -> list[Sink]:
     """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder.
 
-    Call it on the one rank that reports. ``start_iteration`` is the iteration that the run goes on from.
+    Call it on the rank that reports. ``start_iteration`` is the iteration from which the run continues.
     """
     sinks: list[Sink] = [ConsoleSink(config.log_interval, progress=config.progress)]
     path = metrics_path(config, save_dir)

@@ -15,22 +15,23 @@ from megatron_core.monitor.events import StepEvent, ValidationEvent
 
 
 def step_line(events: Sequence[StepEvent], now: datetime) -> str:
-    """Megatron-LM's line for the steps since the last one; what is no mean and no count is the last step's.
+    """Megatron-LM's line for the steps since the last one; other values are the last step's.
 
-    Unlike Megatron-LM's it shows a loss that is NaN or negative. The loss is the mean over the steps that
-    were not skipped, or over all where every one was.
+    Unlike Megatron-LM's it shows a loss that is NaN or negative, tokens per second, and throughput below 1 TFLOP/s in
+    GFLOP/s. The loss is the mean over the steps that were not skipped, or over all where every one was.
     """
     last = events[-1]
     losses = [event.loss for event in events if not event.skipped] or [event.loss for event in events]
-    flops = _mean([event.model_flops_per_second for event in events])
     fields = [
         f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {last.iteration:8d}/{last.total_iterations:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {_mean([event.elapsed_ms for event in events]):.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {flops / 1e12:.1f}",
+        _throughput(_mean([event.model_flops_per_second for event in events])),
+        f"tokens per second: {_digits(_mean([event.tokens_per_second for event in events]))}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {_scientific(_mean(losses))}",
+        *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
         f"loss scale: {last.loss_scale:.1f}",
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
         f"number of skipped iterations: {sum(event.skipped for event in events):3d}",
@@ -41,9 +42,9 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
 
 def validation_block(event: ValidationEvent) -> str:
     """Megatron-LM's three lines for an evaluation."""
-    place = "" if event.split == "validation" else f" on {event.split} set"
+    where = "" if event.split == "validation" else f" on {event.split} set"
     line = (
-        f" validation loss at iteration {event.iteration}{place} | "
+        f" validation loss at iteration {event.iteration}{where} | "
         f"lm loss value: {_scientific(event.loss)} | "
         f"lm loss PPL: {_scientific(event.perplexity)} | "
     )
@@ -52,9 +53,9 @@ def validation_block(event: ValidationEvent) -> str:
 
 
 class ConsoleSink:
-    """Prints a line every ``log_interval`` steps and keeps a progress bar where somebody watches.
+    """Prints a line every ``log_interval`` steps and keeps a progress bar on a terminal.
 
-    The first and the last step of the training have lines too, so that a short run is not silent.
+    The first and the last step of the training have lines too, so that a short run prints something.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ConsoleSink:
         out: TextIO | None = None,
         err: TextIO | None = None,
     ) -> None:
-        """Take the interval, and the streams in place of the process's own."""
+        """Log every ``log_interval`` steps to ``out`` and ``err``, by default the process's own streams."""
         self._interval = log_interval
         self._out = out or sys.stdout
         self._err = err or sys.stderr
@@ -116,6 +117,17 @@ class ConsoleSink:
             refresh=False,
         )
         self._bar.update()
+
+
+def _throughput(flops: float) -> str:
+    """Model FLOPs per second of a rank, in the unit that shows three digits."""
+    unit, size = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
+    return f"throughput per GPU ({unit}/GPU): {_digits(flops / size)}"
+
+
+def _digits(value: float) -> str:
+    """At least three digits, none of them an exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0.00"
 
 
 def _mean(values: Sequence[float]) -> float:

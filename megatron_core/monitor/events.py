@@ -1,15 +1,16 @@
-"""What a run reports: one event a step, one a validation, and who receives them."""
+"""What a run reports: an event for each step and each validation, and the interface of their receivers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One optimizer step, taken or skipped. Numbers are of the whole job unless they say otherwise."""
+    """One optimizer step, taken or skipped. Numbers are of the whole job unless stated otherwise."""
 
     iteration: int
     """Optimizer step, counted from 1 over the whole training, resumed runs included."""
@@ -37,10 +38,12 @@ class StepEvent:
     """Model FLOPs by time, of one rank on average."""
     memory_bytes: int = 0
     """Peak memory of the reporting rank."""
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    """Means of the losses that layers add, over this global batch, by name."""
     skipped: bool = False
     """Whether the weights were left as they were because gradients were not finite."""
     layout: str | None = None
-    """The layout in words, such as ``tp2 pp2 dp1``; plots mark where it changes."""
+    """The layout, such as ``tp2 pp2 dp1``; plots mark where it changes."""
 
     @property
     def is_nan(self) -> bool:
@@ -79,4 +82,4 @@ class Sink(Protocol):
         """Take one evaluation."""
 
     def close(self) -> None:
-        """Write what is left and let go of files; no event follows."""
+        """Write what is left and close files; no event follows."""

@@ -18,20 +18,21 @@ from megatron_core.monitor.events import StepEvent, ValidationEvent
 
 
 class JsonLinesSink:
-    """Appends every event to a file; a resumed run goes on in the same file."""
+    """Appends every event to a file; a resumed run appends to the same file."""
 
     def __init__(self, path: str | Path) -> None:
         """Open ``path`` for appending, with its folder."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _ends_within_line(path)
+        incomplete = _ends_within_line(path)
         self._file = path.open("a", encoding="utf-8")
-        if torn:
+        if incomplete:
             self._file.write("\n")
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
-        self._write({"kind": "step", **asdict(event)})
+        record = asdict(event)
+        self._write({"kind": "step", **record, **record.pop("auxiliary_losses")})
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""
@@ -50,7 +51,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The records of one training in order, without what was repeated later.
 
     A run that resumes from a checkpoint repeats the steps after it: of each iteration the last record stays,
-    and what the lost run recorded after the checkpoint goes. A line torn by a kill is passed over.
+    and what the lost run recorded after the checkpoint goes. A line cut off when a run was killed is ignored.
     """
     kept: list[dict[str, Any]] = []
     for record in _records(Path(path)):
@@ -78,13 +79,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # torn by a kill in the middle of a write
+            continue  # cut off in the middle of a write
         if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
             yield _from_json(record)
 
 
 def _as_json(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with ``null`` for what JSON cannot say."""
+    """``record`` with ``null`` for numbers that JSON lacks."""
     odd = {name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     if not odd:
         return record

@@ -1,4 +1,4 @@
-"""How much memory this rank has needed."""
+"""Peak memory of this rank."""
 
 from __future__ import annotations
 

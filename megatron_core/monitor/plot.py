@@ -19,7 +19,7 @@ Record = dict[str, Any]
 _COLOURS = ("#2563eb", "#dc7a1e", "#12876f", "#a3348f", "#6b7280", "#b3261e")
 _INK = "#1f2937"
 _GREY = "#6b7280"
-# From so many steps on a curve is drawn twice: each step pale, and the mean over 1/50 of the curve bold.
+# From this number of steps on a curve is drawn twice: each step pale, and the mean over 1/50 of the curve bold.
 _SMOOTH_FROM = 200
 
 
@@ -85,13 +85,13 @@ def _along(records: list[Record], x: XAxis) -> list[int]:
 
 def _draw_losses(axes: Axes, records: list[Record], x: XAxis, colour: str, name: str) -> None:
     """One run's training line and validation points."""
-    steps, places = _of_kind(records, "step"), _along(_of_kind(records, "step"), x)
+    steps, positions = _of_kind(records, "step"), _along(_of_kind(records, "step"), x)
     losses = [step["loss"] if math.isfinite(step["loss"]) else math.nan for step in steps]
     if len(losses) >= _SMOOTH_FROM:
-        axes.plot(places, losses, color=colour, alpha=0.28, linewidth=0.8)
+        axes.plot(positions, losses, color=colour, alpha=0.28, linewidth=0.8)
         losses = _smooth(losses, len(losses) // 50)
-    axes.plot(places, losses, color=colour, linewidth=1.8, label=f"{name}training")
-    gaps = [place for place, step in zip(places, steps, strict=True) if not math.isfinite(step["loss"])]
+    axes.plot(positions, losses, color=colour, linewidth=1.8, label=f"{name}training")
+    gaps = [position for position, step in zip(positions, steps, strict=True) if not math.isfinite(step["loss"])]
     if gaps:
         top = axes.get_xaxis_transform()
         axes.plot(gaps, [0.98] * len(gaps), "x", color=colour, transform=top, label=f"{name}not finite")
@@ -117,26 +117,26 @@ def _smooth(values: list[float], width: int) -> list[float]:
     """
     half = max(width // 2, 1)
     smooth = []
-    for place in range(len(values)):
-        reach = min(half, place)
-        near = [value for value in values[place - reach : place + reach + 1] if not math.isnan(value)]
+    for position in range(len(values)):
+        reach = min(half, position)
+        near = [value for value in values[position - reach : position + reach + 1] if not math.isnan(value)]
         smooth.append(sum(near) / len(near) if near else math.nan)
     return smooth
 
 
 def _mark_layouts(loss_axes: Axes, rate_axes: Axes, steps: list[Record], x: XAxis) -> None:
     """A dotted line and the new layout's name wherever it differs from the step before."""
-    places = _along(steps, x)
+    positions = _along(steps, x)
     before = steps[0].get("layout")
-    for step, place in zip(steps, places, strict=True):
+    for step, position in zip(steps, positions, strict=True):
         if step.get("layout") == before:
             continue
         before = step.get("layout")
         for axes in (loss_axes, rate_axes):
-            axes.axvline(place, color=_GREY, linewidth=0.9, linestyle=":")
+            axes.axvline(position, color=_GREY, linewidth=0.9, linestyle=":")
         loss_axes.annotate(
             f" {before}",
-            (place, 0.94),
+            (position, 0.94),
             xycoords=("data", "axes fraction"),
             color=_GREY,
             fontsize=8.5,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_core.pipeline_parallel.draw import COLOURS, NAMES, digits, kinds, shade
-from megatron_core.pipeline_parallel.simulate import Timeline, peak_activations
+from megatron_core.schedules.draw import COLOURS, NAMES, digits, kinds, shade
+from megatron_core.schedules.simulate import Timeline, peak_activations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
     axes.set_ylim(len(peaks) - 0.5, -0.5)
     axes.set_yticks(range(len(peaks)), [f"rank {rank}" for rank in range(len(peaks))])
     for row, text, colour in [(-0.85, "peak", _GREY), *((rank, f"{peak:g}", _INK) for rank, peak in enumerate(peaks))]:
-        at = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+        at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
         axes.annotate(text, (1, row), **at, va="center", fontsize=8.5, color=colour, annotation_clip=False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, colors=_GREY, labelsize=8.5)

@@ -29,6 +29,7 @@ class TensorBoardSink:
             "throughput": event.model_flops_per_second / 1e12,
             "tokens-per-second": event.tokens_per_second,
             "mem-max-allocated-bytes": event.memory_bytes,
+            **event.auxiliary_losses,
         }
         for tag, value in values.items():
             if value is not None:

@@ -1,4 +1,4 @@
-"""The activations of the feed-forward layer, fused with the bias before them; native bodies as torch operators."""
+"""The activations of the feed-forward layer, fused with the bias before them; native kernels as torch operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, plain, serving_call
+from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import check, count, in_rows, new_like, partials
 
@@ -51,10 +51,10 @@ def bias_geglu(
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
     """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first
     half is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``."""
-    body = serving_call("activation", backend, x, x, kind)
-    if body != "native":
+    chosen = select_backend_for("activation", backend, x, x, kind)
+    if chosen != "native":
         _check("bias_activation", x, bias, kind)
-        return plain(body).bias_activation(x, bias, kind)
+        return python_backend(chosen).bias_activation(x, bias, kind)
     return _bias_activation(x, bias, kind)
 
 
@@ -72,7 +72,7 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 @operator("bias_activation_backward")
 def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """-> (dx, dbias), the latter without elements where there is no bias."""
+    """-> (dx, dbias), the latter without elements if there is no bias."""
     _check("bias_activation_backward", x, bias, kind)
     columns = _columns(x, kind)
     check("bias_activation_backward", x[..., :columns], {"dy": dy})
@@ -109,13 +109,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _bias_activation.register_autograd(_backward, _save)
-_bias_activation_backward.refuse_gradients()
+_bias_activation_backward.register_no_autograd()
 
 
 def _approximated(kind: Literal["gelu", "geglu"], approximate: str) -> Kind:
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"bias_{kind}: approximate={approximate!r}; legal: none, tanh")
-    return f"{kind}_tanh" if approximate == "tanh" else kind
+    tanh: dict[str, Kind] = {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}
+    return tanh[kind] if approximate == "tanh" else kind
 
 
 def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:

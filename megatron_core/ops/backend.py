@@ -1,111 +1,110 @@
-"""Which body of an operation serves: the native one of csrc, the reference in PyTorch, or another library's."""
+"""Backend selection: which implementation of an operation runs, native, reference, or another library's."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
-from megatron_core.ops.libraries import apex, transformer_engine
+from megatron_core.ops.libraries import LIBRARIES
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 
 OPS = ("activation", "cross_entropy", "dropout", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
-"""The operations that have a native body; each names csrc/cpu/<op>.cpp, csrc/cuda/<op>.cuh and ops/<op>.py."""
-
-LIBRARIES = {"apex": apex, "transformer_engine": transformer_engine}
-"""Other libraries whose equivalents of some operations can be chosen; these files import them when they are. Each says
-which operations it has (``OPS``) and for which data types (``covers``), why not where it is absent (``why_not``), and
-which calls of those that it takes in part (``LIMITED``) it serves (``fits``)."""
+"""The operations that have a native kernel; each names csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
 
 AS_TORCH = "torch's own"
-"""What serves an operation without a native body where no library does."""
+"""The implementation of an operation that has no native kernel, unless a library has one."""
 
 
-def serving(op: str, wanted: Backend, device_type: str, dtype: torch.dtype) -> str:
-    """The body of ``op`` that serves tensors of a kind: ``native``, ``reference`` or a library's name.
+def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> str:
+    """The backend of ``op`` for a device and data type: ``native``, ``reference`` or a library's name.
 
-    ``auto`` takes the native body wherever there is one: benchmarks/bench_ops.py shows it to be the faster. A library
-    serves the operations that it has, for the data types that it has them for, ``auto`` the others. ConfigError where
-    what is asked for is absent.
+    ``auto`` takes the native kernel if available, as benchmarks/bench_ops.py shows it to be faster. A library takes the
+    operations and data types that it has; ``auto`` decides for the others. ConfigError if the request is unavailable.
     """
-    if library_serves(op, wanted, device_type, dtype):
-        return wanted
-    if wanted == "reference":
+    if library_has(op, requested, device_type, dtype):
+        return requested
+    if requested == "reference":
         return "reference"
-    obstacle = native.why_not(op, device_type, dtype)
-    if obstacle is None:
+    reason = native.unavailable_reason(op, device_type, dtype)
+    if reason is None:
         return "native"
-    if wanted == "native":
+    if requested == "native":
         raise ConfigError(
-            f"kernel_backend={wanted!r}: there is no native {op} for {dtype} on {device_type}: {obstacle}; "
-            "kernel_backend='auto' takes PyTorch's own instead"
+            f"kernel_backend={requested!r}: there is no native {op} for {dtype} on {device_type}: {reason}; "
+            "kernel_backend='auto' takes the reference (PyTorch) instead"
         )
     return "reference"
 
 
 # torch.compiler.assume_constant_result sets this too, but imports torch._dynamo for it, which takes 1.7 seconds.
-serving._dynamo_marked_constant = True
+vars(select_backend)["_dynamo_marked_constant"] = True
 
 
-def library_serves(op: str, wanted: Backend, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether what is wanted is another library that has ``op`` for tensors of a kind; ConfigError where it is
-    absent."""
-    library = LIBRARIES.get(wanted)
-    if library is None or not library.covers(op, dtype):
+def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether another library is requested and has ``op`` for this data type; ConfigError if it is unavailable."""
+    library = LIBRARIES.get(requested)
+    if library is None or not library.supports_dtype(op, dtype):
         return False
-    obstacle = library.why_not(op, device_type, dtype)
-    if obstacle is None:
+    reason = library.unavailable_reason(op, device_type, dtype)
+    if reason is None:
         return True
-    raise ConfigError(f"kernel_backend={wanted!r}: {obstacle}; or take kernel_backend='auto'")
+    raise ConfigError(f"kernel_backend={requested!r}: {reason}; or take kernel_backend='auto'")
 
 
-def serving_call(op: str, wanted: Backend, x: Tensor, *deciding: object) -> str:
-    """The body that serves one call of ``op`` on ``x``: ``serving``'s, but ``auto``'s where that is another library's
-    and does not take a call whose arguments are the ``deciding`` ones (its ``fits`` says which and why)."""
-    body = serving(op, wanted, x.device.type, x.dtype)
-    if body in ("native", "reference") or LIBRARIES[body].fits(op, *deciding):
-        return body
-    return serving(op, "auto", x.device.type, x.dtype)
+def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -> None:
+    """ConfigError unless all operations of a model of ``dtype`` and of its optimizer can run on what is requested."""
+    for op in (*OPS, *_further_ops(requested, dtype)):
+        select_backend(op, requested, device_type, dtype)
+    select_backend("multi_tensor", requested, device_type, torch.promote_types(dtype, torch.float32))
 
 
-def plain(body: str) -> ModuleType:
-    """The module with the functions of a body that is not native."""
-    return LIBRARIES.get(body, reference)
+def select_backend_for(op: str, requested: Backend, x: Tensor, *arguments: object) -> str:
+    """The backend of one call of ``op`` on ``x``: that of ``select_backend``, or ``auto``'s if that is a library whose
+    ``supports_call`` refuses these ``arguments``."""
+    chosen = select_backend(op, requested, x.device.type, x.dtype)
+    if chosen in ("native", "reference") or LIBRARIES[chosen].supports_call(op, *arguments):
+        return chosen
+    return select_backend(op, "auto", x.device.type, x.dtype)
 
 
-def describe(wanted: Backend, device_type: str, dtype: torch.dtype) -> str:
-    """What serves all operations, in one line, as ``native (libmegatron_cpu_avx512.so)``."""
-    if wanted == "reference":
+def python_backend(name: str) -> Any:
+    """What has the functions of a backend other than ``native``."""
+    return LIBRARIES.get(name, reference)
+
+
+def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
+    """The backends of all operations in one line, as ``native (libmegatron_cpu_avx2.so)``."""
+    if requested == "reference":
         return "reference (PyTorch), as asked for"
-    served: dict[str, list[str]] = {}
+    ops_by_backend: dict[str, list[str]] = {}
     by_reference = []
-    for op in [*OPS, *_further_ops(wanted, dtype)]:
-        body = serving(op, wanted, device_type, dtype)
-        words = _in_words(body, device_type, dtype)
-        if body in LIBRARIES and op in LIBRARIES[body].LIMITED:
-            body = serving(op, "auto", device_type, dtype) if op in OPS else AS_TORCH
-            words = f"{words}, or for calls that it does not take {_in_words(body, device_type, dtype)},"
-        served.setdefault(words, []).append(op)
-        by_reference += [op] if body == "reference" else []
-    if list(served) == [_in_words("native", device_type, dtype)]:
-        return _in_words("native", device_type, dtype)
-    said = "; ".join(f"{words} for {', '.join(ops)}" for words, ops in served.items())
-    reasons = "; ".join(dict.fromkeys(str(native.why_not(op, device_type, dtype)) for op in by_reference))
-    return f"{said}: {reasons}" if reasons else said
+    for op in [*OPS, *_further_ops(requested, dtype)]:
+        chosen = select_backend(op, requested, device_type, dtype)
+        label = _label(chosen, device_type, dtype)
+        if chosen in LIBRARIES and op in LIBRARIES[chosen].PARTIAL_OPS:
+            chosen = select_backend(op, "auto", device_type, dtype) if op in OPS else AS_TORCH
+            label = f"{label}, or for calls that it does not take {_label(chosen, device_type, dtype)},"
+        ops_by_backend.setdefault(label, []).append(op)
+        by_reference += [op] if chosen == "reference" else []
+    if list(ops_by_backend) == [_label("native", device_type, dtype)]:
+        return _label("native", device_type, dtype)
+    text = "; ".join(f"{label} for {', '.join(ops)}" for label, ops in ops_by_backend.items())
+    reasons = "; ".join(dict.fromkeys(str(native.unavailable_reason(op, device_type, dtype)) for op in by_reference))
+    return f"{text}: {reasons}" if reasons else text
 
 
-def _further_ops(wanted: Backend, dtype: torch.dtype) -> list[str]:
-    """The operations that a library serves though none of them has a native body: PyTorch's own serves else."""
-    library = LIBRARIES.get(wanted)
-    return [] if library is None else [op for op in library.OPS if op not in OPS and library.covers(op, dtype)]
+def _further_ops(requested: Backend, dtype: torch.dtype) -> list[str]:
+    """The operations of a library that have no native kernel."""
+    library = LIBRARIES.get(requested)
+    return [] if library is None else [op for op in library.OPS if op not in OPS and library.supports_dtype(op, dtype)]
 
 
-def _in_words(body: str, device_type: str, dtype: torch.dtype) -> str:
-    if body == "native":
+def _label(chosen: str, device_type: str, dtype: torch.dtype) -> str:
+    if chosen == "native":
         return f"native ({native.library_path(device_type, dtype).name})"
-    return {"reference": "reference (PyTorch)", "transformer_engine": "Transformer Engine"}.get(body, body)
+    return {"reference": "reference (PyTorch)", "transformer_engine": "Transformer Engine"}.get(chosen, chosen)

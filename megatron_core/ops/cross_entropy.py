@@ -1,4 +1,4 @@
-"""What a cross entropy over a split vocabulary needs of each part of the logits; native bodies as torch operators.
+"""What a cross entropy over a split vocabulary needs of each part of the logits; native kernels as torch operators.
 
 Column c of ``logits`` ``[..., v]`` is token ``first`` + c of the vocabulary; from column ``valid`` on there is padding,
 which takes no part and gets no gradient. ``target`` ``[...]`` are int64 tokens of the whole vocabulary.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import check, count, in_rows, new_like, wide
 
@@ -24,7 +24,7 @@ def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, 
     sum of the logits. Without a valid column they are -inf, 0, 0, 0.
     Source: Milakov and Gimelshein 2018, section 3.
     """
-    if serving("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
+    if select_backend("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
         _check(logits, target, valid)
         return reference.cross_entropy_parts(logits, target, first, valid)
     return _cross_entropy_parts(logits, target, first, valid)
@@ -50,7 +50,7 @@ def cross_entropy_backward(
     logits, and they are what is returned.
     """
     kept, spread = 1.0 - label_smoothing, label_smoothing / vocab_size
-    if serving("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
+    if select_backend("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
         _check(logits, target, valid)
         return reference.cross_entropy_backward(
             dloss, logits, target, statistics, first, valid, kept, spread, overwrite
@@ -102,6 +102,7 @@ def _cross_entropy_backward_(
     spread: float,
 ) -> None:
     rows, _ = in_rows(logits)
+    assert rows is not None, "None is for None alone"
     _write_gradient(rows, dloss, logits, target, statistics, first, valid, kept, spread)
     if rows.data_ptr() != logits.data_ptr():  # their strides allow no view as rows
         logits.copy_(rows.view(logits.shape))
@@ -172,5 +173,5 @@ def _check(logits: Tensor, target: Tensor, valid: int) -> None:
 
 
 INSTEAD = "take tensor_parallel.vocab_parallel_cross_entropy, which has one"
-_cross_entropy_parts.refuse_gradients(INSTEAD)
-_cross_entropy_backward.refuse_gradients(INSTEAD)
+_cross_entropy_parts.register_no_autograd(INSTEAD)
+_cross_entropy_backward.register_no_autograd(INSTEAD)

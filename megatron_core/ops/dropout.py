@@ -1,4 +1,4 @@
-"""Addition of a bias, dropout and addition of the residual in one pass; native bodies as torch operators."""
+"""Addition of a bias, dropout and addition of the residual in one pass; native kernels as torch operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
-from megatron_core.ops.backend import Backend, serving
+from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
 from megatron_core.ops.reference.dropout import scale, threshold
 from megatron_core.ops.rows import check, new_like, partials
@@ -23,32 +23,43 @@ def bias_dropout_add(
     p: float,
     key: int = 0,
     sample_index: Tensor | None = None,
-    first_position: int = 0,
+    position_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
     first_head: int = 0,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
     """y = residual + keep (x + bias) / (1 - p), where keep is a function of what an element belongs to, and of ``key``.
 
-    ``x`` and ``residual`` are activations ``[s, b, h]`` whose first row is position ``first_position`` of the sequence,
-    or attention weights ``[b, heads, s, t]`` whose first head is ``first_head``; ``bias`` is ``[h]`` or ``[t]``;
-    ``sample_index`` ``[b]`` has the sequences' global numbers as int64, and is not needed where p is 0. What is absent
-    is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is rounded to a multiple
-    of 2^-16; every body draws the same. For backward the CPU body keeps a bit of each element, in rows of a multiple of
-    64 to 256 channels, and the CUDA body nothing.
+    ``x`` and ``residual`` are activations ``[s, b, h]``, or attention weights ``[b, heads, s, t]`` whose first head is
+    ``first_head``; ``bias`` is ``[h]`` or ``[t]``. ``sample_index`` ``[b]``, the sequences' global numbers, is not
+    needed where p is 0. ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows, ``key_positions``
+    ``[t]`` those of the keys of attention weights; they may be any, and None is 0, 1, 2, .... All three are int64.
+    What is absent is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is
+    rounded to a multiple of 2^-16; every backend draws the same. For backward the CPU kernel keeps a bit of each
+    element, in rows of a multiple of 64 to 256 channels, and the CUDA kernel nothing.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
     if p == 0 and bias is None:
         return x if residual is None else residual + x
-    if serving("dropout", backend, x.device.type, x.dtype) == "reference":
-        _check(x, bias, residual, p, sample_index)
-        return reference.bias_dropout_add(x, bias, residual, p, key, sample_index, first_position, first_head)
-    given = x, bias, residual, p, key, sample_index, first_position, first_head
-    return _bias_dropout_add(*given)[0]
+    if select_backend("dropout", backend, x.device.type, x.dtype) == "reference":
+        _check(x, bias, residual, p, sample_index, position_ids, key_positions)
+        return reference.bias_dropout_add(
+            x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head
+        )
+    return _bias_dropout_add(x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)[0]
 
 
-def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sample_index: Tensor | None) -> None:
+def _check(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    sample_index: Tensor | None,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
+) -> None:
     if x.dim() not in (3, 4):
         raise ConfigError(f"dropout: x is {list(x.shape)}; it has to be [s, b, h] or attention's [b, heads, s, t]")
     check("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
@@ -56,11 +67,21 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, sa
         return
     if sample_index is None:
         raise ConfigError("dropout above 0 needs sample_index: pass the batch's global sample numbers to forward")
-    batch = x.shape[1 if x.dim() == 3 else 0]
-    if sample_index.shape != (batch,) or sample_index.dtype != torch.int64 or sample_index.device != x.device:
+    length, batch, _ = _of_rows(x.shape, 1)
+    _check_numbers("sample_index", sample_index, x, (batch,))
+    if position_ids is not None:
+        _check_numbers("position_ids", position_ids, x, (length,) if position_ids.dim() == 1 else (batch, length))
+    if key_positions is not None:
+        if x.dim() == 3:
+            raise ConfigError("dropout: key_positions are for attention weights [b, heads, s, t]; x is [s, b, h]")
+        _check_numbers("key_positions", key_positions, x, x.shape[-1:])
+
+
+def _check_numbers(name: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    if given.shape != shape or given.dtype != torch.int64 or given.device != x.device:
         raise ConfigError(
-            f"dropout: sample_index is {list(sample_index.shape)} of {sample_index.dtype} on {sample_index.device}; "
-            f"for x {list(x.shape)} on {x.device} it has to be [{batch}] of torch.int64 there"
+            f"dropout: {name} is {list(given.shape)} of {given.dtype} on {given.device}; "
+            f"for x {list(x.shape)} on {x.device} it has to be {list(shape)} of torch.int64 there"
         )
 
 
@@ -72,24 +93,31 @@ def _bias_dropout_add(
     p: float,
     key: int,
     sample_index: Tensor | None,
-    first_position: int,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """-> (y, what of the mask is kept for backward)."""
-    _check(x, bias, residual, p, sample_index)
     kept = _room_for_kept(x, p)
-    y = _run(x, bias, residual, p, key, sample_index, first_position, first_head, kept, draws=True)
-    return y, kept
+    given = x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head
+    return _run(*given, kept, draws=True), kept
 
 
 @operator("bias_dropout_add_backward")
 def _bias_dropout_add_backward(
-    dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
+    dy: Tensor,
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
+    first_head: int,
+    kept: Tensor,
+    sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
-    _check(dy, None, None, p, sample_index)
     total = _sums_of(dy, sums)
-    given = dy, None, None, p, key, sample_index, first_position, first_head, kept
+    given = dy, None, None, p, key, sample_index, position_ids, key_positions, first_head, kept
     return _run(*given, draws=False, sums=total if sums else None), total
 
 
@@ -100,7 +128,8 @@ def _run(
     p: float,
     key: int,
     sample_index: Tensor | None,
-    first_position: int,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
     first_head: int,
     kept: Tensor,
     *,
@@ -108,28 +137,33 @@ def _run(
     sums: Tensor | None = None,
 ) -> Tensor:
     """-> y; the sum of its rows goes to ``sums``."""
+    _check(x, bias, residual, p, sample_index, position_ids, key_positions)
     y, partial = new_like(x), None if sums is None else partials(x, 1)
+    sample_index, position_ids, key_positions = (
+        None if p == 0 or given is None else given.contiguous() for given in (sample_index, position_ids, key_positions)
+    )
+    positions_stride = 0 if position_ids is None or position_ids.dim() == 1 else position_ids.shape[1]
     native.call(
         "dropout",
         x,
-        *(*_of_places(x.shape, 1), x.shape[-1], *_by_places(x)),
-        *(None if bias is None else bias.contiguous(), *_by_places(residual)),
-        *(threshold(p), scale(p), key, None if p == 0 else sample_index.contiguous(), first_position, first_head),
+        *(*_of_rows(x.shape, 1), x.shape[-1], *_by_rows(x)),
+        *(None if bias is None else bias.contiguous(), *_by_rows(residual)),
+        *(threshold(p), scale(p), key, sample_index, position_ids, positions_stride, key_positions, first_head),
         *((kept, draws) if len(kept) else (None, False)),
-        *(*_by_places(y), sums, partial, 0 if partial is None else len(partial)),
+        *(*_by_rows(y), sums, partial, 0 if partial is None else len(partial)),
     )
     return y
 
 
-def _by_places(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
+def _by_rows(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
     """``x`` whose channels follow one another, a copy if need be, and its strides of position, sample and head."""
     if x is None:
         return None, 0, 0, 0
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *_of_places(x.stride(), 0)
+    return x, *_of_rows(x.stride(), 0)
 
 
-def _of_places(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
+def _of_rows(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
     """Sizes or strides of position, sample and head, of those of ``[s, b, h]`` or ``[b, heads, s, t]``."""
     if len(of) == 3:
         return of[0], of[1], no_head
@@ -156,7 +190,8 @@ def _(
     p: float,
     key: int,
     sample_index: Tensor | None,
-    first_position: int,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     return new_like(x), _room_for_kept(x, p)
@@ -164,14 +199,22 @@ def _(
 
 @_bias_dropout_add_backward.register_fake
 def _(
-    dy: Tensor, p: float, key: int, sample_index: Tensor, first_position: int, first_head: int, kept: Tensor, sums: bool
+    dy: Tensor,
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
+    first_head: int,
+    kept: Tensor,
+    sums: bool,
 ) -> tuple[Tensor, Tensor]:
     return new_like(dy), _sums_of(dy, sums)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, _, _, ctx.p, ctx.key, sample_index, *ctx.first = inputs
-    ctx.save_for_backward(sample_index, output[1])
+    _, _, _, ctx.p, ctx.key, *numbers, ctx.first_head = inputs
+    ctx.save_for_backward(*numbers, output[1])
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,11 +223,11 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     if ctx.p == 0:
         dx, dbias = dy, dy.flatten(0, -2).sum(0) if of_bias else None
     elif of_x or of_bias:
-        sample_index, kept = ctx.saved_tensors
-        dx, sums = _bias_dropout_add_backward(dy, ctx.p, ctx.key, sample_index, *ctx.first, kept, of_bias)
+        *numbers, kept = ctx.saved_tensors
+        dx, sums = _bias_dropout_add_backward(dy, ctx.p, ctx.key, *numbers, ctx.first_head, kept, of_bias)
         dbias = sums if of_bias else None
-    return dx, dbias, dy if of_residual else None, *[None] * 5
+    return dx, dbias, dy if of_residual else None, *[None] * 6
 
 
 _bias_dropout_add.register_autograd(_backward, _save)
-_bias_dropout_add_backward.refuse_gradients()
+_bias_dropout_add_backward.register_no_autograd()

@@ -15,36 +15,36 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, plain, serving_call
+from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 
 CHUNK = 16384
 """Elements that are one piece of work: enough to hide that it is dealt out, and 20 M of them still feed every GPU."""
 
 
 def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Tensor:
-    """Sum of x^2 over all elements of all tensors: a float64 scalar where they are, so that nobody waits for a GPU.
+    """Sum of x^2 over all elements of all tensors: a float64 scalar on their device, without waiting for it.
 
-    It is inf or nan if any element is, which makes it the check for that. The native bodies square and add in float64:
+    It is inf or nan if any element is, which makes it the check for that. The native kernels square and add in float64:
     no smaller type overflows, the relative error is a few roundings of float64, and the order of the sum follows from
     the sizes alone, so that any number of threads gives the same bits. An empty list gives 0 on torch's default device.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     _check("squared_norm", tensors=tensors)
-    body = _serving(tensors, backend)
-    if body != "native":
-        return plain(body).squared_norm(tensors)
+    chosen = _select_backend(tensors, backend)
+    if chosen != "native":
+        return python_backend(chosen).squared_norm(tensors)
     return torch.ops.megatron_core.squared_norm(tensors)
 
 
 def scale_(tensors: Sequence[Tensor], factor: float, *, backend: Backend = "auto") -> None:
     """x = factor * x for all tensors, in place."""
     _check("scale_", tensors=tensors)
-    body = _serving(tensors, backend) if tensors else "reference"
-    if body == "native":
+    chosen = _select_backend(tensors, backend) if tensors else "reference"
+    if chosen == "native":
         torch.ops.megatron_core.scale_(tensors, factor)
     else:
-        plain(body).scale_(tensors, factor)
+        python_backend(chosen).scale_(tensors, factor)
 
 
 def adamw_(
@@ -77,10 +77,10 @@ def adamw_(
     _check("adamw_", **lists)
     _check_adamw(lists)
     beta1, beta2 = betas
-    body = _serving(weights, backend) if weights else "reference"
-    if body != "native":
+    chosen = _select_backend(weights, backend) if weights else "reference"
+    if chosen != "native":
         rates = {"beta1": beta1, "beta2": beta2, "eps": epsilon, "lr": lr, "weight_decay": weight_decay}
-        plain(body).adamw_(*lists.values(), step=step, factor=factor, **rates)
+        python_backend(chosen).adamw_(*lists.values(), step=step, factor=factor, **rates)
         return
     torch.ops.megatron_core.adamw_(
         *lists.values(),
@@ -143,19 +143,18 @@ def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
 _squared_norm.register_autograd(_refuse, setup_context=_refuse)
 
 
-def _table(*lists: Sequence[Tensor] | None) -> Tensor:
+def _table(first: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Tensor:
     """csrc/common/multi_tensor.h's table of lists that belong together: sizes and addresses, 0 for None."""
-    first, *_ = lists
     rows = [
-        [tensor.numel(), *(0 if of is None else of[i].data_ptr() for of in lists)]
+        [tensor.numel(), *(0 if of is None else of[i].data_ptr() for of in (first, *others))]
         for i, tensor in enumerate(first)
         if tensor.numel()
     ]
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-def _serving(tensors: Sequence[Tensor], backend: Backend) -> str:
-    return serving_call("multi_tensor", backend, tensors[0], tensors)
+def _select_backend(tensors: Sequence[Tensor], backend: Backend) -> str:
+    return select_backend_for("multi_tensor", backend, tensors[0], tensors)
 
 
 def _check(op: str, **lists: Sequence[Tensor]) -> None:

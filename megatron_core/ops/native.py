@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Where the build puts the libraries."""
 
-INTERFACE = 4
+INTERFACE = 5
 """The version of csrc/common/interface.h that this file calls."""
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The numbers of csrc/common/interface.h."""
 
 Value = Tensor | torch.dtype | int | float | None
@@ -27,13 +28,13 @@ Value = Tensor | torch.dtype | int | float | None
 
 
 def library_path(device_type: str, dtype: torch.dtype) -> Path:
-    """The library for tensors of a kind: for a CPU the one for the vector instructions that torch uses too, but for
-    float64, which serves proofs and not speed, that for any processor: no other has it."""
+    """The library for tensors of a kind: for a CPU with AVX2 the one that uses it, but for float64, which is for
+    verification and not for speed, the one for any processor: the other has no float64."""
     if device_type != "cpu":
         return FOLDER / f"libmegatron_{device_type}.so"
-    level = "default" if dtype == torch.float64 else torch.backends.cpu.get_cpu_capability().lower()
-    path = FOLDER / f"libmegatron_cpu_{level}.so"
-    return path if path.exists() else FOLDER / "libmegatron_cpu_default.so"
+    avx2, default = (FOLDER / f"libmegatron_cpu_{level}.so" for level in ("avx2", "default"))
+    fits = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return avx2 if fits and dtype != torch.float64 and avx2.exists() else default
 
 
 @cache
@@ -54,10 +55,10 @@ def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
 
 
 @cache
-def why_not(op: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why there is no native body of ``op`` for tensors of a kind; None if there is one."""
+def unavailable_reason(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why there is no native kernel of ``op`` for tensors of a kind; None if there is one."""
     if device_type not in ("cpu", "cuda"):
-        return f"native bodies are for cpu and cuda, not {device_type}"
+        return f"native kernels are for cpu and cuda, not {device_type}"
     if device_type == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
@@ -83,7 +84,7 @@ def _gpu_obstacle(dtype: torch.dtype) -> str | None:
 
 
 def architecture(device_type: str, dtype: torch.dtype) -> str:
-    """What the library for tensors on ``cpu`` or ``cuda`` was compiled for, as ``avx512`` or ``sm_80 sm_90a and PTX of
+    """What the library for tensors on ``cpu`` or ``cuda`` was compiled for, as ``avx2`` or ``sm_80 sm_90a and PTX of
     compute_80``."""
     if device_type == "cpu":
         return library_path(device_type, dtype).stem.rpartition("_")[2]

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels turned by the angle of their position; native bodies as a torch operator."""
+"""Rotary positions: pairs of channels turned by the angle of their position; native kernels as a torch operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, plain, serving_call
+from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import new_like, wide
 
@@ -25,10 +25,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
     same row. They get no gradient. ``x`` is read where it lies, whatever its strides.
     Source: Su et al. 2021, section 3.4.2.
     """
-    body = serving_call("rope", backend, x, x, cos, sin, interleaved)
-    if body != "native":
+    chosen = select_backend_for("rope", backend, x, x, cos, sin, interleaved)
+    if chosen != "native":
         _check(x, cos, sin)
-        return plain(body).rope(x, cos, sin, interleaved)
+        return python_backend(chosen).rope(x, cos, sin, interleaved)
     return _rope(x, cos, sin, interleaved, False)
 
 
@@ -76,7 +76,7 @@ def _five_dims(x: Tensor, positions: int) -> Tensor:
 
 
 def _table_strides(table: Tensor) -> tuple[int, int]:
-    """Those of ``[s, b, r/2]``, 0 where one row serves all."""
+    """Those of ``[s, b, r/2]``, 0 if one row is for all."""
     table = table if table.dim() == 3 else table.unsqueeze(0)
     length, batch = (0 if table.shape[dim] == 1 else table.stride(dim) for dim in (0, 1))
     return length, batch

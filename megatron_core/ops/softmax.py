@@ -1,7 +1,8 @@
-"""Softmax of attention scores: causal, with a mask, with a sliding window; native bodies as torch operators."""
+"""Softmax of attention scores: causal, with a mask, with a sliding window; native kernels as torch operators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, plain, serving_call
+from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import new_like
 
@@ -32,10 +33,10 @@ def attention_softmax(
     its gradient. Keys after a query and before its window are not read.
     Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
-    body = serving_call("softmax", backend, scores, scores, mask, causal, window)
-    if body != "native":
+    chosen = select_backend_for("softmax", backend, scores, scores, mask, causal, window)
+    if chosen != "native":
         _check(scores, mask, window)
-        return plain(body).attention_softmax(scores, mask, scale, causal, window)
+        return python_backend(chosen).attention_softmax(scores, mask, scale, causal, window)
     return _attention_softmax(scores, mask, scale, causal, window)
 
 
@@ -62,8 +63,13 @@ def _attention_softmax_backward(
     native.call(
         "attention_softmax_backward",
         probs,
-        *(*_four(probs.shape, 1), dprobs, *_strides(dprobs), probs),
-        *(float(scale), _visible_keys(probs, causal, window), dscores),
+        *_four(probs.shape, 1),
+        dprobs,
+        *_strides(dprobs),
+        probs,
+        float(scale),
+        _visible_keys(probs, causal, window),
+        dscores,
     )
     return dscores
 
@@ -99,7 +105,7 @@ def _keys_in_memory(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _four(sizes: tuple[int, ...], missing: int) -> tuple[int, ...]:
+def _four(sizes: Sequence[int], missing: int) -> tuple[int, ...]:
     return (missing,) * (4 - len(sizes)) + tuple(sizes)
 
 
@@ -131,4 +137,4 @@ def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _attention_softmax.register_autograd(_backward, _save)
-_attention_softmax_backward.refuse_gradients()
+_attention_softmax_backward.register_no_autograd()

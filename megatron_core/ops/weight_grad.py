@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron_core.ops.backend import LIBRARIES, Backend, library_serves
+from megatron_core.ops.backend import Backend, library_has, python_backend
 
 
 def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, backend: Backend = "auto") -> None:
     """main_grad_OI += grad_y_TO^T x_TI, without rounding the product to fewer bits than ``main_grad`` has.
 
     T tokens, O output and I input features; ``grad_y`` and ``x`` are of one dtype, ``main_grad`` of that or wider. All
-    bodies but another library's are torch's products.
+    backends but another library's are torch's products.
     """
-    if library_serves("weight_grad", backend, x.device.type, x.dtype):
-        library = LIBRARIES[backend]
-        if library.fits("weight_grad", main_grad, x):
+    if library_has("weight_grad", backend, x.device.type, x.dtype):
+        library = python_backend(backend)
+        if library.supports_call("weight_grad", main_grad, x):
             library.accumulate_weight_grad_(main_grad, grad_y, x)
             return
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
-    elif x.device.type == "cuda" and TorchVersion(torch.__version__) < (2, 10):
+    elif x.device.type == "cuda" and TorchVersion(torch.__version__) < "2.10":
         # Before 2.10 addmm took a wider result only where what it is added to is as narrow as the matrices.
         main_grad.add_(torch.mm(grad_y.t(), x, out_dtype=main_grad.dtype))
     elif x.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The global gradient norm: every element of the model counted once, whatever the layout."""
+"""The global gradient norm, in which every element of the model counts exactly once in any layout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from torch import Tensor
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.ops import Backend, squared_norm
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 
 Span = tuple[int, int]
 
 
 class GradientNorm:
-    """|g| = sqrt(sum of squares) over all ranks' buckets; a rank may have none.
+    """|g| = sqrt(sum of squares) over the buckets of all ranks; a rank may have no buckets.
 
     Each rank counts what it owns: replicated parameters and shared key-value rows on the lowest rank that holds them,
-    a tied weight on the first stage, a shard on its data-parallel rank.
+    a tied weight on the first stage, a shard on its data-parallel rank, an unsharded bucket on the first of them.
     """
 
     def __init__(self, data_parallel: DataParallel, groups: ParallelGroups, backend: Backend = "auto") -> None:
@@ -24,14 +25,14 @@ class GradientNorm:
         self.owned = [(bucket, bucket.owned_ranges()) for bucket in buckets]
         self.copies = [(bucket, _gaps(ranges, bucket.grad_shard.numel())) for bucket, ranges in self.owned]
         self.device, self.backend = data_parallel.device, backend
-        self.group = groups.group("tp-cp-ep-dp-pp" if data_parallel.sharded else "tp-pp")
+        self.group = groups.group(WORLD)
 
-    def compute(self) -> float:
-        """The norm of the reduced gradients; inf or nan if any element on any rank is."""
-        # What another rank counts adds nothing here, unless it is not finite: then no rank may take the step.
+    def compute(self) -> Tensor:
+        """The norm of the reduced gradients: a float64 scalar on the device; inf or nan if any gradient is."""
+        # Copies, which other ranks own, add 0, or nan if one is not finite: then no rank may take the step.
         total = self._sum_of_squares(self.owned) + 0.0 * self._sum_of_squares(self.copies)
         all_reduce_(total, self.group)
-        return total.sqrt().item()
+        return total.sqrt()
 
     def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
         counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]
@@ -39,11 +40,11 @@ class GradientNorm:
 
 
 def _gaps(spans: list[Span], size: int) -> list[Span]:
-    """What ``spans``, in ascending order, leave of 0 ... size - 1."""
+    """The parts of [0, size) between ``spans``, which are in ascending order."""
     edges = [0, *(edge for span in spans for edge in span), size]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What to multiply gradients by so that their norm is at most ``limit`` (Pascanu et al. 2013); 0 turns it off."""
+    """The factor that reduces the gradient norm to at most ``limit`` (Pascanu et al. 2013); 0: no clipping."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

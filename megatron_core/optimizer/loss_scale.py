@@ -1,4 +1,4 @@
-"""Loss scales for float16: a fixed one, and one that looks for the largest that does not overflow.
+"""Loss scales for float16: a constant one, and a dynamic one that stays near the largest without overflow.
 
 Small gradients vanish in float16, so the loss is multiplied before backward and the gradients divided after
 it (Micikevicius et al. 2018, section 3.2).
@@ -10,32 +10,32 @@ from megatron_core.errors import CheckpointError, ConfigError
 
 
 class ConstantLossScale:
-    """A scale that never changes; 1 where no scaling is wanted."""
+    """A scale that never changes; 1 for no scaling."""
 
     def __init__(self, scale: float) -> None:
-        """Take the scale, above 0."""
+        """Set the scale; ``ConfigError`` unless it is above 0."""
         _require(scale > 0, f"loss_scale={scale} is out of range; legal: a number above 0")
         self.scale = float(scale)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing follows from an overflow."""
+        """Do nothing: overflows do not change a constant scale."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing to keep: the setting rules, not the checkpoint."""
+        """Empty: after loading, the setting applies."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to take, not even from a run with a dynamic scale."""
+        """Do nothing, also with the state of a dynamic scale."""
 
 
 class DynamicLossScale:
     """A scale that grows after good steps and shrinks after overflows, like Megatron-LM's DynamicGradScaler.
 
-    After ``window`` good steps in a row the scale is multiplied by ``growth_factor``. An overflow uses up
-    one of ``hysteresis`` chances; with none left it multiplies the scale by ``backoff_factor``, down to
-    ``minimum``, and so does every further overflow: the chances come back only when the scale grows.
+    After ``window`` good steps in a row the scale is multiplied by ``growth_factor``. After
+    ``hysteresis`` overflows, this and every further overflow multiplies the scale by ``backoff_factor``, down to
+    ``minimum``; the count of overflows restarts only when the scale grows.
 
-    ``found_inf`` must be the same on every rank, or the scales of the ranks part.
+    ``found_inf`` must be the same on every rank; otherwise the ranks' scales would differ.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DynamicLossScale:
         self._chances = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one step: whether any rank's gradients were not finite."""
+        """Update after a step; ``found_inf``: whether a gradient on any rank was not finite."""
         if found_inf:
             self._good_steps = 0
             self._chances -= 1
@@ -89,21 +89,21 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from ``state_dict()``; an empty one, from a run with a constant scale, changes nothing."""
+        """Restore ``state_dict()``; an empty one, from a run with a constant scale, changes nothing."""
         if not state:
             return
         missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()
         if missing or not state["scale"] > 0:
             raise CheckpointError(
                 f"loss scale state {state} needs a scale above 0, a growth_tracker and a hysteresis_tracker; "
-                "load with --no-load-optim to start the scale anew"
+                "load with --no-load-optim to start with the initial scale"
             )
         self.scale = float(state["scale"])
         self._good_steps = int(state["growth_tracker"])
         self._chances = int(state["hysteresis_tracker"])
 
 
-def _require(condition: bool, sentence: str) -> None:
-    """Raise ``sentence`` as a ``ConfigError`` unless ``condition`` holds."""
+def _require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError(message)`` unless ``condition`` is true."""
     if not condition:
-        raise ConfigError(sentence)
+        raise ConfigError(message)

@@ -11,32 +11,30 @@ from megatron_core.errors import ConfigError
 class LearningRateSchedule:
     """Warm-up and decay by the rules of Megatron-LM's ``OptimizerParamScheduler``.
 
-    With n the optimizer step counted from 1, W the steps of warm-up and D those until the end of the decay
-    (``lr_decay_iters``, or the whole training):
+    With n the optimizer step counted from 1, W the number of warm-up steps and D the step at the end of the decay
+    (``lr_decay_iters``, or the last step):
 
         n <= W:  lr = init + (max - init) n / W
         n > D:   lr = min                                (not for "constant", which stays at max)
         else:    lr = min + c(r) (max - min)             with r = (n - W) / (D - W)
 
     where c is ``1 - r`` (linear) or ``(cos(pi r) + 1) / 2`` (cosine). "inverse-square-root" is ``max(max_lr
-    sqrt(W / n), min_lr)``. "WSD" has c = 1 until its last phase, and over that phase, of which the share x
-    is done, one of ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) and
+    sqrt(W / n), min_lr)``. "WSD" has c = 1 until its decay phase; a share x
+    into that phase, c is ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) and
     ``1 - sqrt(x)`` (minus_sqrt).
 
-    So warm-up's first step already moves the weights (lr > 0), step W has the highest rate, and step D,
-    which without ``lr_decay_iters`` is the training's last step, has the lowest one. Megatron-LM prints the
-    same number beside iteration n, but *applies* it one step later: there, step n runs with the rule's
-    value at n - 1, the first one at 0.
+    The first step of warm-up already has lr > 0, step W has the highest rate and step D the lowest.
+    Megatron-LM prints the same number for iteration n, but applies it one step later: there, step n runs with
+    the value for n - 1, and the first step with lr = 0.
 
-    There is no state: a resumed run asks for the same n, and a run resumed with other settings follows those
-    from its first step, never a mixture of both.
+    There is no state: a run resumed with other settings follows those from its first step on.
     """
 
     def __init__(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Take the settings and the number of optimizer steps of the whole training."""
+        """``total_steps``: optimizer steps of the whole training."""
         self.config = config
         self.decay_steps = total_steps if config.lr_decay_iters is None else config.lr_decay_iters
-        # A fraction is not rounded to whole steps, as in Megatron-LM.
+        # As in Megatron-LM, the fraction is not rounded to whole steps.
         self.warmup_steps: float = (
             config.lr_warmup_iters
             if config.lr_warmup_fraction is None
@@ -48,7 +46,7 @@ class LearningRateSchedule:
             )
 
     def lr(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``, the first step of a training being 1."""
+        """The learning rate of optimizer step ``step``, counted from 1."""
         config = self.config
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * step / self.warmup_steps
@@ -61,7 +59,7 @@ class LearningRateSchedule:
         return config.min_lr + self._coefficient(step) * (config.lr - config.min_lr)
 
     def _coefficient(self, step: int) -> float:
-        """How far above its lowest the rate is, 1 at the end of warm-up and 0 at the end of the decay."""
+        """(lr - min) / (max - min): 1 at the end of warm-up and 0 at the end of the decay."""
         if self.config.lr_decay_style == "WSD":
             phase = self.config.lr_wsd_decay_iters or 1
             done = (step - (self.decay_steps - phase)) / phase
@@ -70,7 +68,7 @@ class LearningRateSchedule:
 
 
 def _shape(style: str, done: float) -> float:
-    """The falling curve from 1 at ``done`` = 0 to 0 at ``done`` = 1."""
+    """The decay curve, 1 at ``done`` = 0 and 0 at ``done`` = 1."""
     if style == "linear":
         return 1.0 - done
     if style == "cosine":

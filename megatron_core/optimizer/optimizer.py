@@ -1,4 +1,4 @@
-"""AdamW on main weights that live in flat shards."""
+"""AdamW on main weights in flat shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,52 +20,50 @@ from megatron_core.parallel.groups import ParallelGroups
 
 
 class LossScale(Protocol):
-    """The factor on the loss, and its reaction to gradients that overflowed."""
+    """The factor by which the loss is multiplied, and its update after an overflow."""
 
     scale: float
 
     def update(self, found_inf: bool) -> None:
-        """Take note of a step."""
+        """Update after a step."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues with."""
+        ...
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What an optimizer step did."""
-
-    grad_norm: float
-    """Global gradient norm before clipping, the loss scale divided out."""
-    skipped: bool
-    """Whether the weights stayed because a gradient was not finite."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What AdamW keeps for its part of a bucket: flat, and as long as that."""
+    """The state of AdamW for this rank's shard of a bucket: flat tensors of the shard's length."""
 
     bucket: Bucket
     main: Tensor
-    """The weights in float32 or wider: the bucket's very own where those are so wide."""
+    """The weights in float32 or wider: the bucket's own tensor if that is wide enough."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
     @classmethod
     def of(cls, bucket: Bucket) -> Shard:
-        """Take the weights as they are, and moments of zero."""
+        """Start from the bucket's weights, with moments of zero."""
         main = bucket.weight_shard.to(torch.promote_types(bucket.weights.dtype, torch.float32))
         return cls(bucket, main, torch.zeros_like(main), torch.zeros_like(main))
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the model's weights are 16 bits, and so a copy of ``main``."""
+        """Whether the model's weights are 16-bit copies of ``main``."""
         return self.main.dtype != self.bucket.weights.dtype
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on each bucket's shard of the weights, in one pass over all that it touches.
+    """AdamW (Loshchilov and Hutter 2019) on this rank's shard of every bucket.
 
-    16-bit weights have float32 main weights; wider weights are their own. With sharded buckets each data-parallel rank
-    updates its shard only: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+    16-bit weights have float32 main weights; wider weights are updated directly. With sharded buckets each
+    data-parallel rank updates only its shard: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
     """
 
     def __init__(
@@ -78,33 +76,36 @@ class Optimizer:
     ) -> None:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
-        # The moments are here from now on, so that a checkpoint can be loaded before the first step.
+        # Allocated now, so that a checkpoint can be loaded before the first step.
         self.shards = [Shard.of(bucket) for bucket in data_parallel.buckets]
         self.steps_taken = 0
 
-    def step(self, lr: float) -> StepOutcome:
-        """Clip and update, on gradients that are complete; skip if any of them is not finite.
+    def gradient_norm(self) -> Tensor:
+        """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan
+        if any gradient on any rank is."""
+        return self.norm.compute() / self.loss_scale.scale
 
-        Afterwards the gradients are used up: they may have been scaled.
+    def step(self, lr: float, grad_norm: float) -> bool:
+        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; skip if it is not finite.
+
+        Returns whether the step was skipped. The gradients may be scaled in place.
         """
-        scale = self.loss_scale.scale
-        norm = self.norm.compute() / scale
-        finite = math.isfinite(norm)
+        scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
         if not finite:
-            return StepOutcome(norm, skipped=True)
+            return True
         self.steps_taken += 1
-        factor = clip_factor(norm, self.config.clip_grad) / scale
-        for (decays, _), shards in self._alike().items():
+        factor = clip_factor(grad_norm, self.config.clip_grad) / scale
+        for (decays, _), shards in self._by_kind().items():
             self._update(shards, lr, factor, self.config.weight_decay if decays else 0.0)
-        return StepOutcome(norm, skipped=False)
+        return False
 
-    def _alike(self) -> dict[tuple[bool, torch.dtype], list[Shard]]:
-        """Shards that one call updates: all decay or none does, and their weights are of one dtype."""
-        alike = defaultdict(list)
+    def _by_kind(self) -> dict[tuple[bool, torch.dtype], list[Shard]]:
+        """The shards by (weight decay or not, dtype); one call updates each group."""
+        found = defaultdict(list)
         for shard in self.shards:
-            alike[shard.bucket.kind.decay, shard.bucket.weights.dtype].append(shard)
-        return alike
+            found[shard.bucket.kind.decay, shard.bucket.weights.dtype].append(shard)
+        return found
 
     def _update(self, shards: list[Shard], lr: float, factor: float, weight_decay: float) -> None:
         adamw_(
@@ -134,7 +135,7 @@ class Optimizer:
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
-    """Dynamic for float16 unless a fixed one is given; 1 for every other dtype."""
+    """For float16 the constant ``loss_scale`` if given, else a dynamic one; 1 for every other dtype."""
     if params_dtype != torch.float16:
         return ConstantLossScale(1.0)
     if config.loss_scale is not None:

@@ -1,6 +1,6 @@
 """The layout: grid, process groups, collectives and how parameters are split.
 
-Names are handed on when they are asked for: ``parallel.grid`` is free of torch, and importing it must not import torch.
+Names are imported when they are first used: ``parallel.grid`` is free of torch, and importing it must not import torch.
 """
 
 from importlib import import_module

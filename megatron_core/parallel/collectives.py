@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.groups import Group, process_group
 
 # torch renamed both; older releases have only the second names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +28,10 @@ class Done:
         """Return at once."""
 
 
-def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> dist.Work | Done:
+Handle = dist.Work | Done
+
+
+def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> Handle:
     """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
     if group.size() == 1:
         return Done()
@@ -39,24 +42,24 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
 def broadcast_(x: Tensor, source: int, group: Group) -> None:
     """Fill ``x`` with its value on the global rank ``source``."""
     if group.size() > 1:
-        dist.broadcast(x, src=source, group=group)
+        dist.broadcast(x, src=source, group=process_group(group))
 
 
-def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> Handle:
     """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
     if group.size() == 1:
         return Done()
     return _all_gather(full, shard, group=group, async_op=async_op) or Done()
 
 
-def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | Done:
+def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> Handle:
     """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
     if group.size() == 1:
         return Done()
     return _reduce_scatter(shard, full, group=group, async_op=async_op) or Done()
 
 
-def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     """Begin to gather dim 0: the result [s * size, ...] is complete once the handle has been waited for."""
     if group.size() == 1:
         return x, Done()
@@ -65,7 +68,7 @@ def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | 
     return full, _all_gather(full, x, group=group, async_op=True)
 
 
-def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     """Begin to sum over the group and split dim 0: the result is [s / size, ...]."""
     if group.size() == 1:
         return x, Done()
@@ -74,7 +77,7 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, dist
     return part, _reduce_scatter(part, x, group=group, async_op=True)
 
 
-def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | Done]:
+def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     """Begin to sum over the group, into ``x`` itself."""
     x = x.contiguous()
     return x, all_reduce_(x, group, async_op=True)

@@ -2,48 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from itertools import product
 
 from megatron_core.errors import LayoutError
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
-DEFAULT_ORDER = "-".join(AXES)
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+AXES = (*DENSE_AXES, "etp", "ep", "edp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+WORLD = "-".join(DENSE_AXES)
+"""The axes of the group of all ranks."""
+
+# Which axis of each view a name in ``order`` stands for.
+_VIEWS = (dict(zip(DENSE_AXES, DENSE_AXES, strict=True)), dict(zip(("tp", "ep", "dp", "pp"), EXPERT_AXES, strict=True)))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Places ranks on the axes tp, cp, ep, dp and pp.
+    """Two views of the same ranks: dense layers see the axes tp, cp, dp, pp and expert layers etp, ep, edp, pp.
 
-    With the axes of ``order`` from fastest to slowest and sizes n0, n1, n2, ...:
-    rank = rank_offset + i0 + n0 (i1 + n1 (i2 + ...)). An axis of size 1 may be left out of ``order``.
-    Source: Narayanan et al. 2021, section 3; the default order is Megatron-LM's.
+    tp x cp x dp = etp x ep x edp ranks hold a pipeline stage (Liu et al. 2025, "MoE Parallel Folding"). In each view,
+    with its axes from fastest to slowest as ``order`` has them and sizes n0, n1, n2, ...:
+    rank = rank_offset + i0 + n0 (i1 + n1 (i2 + ...)). "tp" and "dp" of ``order`` stand for etp and edp in the expert
+    view; an axis of size 1 may be left out. ``etp`` is ``tp`` unless given, and edp takes the ranks that are left.
+    Source: Narayanan et al. 2021, section 3; the default order and the two views are Megatron-LM's.
+
+    Errors: ``LayoutError`` when a size or the order is impossible, or when the pipelines of the two views would differ.
     """
 
     tp: int = 1
     cp: int = 1
-    ep: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int | None = None
     order: str = DEFAULT_ORDER
     rank_offset: int = 0
 
     def __post_init__(self) -> None:
-        axes = self.order.split("-")
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        for axis in (*DENSE_AXES, "ep", "etp"):
+            if self.size(axis) < 1:
+                raise LayoutError(f"{axis}={self.size(axis)} is not a size of an axis; give 1 or more")
+        experts = self.size("etp") * self.ep * self.pp
+        if self.world_size % experts:
+            raise LayoutError(
+                f"world size {self.world_size} cannot be divided by expert tensor x expert x pipeline = {self.etp} x "
+                f"{self.ep} x {self.pp} = {experts}; start a multiple of {experts} ranks or choose smaller sizes"
+            )
+        self._check_order()
+
+    def _check_order(self) -> None:
+        axes, legal = self.order.split("-"), DEFAULT_ORDER.split("-")
         for axis in axes:
-            if axis not in AXES:
-                raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(AXES)}")
+            if axis not in legal:
+                raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(legal)}")
         if len(set(axes)) != len(axes):
             raise LayoutError(f"rank_order={self.order!r} names an axis twice; name each of {DEFAULT_ORDER} once")
-        for axis in AXES:
-            if self.size(axis) < 1:
-                raise LayoutError(f"{axis}={self.size(axis)} is no size of an axis; give 1 or more")
-            if self.size(axis) > 1 and axis not in axes:
-                raise LayoutError(f"rank_order={self.order!r} lacks {axis!r}, whose size is {self.size(axis)}; add it")
+        for view in _VIEWS:
+            for name, axis in view.items():
+                if self.size(axis) > 1 and name not in axes:
+                    raise LayoutError(f"rank_order={self.order!r} lacks {name!r}; add it, for {axis}={self.size(axis)}")
+        dense, expert = (self._strides_of(view)["pp"] for view in _VIEWS)
+        if self.pp > 1 and dense != expert:
+            raise LayoutError(
+                f"rank_order={self.order!r} puts neighbours of a pipeline {dense} ranks apart for dense layers (tp="
+                f"{self.tp}, cp={self.cp}, dp={self.dp}) and {expert} for experts (etp={self.etp}, ep={self.ep}, edp="
+                f"{self.edp}); put pp last, or make the sizes of the axes before pp multiply to the same number"
+            )
 
     @classmethod
-    def fit(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> Grid:
+    def fit(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        order: str = DEFAULT_ORDER,
+    ) -> Grid:
         """The grid that fills ``world_size`` ranks with copies of a model split tp x cp x pp ways."""
         model = tp * cp * pp
         if model < 1 or world_size % model:
@@ -51,7 +94,7 @@ class Grid:
                 f"world size {world_size} cannot be divided by tensor x context x pipeline = {tp} x {cp} x {pp} = "
                 f"{model}; start a multiple of {model} ranks or choose smaller sizes"
             )
-        return cls(tp=tp, cp=cp, dp=world_size // model, pp=pp, order=order)
+        return cls(tp=tp, cp=cp, dp=world_size // model, pp=pp, ep=ep, etp=etp, order=order)
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
@@ -60,58 +103,69 @@ class Grid:
     @property
     def world_size(self) -> int:
         """All ranks of the grid."""
-        return prod(self.size(axis) for axis in AXES)
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert."""
+        return self.world_size // (self.size("etp") * self.ep * self.pp)
+
+    def _strides_of(self, view: dict[str, str]) -> dict[str, int]:
+        """Of each axis of a view: by how much the rank of its next index is greater."""
+        strides, stride = {"pp": 1}, 1
+        for name in self.order.split("-"):
+            if name in view:
+                strides[view[name]] = stride
+                stride *= self.size(view[name])
+        return strides
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return dict.fromkeys(AXES, 1) | self._strides_of(_VIEWS[0]) | self._strides_of(_VIEWS[1])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of ``rank`` on every axis."""
+        """The index of ``rank`` on every axis of both views."""
         if not 0 <= rank - self.rank_offset < self.world_size:
             raise LayoutError(f"rank {rank} is outside the grid of {self.world_size} ranks from {self.rank_offset}")
-        rest, place = rank - self.rank_offset, dict.fromkeys(AXES, 0)
-        for axis in self.order.split("-"):
-            rest, place[axis] = divmod(rest, self.size(axis))
-        return place
+        return {axis: (rank - self.rank_offset) // self._strides[axis] % self.size(axis) for axis in AXES}
 
-    def rank(self, **place: int) -> int:
-        """The rank at the given indices; axes that are not named are at 0."""
-        for axis, index in place.items():
-            if axis not in AXES or not 0 <= index < self.size(axis):
-                legal = f"0 to {self.size(axis) - 1}" if axis in AXES else f"one of the axes {', '.join(AXES)}"
-                raise LayoutError(f"{axis}={index} is no place in the grid; legal: {legal}")
-        rank, stride = self.rank_offset, 1
-        for axis in self.order.split("-"):
-            rank += stride * place.get(axis, 0)
-            stride *= self.size(axis)
-        return rank
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the given indices on axes of one view; axes of it that are not named are at 0."""
+        self._view_of(coordinates)
+        for axis, index in coordinates.items():
+            if not 0 <= index < self.size(axis):
+                raise LayoutError(f"{axis}={index} is outside the grid; legal: 0 to {self.size(axis) - 1}")
+        return self.rank_offset + sum(index * self._strides[axis] for axis, index in coordinates.items())
 
-    def ranks(self) -> Iterator[int]:
+    def ranks(self) -> range:
         """All ranks in ascending order."""
-        return iter(range(self.rank_offset, self.rank_offset + self.world_size))
+        return range(self.rank_offset, self.rank_offset + self.world_size)
 
     def groups(self, axes: str) -> list[list[int]]:
-        """Ranks that differ only on ``axes`` ("tp", "tp-dp", ...), each group and the list in ascending order."""
-        names = self.order.split("-")
-        sizes, mask = [self.size(axis) for axis in names], [axis in axes.split("-") for axis in names]
-        found = generate_masked_orthogonal_rank_groups(self.world_size, sizes, mask)
-        return [[self.rank_offset + rank for rank in ranks] for ranks in found]
+        """Ranks that differ only on ``axes`` of one view ("tp", "tp-dp", "etp-ep", ...), all in ascending order."""
+        names = axes.split("-")
+        others = [axis for axis in self._view_of(names) if axis not in names]
+        offsets = self._offsets(names)
+        return [[self.rank_offset + first + offset for offset in offsets] for first in self._offsets(others)]
 
     def group_of(self, rank: int, axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` only on ``axes``."""
-        return next(group for group in self.groups(axes) if rank in group)
+        """The ranks that differ from ``rank`` only on ``axes``, without a look at other groups."""
+        names, at = axes.split("-"), self.coordinates(rank)
+        self._view_of(names)
+        first = rank - sum(at[axis] * self._strides[axis] for axis in names)
+        return [first + offset for offset in self._offsets(names)]
 
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        """Distances from the first to every rank of a group over ``axes``, in ascending order."""
+        steps = [[index * self._strides[axis] for index in range(self.size(axis))] for axis in axes]
+        return sorted(map(sum, product(*steps)))
 
-def generate_masked_orthogonal_rank_groups(
-    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
-) -> list[list[int]]:
-    """Ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` has the sizes, the fastest first.
-
-    The name and arguments are Megatron Core's.
-    """
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(world_size):
-        rest, fixed = rank, []
-        for size, varies in zip(parallel_size, mask, strict=True):
-            rest, index = divmod(rest, size)
-            if not varies:
-                fixed.append(index)
-        found.setdefault((*fixed, rest), []).append(rank)
-    return list(found.values())
+    def _view_of(self, axes: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
+        """The axes of the view that has all of ``axes``."""
+        for view in (DENSE_AXES, EXPERT_AXES):
+            if set(axes) <= set(view):
+                return view
+        raise LayoutError(
+            f"the axes {'-'.join(axes)} belong to no view of the ranks; legal: some of {', '.join(DENSE_AXES)}, or "
+            f"some of {', '.join(EXPERT_AXES)}"
+        )

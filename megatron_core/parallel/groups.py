@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.grid import WORLD, Grid
 
-# Every combination of axes that some collective of this framework runs over.
+# Every combination of axes that a collective of this framework runs over or that a getter of Megatron Core returns.
 COMBINATIONS = (
     "tp",
     "cp",
@@ -19,34 +20,55 @@ COMBINATIONS = (
     "tp-pp",
     "tp-dp",
     "tp-cp",
-    "tp-cp-pp",
     "tp-dp-cp",
-    "tp-cp-ep-dp-pp",
+    WORLD,
+    "etp",
+    "ep",
+    "edp",
+    "etp-ep",
+    "etp-ep-pp",
 )
 
 
+@dataclass(frozen=True)
 class LocalGroup:
-    """A group of one rank, for a process without torch.distributed; collectives return their input."""
+    """Size and index of a group without a communicator.
+
+    In a process without torch.distributed: a process that is alone, whose collectives return their input, or one that
+    only computes what a rank of a larger world would hold.
+    """
+
+    num_ranks: int = 1
+    index: int = 0
 
     def size(self) -> int:
-        """1."""
-        return 1
+        """Ranks of the group."""
+        return self.num_ranks
 
     def rank(self) -> int:
-        """0."""
-        return 0
+        """This rank's index in it."""
+        return self.index
 
 
 Group = dist.ProcessGroup | LocalGroup
 
 
-class ParallelGroups:
-    """The process groups that one rank belongs to.
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The group as torch.distributed's; ``LayoutError`` for one without a communicator."""
+    if isinstance(group, LocalGroup):
+        raise LayoutError(f"a group of {group.size()} ranks outside torch.distributed cannot send; start it first")
+    return group
 
-    ``group(axes)`` is the group of the ranks that differ from this one only on ``axes``. Two more: ``embedding``, the
-    pipeline ranks ``ends`` of the first and the last stage, which both hold a tied embedding; and ``reverse_pp``, a
-    second group over the pipeline ranks: messages up and down the pipeline never share a communicator, so they cannot
-    block each other.
+
+class ParallelGroups:
+    """The process groups that one rank belongs to, for both views of the ranks.
+
+    ``group(axes)`` is the group of the ranks that differ from this one only on ``axes``; combinations with the same
+    ranks share one communicator. Two more: ``embedding``, the pipeline ranks ``ends`` of the first and the last stage,
+    which both hold a tied embedding; and ``reverse_pp``, a second group over the pipeline ranks: messages up and down
+    the pipeline never share a communicator, so they cannot block each other.
+
+    Without torch.distributed every group is a ``LocalGroup`` of the size that the grid says.
     """
 
     def __init__(
@@ -59,18 +81,17 @@ class ParallelGroups:
     ) -> None:
         self.grid = grid
         self.rank = rank
-        self.place = grid.coordinates(rank)
+        self.coordinates = grid.coordinates(rank)
         self._timeout = timeout
         self._made: dict[tuple[int, ...], Group] = {}
-        self._groups = {axes: self._own_group(grid.groups(axes)) for axes in COMBINATIONS}
-        pipelines = grid.groups("pp")
-        tied = [sorted({ranks[end] for end in ends}) for ranks in pipelines]
-        self.embedding_ranks = next((ranks for ranks in tied if rank in ranks), [])
-        self.embedding = self._own_group(tied)
-        self._made.clear()
+        self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
+        tied = _ends(self.ranks("pp"), ends)
+        self.embedding_ranks = list(tied) if rank in tied else []
+        self.embedding = self._own_group("pp", ends)
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
-        self.reverse_pp = self._own_group(pipelines) if grid.pp > 1 else self.group("pp")
+        self._made.clear()
+        self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
 
     @classmethod
     def single(cls) -> ParallelGroups:
@@ -78,18 +99,19 @@ class ParallelGroups:
         return cls(Grid(), 0)
 
     def group(self, axes: str) -> Group:
-        """The group over ``axes``, one of ``COMBINATIONS``."""
-        if axes not in self._groups:
-            raise LayoutError(f"no group over the axes {axes!r}; there are: {', '.join(self._groups)}")
-        return self._groups[axes]
+        """The group over ``axes``, one of ``COMBINATIONS`` in any order of its names."""
+        try:
+            return self._groups[frozenset(axes.split("-"))]
+        except KeyError:
+            raise LayoutError(f"no group over the axes {axes!r}; there are: {', '.join(COMBINATIONS)}") from None
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
         return self.grid.size(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place on ``axis``."""
-        return self.place[axis]
+        """This rank's index on ``axis``."""
+        return self.coordinates[axis]
 
     def ranks(self, axes: str) -> list[int]:
         """Global ranks of the group over ``axes``."""
@@ -98,20 +120,28 @@ class ParallelGroups:
     @property
     def prefix(self) -> str:
         """How this rank's messages begin, as ``[pp1 dp0 tp1]``."""
-        return f"[pp{self.place['pp']} dp{self.place['dp']} tp{self.place['tp']}]"
+        return f"[pp{self.index('pp')} dp{self.index('dp')} tp{self.index('tp')}]"
 
-    def _own_group(self, all_ranks: list[list[int]]) -> Group | None:
-        """Make every group of ``all_ranks`` (all processes must do so together) and return the one with this rank."""
+    def _whole_group(self, axes: str) -> Group:
+        group = self._own_group(axes)
+        assert group is not None, "every rank is in one group over any axes"
+        return group
+
+    def _own_group(self, axes: str, ends: tuple[int, int] | None = None) -> Group | None:
+        """This rank's group over ``axes``, or only of its members ``ends``: None if this rank is not one of them.
+
+        With torch.distributed every group of the world is made, because all processes must do so together.
+        """
         mine = None
-        for ranks in all_ranks:
-            group = self._make(tuple(ranks))
-            if self.rank in ranks:
-                mine = group
+        for ranks in self.grid.groups(axes) if dist.is_initialized() else [self.ranks(axes)]:
+            members = tuple(ranks) if ends is None else _ends(ranks, ends)
+            if dist.is_initialized() and members not in self._made:
+                self._made[members] = dist.new_group(list(members), timeout=self._timeout)
+            if self.rank in members:
+                mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
         return mine
 
-    def _make(self, ranks: tuple[int, ...]) -> Group:
-        if not dist.is_initialized():
-            return LocalGroup()
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
-        return self._made[ranks]
+
+def _ends(pipeline: list[int], ends: tuple[int, int]) -> tuple[int, ...]:
+    """The ranks at the indices ``ends`` of a pipeline, each once."""
+    return tuple(sorted({pipeline[end] for end in ends}))

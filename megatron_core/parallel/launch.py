@@ -1,4 +1,4 @@
-"""Starting and ending a process of the job: rank, device, torch.distributed, and errors that are told once."""
+"""Starting and ending a process of the job: rank, device, torch.distributed, and errors that are printed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_core.errors import LayoutError, MegatronError
 
 @dataclass
 class World:
-    """What the launcher told this process, and the device that it computes on."""
+    """This process's rank and device, as the launcher set them."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class World:
     store: dist.Store | None = None
     """The key-value store that the job's processes share, once they have met."""
     prefix: str = ""
-    """How this rank's messages begin (``[pp1 dp0 tp1]``), once it has a place in the layout."""
+    """How this rank's messages begin (``[pp1 dp0 tp1]``), once the layout is known."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -59,28 +59,28 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
 
 
 def run_job(world: World, job: Callable[[], None]) -> NoReturn:
-    """Run ``job`` and exit; an error that users can mend is one message, not a traceback from each rank."""
+    """Run ``job`` and exit; an error that a user can fix is one message, not a traceback from each rank."""
     status = 0
     try:
         job()
     except MegatronError as error:
-        _tell_once(str(error), world)
+        _print_once(str(error), world)
         status = 1
     except KeyboardInterrupt:
-        _tell_once("interrupted", world)
+        _print_once("interrupted", world)
         status = 130
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
         reason = "the reason is in that rank's message, or it was killed (out of memory?)"
-        _tell_once(f"this job ends because another rank has left it; {reason}", world)
+        _print_once(f"this job ends because another rank has left it; {reason}", world)
         status = 1
     _leave(status)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit. With other ranks about, without C++'s teardown: now and then a thread of gloo is still there when it comes,
-    which aborts a job that has long ended well."""
+    """Exit. With other ranks, without C++'s teardown: a thread of gloo is sometimes still running then,
+    which aborts a job that has completed."""
     if not dist.is_initialized():
         sys.exit(status)
     if status == 0:
@@ -90,7 +90,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _tell_once(message: str, world: World) -> None:
+def _print_once(message: str, world: World) -> None:
     """Print an error on the first rank that meets it; before the ranks have met, on rank 0."""
     if world.store is None:
         first = world.rank == 0
@@ -101,10 +101,10 @@ def _tell_once(message: str, world: World) -> None:
             first = True
     if first:
         print(f"{world.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
-    _tell_torchrun(message)
+    _report_to_torchrun(message)
 
 
-def _tell_torchrun(message: str) -> None:
+def _report_to_torchrun(message: str) -> None:
     """Leave the message where torchrun looks for it, so that its closing report names the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -1,7 +1,7 @@
-"""Poison for buffers: what has not come yet, or is out of date, is NaN, so that whoever reads it too early is seen.
+"""Poison for buffers: what has not arrived yet or is outdated is NaN, so that a read that comes too early shows.
 
 torch's own deterministic mode fills new memory (``torch.empty`` and its kin) with NaN, integers with their largest
-value. Long-lived buffers get the same here, as soon as what they hold is out of date. torch keeps the switch.
+value. Long-lived buffers get the same here, as soon as their values are outdated. The switch is torch's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words between ranks, as plain bytes; and how a list of names is told."""
+"""Texts exchanged between ranks as plain bytes, and lists of names in messages."""
 
 from __future__ import annotations
 

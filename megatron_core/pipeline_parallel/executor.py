@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
-from megatron_core.pipeline_parallel.actions import Action, Plan
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
+from megatron_core.schedules.actions import Action, Plan
 
 ForwardStep = Callable[[int, int, "Tensor | None"], Tensor]
 
@@ -27,9 +27,9 @@ class MessageFormat:
     dtype: torch.dtype
     device: torch.device
     lengths: Mapping[int, int] = field(default_factory=dict)
-    """First dimension of the micro-batches in which it is another than that of ``shape``."""
+    """First dimension of the micro-batches in which it differs from that of ``shape``."""
     variable: bool = False
-    """Nobody knows the shapes beforehand: each message brings its own, and its receive is posted when it is needed."""
+    """Shapes are not known beforehand: each message brings its own, and its receive is posted when it is needed."""
 
     def shape_of(self, micro: int) -> tuple[int, ...]:
         """Shape of a micro-batch's messages."""
@@ -37,28 +37,17 @@ class MessageFormat:
 
 
 @dataclass(frozen=True)
-class Posting:
-    """When receives are posted and sends waited for."""
-
-    overlap: bool = True
-    """Sends are waited for at the end of the step; without it each one before the next action."""
-    ahead: int = 1
-    """How many actions before it is needed a receive is posted; without overlap ``rendezvous.receives_ahead(plan)``, or
-    sends that wait for their receives may lock the ranks."""
-
-
-@dataclass(frozen=True)
 class Listener:
-    """Whom an executor tells what it does."""
+    """Functions that an executor calls as it goes."""
 
     on_last_backward: Callable[[int], None] = lambda stage: None
     """Called with a stage before its last backward, if that is a whole one."""
     on_last_weights: Callable[[int], None] = lambda stage: None
-    """Called with a stage behind its last weight gradients, if its last backward is a split one."""
+    """Called with a stage after its last weight gradients, if its last backward is a split one."""
     on_begin: Callable[[Action], None] = lambda action: None
     """Called before each action, once its input is there."""
     on_end: Callable[[Action], None] = lambda action: None
-    """Called behind each action, before its output is sent."""
+    """Called after each action, before its output is sent."""
 
 
 class Executor:
@@ -66,9 +55,10 @@ class Executor:
 
     ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first one, and the last one returns a
     scalar whose gradient is wanted. Receives from a rank are posted in the order in which its plan sends, whatever
-    order they are needed in, so that messages cannot be taken for one another. A stage's output is let go as soon as
-    it is sent; backward starts from its place in autograd's graph. ``parameters`` are those of this rank's stages: the
-    gradients of those in parallel linear layers are what a split backward puts off from I to W.
+    order they are needed in, so that messages cannot be taken for one another. A stage's output is freed as soon as it
+    is sent; backward starts from its edge in autograd's graph. ``parameters`` are those of this rank's stages: the
+    gradients of those in parallel linear layers are what a split backward defers from I to W. Without ``overlap`` each
+    send is waited for before the next action, with it at the end of the step.
     """
 
     def __init__(
@@ -79,22 +69,24 @@ class Executor:
         forward: ForwardStep,
         *,
         parameters: Iterable[nn.Parameter] = (),
-        posting: Posting = Posting(),
+        overlap: bool = True,
         listener: Listener = Listener(),
     ) -> None:
         self.plan, self.links, self.message, self.forward = plan, links, message, forward
-        self.posting, self.listener = posting, listener
-        if message.variable and not posting.overlap:
+        self.overlap, self.listener = overlap, listener
+        # With overlap any number is safe; 1 hides a message behind an action.
+        self._receive_lookahead = 1 if overlap else plan.receive_lookahead
+        if message.variable and not overlap:
             raise LayoutError(
                 "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
-                "only when they are needed: the ranks could lock. Turn it on, or say the lengths of all micro-batches"
+                "only when they are needed: the ranks could lock. Turn it on, or give the lengths of all micro-batches"
             )
         self.actions = plan.ranks[links.index]
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
         self._parameters = list(parameters) if any(a.kind == "W" for a in self.actions) else []
         self._queue = WeightGradQueue()
-        senders = set(plan.place) - {links.index}
+        senders = set(plan.stage_to_rank) - {links.index}
         self._unposted = {sender: deque(plan.messages(sender, links.index)) for sender in senders}
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Action, Tensor] = {}
@@ -107,27 +99,27 @@ class Executor:
         results: dict[int, Tensor] = {}
         with self._queue.attached(self._parameters):
             for at, action in enumerate(self.actions):
-                for coming in self.actions[at : at + 1 + self.posting.ahead]:
-                    self._post_receive(coming)
+                if not self.message.variable:
+                    for coming in self.actions[at : at + 1 + self._receive_lookahead]:
+                        self._post_receives(coming)
                 output = self._run_action(action)
-                if action.kind == "F" and action.stage == self.plan.num_stages - 1:
+                if output is not None and self.plan.consumer(action) is None:
                     results[action.micro] = output
                 elif output is not None:
-                    self._hand_on(action, output)
-                self._let_go(wait=not self.posting.overlap)
-        self._let_go(wait=True)
+                    self._send_output(action, output)
+                self._release_sends(wait=not self.overlap)
+        self._release_sends(wait=True)
         return results
 
     def _run_action(self, action: Action) -> Tensor | None:
-        """Do what ``action`` says; what the next stage needs of it, or on the last stage the loss."""
-        source = self.plan.source(action) if action.kind != "W" else None
-        from_other_stage = source is not None and source.stage != action.stage
-        received = self._take(source) if from_other_stage else None
+        """Do what ``action`` says; what another stage needs of it, or on the last stage the loss."""
+        received = self._take_input(action)
+        output = None
         self.listener.on_begin(action)
         if action.kind == "F":
             output = self._run_forward(action, received)
         elif action.kind == "W":
-            output = self._run_weights(action)
+            self._run_weights(action)
         else:
             output = self._run_backward(action, received)
         self.listener.on_end(action)
@@ -166,14 +158,11 @@ class Executor:
         if self._last_gradients[action.stage] == action:
             self.listener.on_last_weights(action.stage)
 
-    def _post_receive(self, action: Action) -> None:
-        """Post receives up to the message that ``action`` needs, in the order in which its sender sends."""
-        source = self.plan.source(action)
-        if source is not None and self.plan.place[source.stage] != self.links.index and not self.message.variable:
-            self._receive_up_to(source)
-
-    def _receive_up_to(self, source: Action) -> None:
-        sender = self.plan.place[source.stage]
+    def _post_receives(self, action: Action) -> None:
+        """Post the receives of what ``action`` needs and of all that its sender sends before, in the sender's order."""
+        source, sender = self.plan.source(action), self.plan.sender(action)
+        if source is None or sender is None:
+            return
         while source not in self._arriving and self._unposted[sender]:
             coming = self._unposted[sender].popleft()
             self._arriving[coming] = self._receive(coming, sender)
@@ -184,36 +173,36 @@ class Executor:
             return self.links.receive_with_shape(len(message.shape), message.dtype, message.device, sender)
         return self.links.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
 
-    def _take(self, source: Action) -> Tensor:
-        """What ``source`` produced, from this rank or from another."""
+    def _take_input(self, action: Action) -> Tensor | None:
+        """What another stage, here or on another rank, has produced for ``action``; None if it needs no such thing."""
+        source = self.plan.source(action)
+        if source is None or source.stage == action.stage:
+            return None
         if source in self._here:
             return self._here.pop(source)
-        self._receive_up_to(source)  # variable messages have not been posted yet
+        self._post_receives(action)  # variable messages have not been posted yet
         tensor, handle = self._arriving.pop(source)
         handle.wait()
         return tensor
 
-    def _hand_on(self, action: Action, tensor: Tensor) -> None:
+    def _send_output(self, action: Action, tensor: Tensor) -> None:
         """Give the output of ``action`` to the stage that consumes it."""
-        if self.plan.consumer(action) is None:
-            return
         receiver = self.plan.receiver(action)
         if receiver is None:
             self._here[action] = tensor
             return
         self._check_format(action, tensor)
         tensor = tensor.contiguous()
-        send = self.links.send_with_shape if self.message.variable else self._send
-        self._sent += [(tensor, handle) for handle in send(tensor, receiver)]
+        if self.message.variable:
+            self._sent += [(tensor, handle) for handle in self.links.send_with_shape(tensor, receiver)]
+        else:
+            self._sent.append((tensor, self.links.send(tensor, receiver)))
 
-    def _send(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
-        return [self.links.send(tensor, receiver)]
-
-    def _let_go(self, *, wait: bool) -> None:
-        """Forget messages that have been sent; with ``wait`` all of them."""
+    def _release_sends(self, *, wait: bool) -> None:
+        """Free the messages that have been sent; with ``wait`` wait for all of them first."""
         for _, handle in self._sent if wait else ():
             handle.wait()
-        self._sent = [] if wait else [(kept, handle) for kept, handle in self._sent if not handle.is_completed()]
+        self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]
 
     def _check_format(self, action: Action, tensor: Tensor) -> None:
         """The receiver's buffer is made before the message comes; a shorter one would fill a part of it, silently."""
@@ -222,5 +211,5 @@ class Executor:
             raise LayoutError(
                 f"{action} gives {list(tensor.shape)} in {tensor.dtype}, but its message to the next pipeline stage is "
                 f"{list(shape)} in {self.message.dtype}; give every micro-batch the same seq_length and "
-                "micro_batch_size, or say the lengths of those that differ"
+                "micro_batch_size, or give the lengths of those that differ"
             )

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.pipeline_parallel.actions import placed_round_robin
-from megatron_core.pipeline_parallel.checks import check
+from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.schedules import forward_only as forward_only_plan
-from megatron_core.pipeline_parallel.schedules import interleaved
+from megatron_core.schedules import forward_only as forward_only_plan
+from megatron_core.schedules import interleaved
+from megatron_core.schedules.actions import round_robin_stages
+from megatron_core.schedules.checks import check
 
 ForwardStepFunction = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any]]]
 
@@ -47,7 +48,7 @@ def forward_backward(
     ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``; on the last stage ``loss_func(output)``
     returns ``(loss, report)``, whose gradient is taken of loss / num_microbatches, or ``(loss_sum, num_tokens,
     report)``: then of loss_sum / num_tokens / num_microbatches, or with ``config.calculate_per_token_loss`` of loss_sum
-    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` is told the sum of tokens to divide by (0 on
+    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` gets the sum of tokens to divide by (0 on
     ranks without the last stage, as Megatron's).
     With interleaving ``model`` and ``data_iterator`` are lists, an entry a chunk. Models have ``set_input_tensor``.
     Other fields of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``, ``variable_seq_lengths`` (each
@@ -75,8 +76,8 @@ class _Step:
         collect_non_loss_data: bool,
     ) -> None:
         self.forward_step_func = forward_step_func
-        self.chunks = list(model) if isinstance(model, list | tuple) else [model]
-        self.iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+        self.chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+        self.iterators: list[Any] = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
         if len(self.iterators) != len(self.chunks):
             raise ConfigError(
                 f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks; give one each"
@@ -84,8 +85,8 @@ class _Step:
         self.num_microbatches, self.forward_only = num_microbatches, forward_only
         self.collect_non_loss_data = collect_non_loss_data
         self.groups = parallel_state.current()
-        self.place = placed_round_robin(self.groups.size("pp"), len(self.chunks))
-        # A rank's stages may have no parameter at all: then torch's defaults serve.
+        self.stage_to_rank = round_robin_stages(self.groups.size("pp"), len(self.chunks))
+        # A rank's stages may have no parameter at all: then torch's defaults apply.
         like = next((p for chunk in self.chunks for p in chunk.parameters()), torch.empty(0))
         self.device, self.dtype = like.device, like.dtype
         self.tokens = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -93,7 +94,7 @@ class _Step:
         self.no_sync: dict[int, ExitStack] = {}
 
     def run(self, seq_length: int, micro_batch_size: int) -> list[Any]:
-        """Make the plan, prove it, run it."""
+        """Make the plan, check it, run it."""
         sizes = (self.groups.size("pp"), len(self.chunks), self.num_microbatches)
         plan = forward_only_plan(*sizes) if self.forward_only else interleaved(*sizes)
         check(plan, self.num_microbatches, forward_only=self.forward_only)
@@ -101,7 +102,7 @@ class _Step:
             self._suspend_sync()
         message = self._message(seq_length, micro_batch_size)
         links = Links(self.groups)
-        links.connect(self.device, self.place)
+        links.warm_up(self.device, self.stage_to_rank)
         Executor(plan, links, message, self.forward, listener=Listener(on_last_backward=self._resume_sync)).run()
         finalize = self._setting("finalize_model_grads_func")
         if finalize is not None and not self.forward_only:
@@ -113,7 +114,7 @@ class _Step:
         chunk = stage // self.groups.size("pp")
         _unwrapped(self.chunks[chunk]).set_input_tensor(hidden)
         output, loss_func = self.forward_step_func(self.iterators[chunk], self.chunks[chunk])
-        if stage < len(self.place) - 1:
+        if stage < len(self.stage_to_rank) - 1:
             return output
         if self.collect_non_loss_data:
             self.reports.append(loss_func(output, non_loss_data=True))
@@ -135,8 +136,8 @@ class _Step:
 
     def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
         dtype = self._setting("pipeline_dtype") or self.dtype
-        length = seq_length // (self.groups.size("tp") if self._setting("sequence_parallel") else 1)
-        shape = (length, micro_batch_size, self._setting("hidden_size"))
+        split = SequenceSplit.of(self.groups, sequence_parallel=bool(self._setting("sequence_parallel")))
+        shape = (split.residual_length(seq_length), micro_batch_size, self._setting("hidden_size"))
         return MessageFormat(shape, dtype, self.device, variable=bool(self._setting("variable_seq_lengths")))
 
     def _suspend_sync(self) -> None:
@@ -163,7 +164,7 @@ class _Step:
         return None
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: Any) -> Any:
     """The module inside wrappers such as DistributedDataParallel."""
     while not hasattr(model, "set_input_tensor") and hasattr(model, "module"):
         model = model.module

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from megatron_core import parallel_state
-from megatron_core.config.pipeline_layout import LETTERS, parse_layout
 from megatron_core.errors import LayoutError
+from megatron_core.schedules.pipeline_layout import LETTERS, parse_layout
 
 
 class LayerType(Enum):

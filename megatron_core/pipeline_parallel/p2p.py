@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.groups import ParallelGroups, process_group
 
 
 class Links:
@@ -28,16 +28,20 @@ class Links:
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
         """Begin to send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is done."""
-        group = self._up if receiver > self.index else self._down
-        return dist.isend(tensor, dst=self._ranks[receiver], group=group)
+        group = process_group(self._up if receiver > self.index else self._down)
+        handle = dist.isend(tensor, dst=self._ranks[receiver], group=group)
+        assert handle is not None, "None is for ranks outside the group"
+        return handle
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int
     ) -> tuple[Tensor, dist.Work]:
         """Begin to receive from pipeline rank ``sender``; the tensor is filled once the handle is done."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        group = self._up if sender < self.index else self._down
-        return buffer, dist.irecv(buffer, src=self._ranks[sender], group=group)
+        group = process_group(self._up if sender < self.index else self._down)
+        handle = dist.irecv(buffer, src=self._ranks[sender], group=group)
+        assert handle is not None, "None is for ranks outside the group"
+        return buffer, handle
 
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
         """As ``send``, the shape before the values; both handles."""
@@ -52,10 +56,10 @@ class Links:
         handle.wait()
         return self.receive(tuple(shape.tolist()), dtype, device, sender)
 
-    def connect(self, device: torch.device, place: Sequence[int]) -> None:
+    def warm_up(self, device: torch.device, stage_to_rank: Sequence[int]) -> None:
         """Send one number over every link between stages, in the same order on all ranks; once for each layout.
 
-        ``place[stage]`` is the pipeline rank of a stage.
+        ``stage_to_rank[stage]`` is the pipeline rank of a stage.
 
         NCCL makes a communicator when a link is first used, and both ends block until the other one is there too. A
         receive that is posted early would then wait for a sender who waits for this rank's own message.
@@ -63,7 +67,8 @@ class Links:
         if self._groups.pipeline_connected:
             return
         self._groups.pipeline_connected = True
-        for sender, receiver in sorted({pair for a, b in pairwise(place) if a != b for pair in ((a, b), (b, a))}):
+        neighbours = {(a, b) for a, b in pairwise(stage_to_rank) if a != b}
+        for sender, receiver in sorted(neighbours | {(b, a) for a, b in neighbours}):
             if self.index == sender:
                 self.send(torch.zeros(1, device=device), receiver).wait()
             elif self.index == receiver:

@@ -8,9 +8,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.pipeline_layout import parse_layout
+from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.errors import LayoutError
-from megatron_core.monitor.flops import forward_flops_per_token
+from megatron_core.schedules.pipeline_layout import parse_layout
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ def _runs(sizes: Iterable[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
-def describe(stages: list[range], place: tuple[int, ...]) -> str:
+def describe(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
     """One line a rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
     lines = []
-    for rank in sorted(set(place)):
-        parts = [_contents(stages, stage) for stage in range(len(stages)) if place[stage] == rank]
+    for rank in sorted(set(stage_to_rank)):
+        parts = [_contents(stages, stage) for stage in range(len(stages)) if stage_to_rank[stage] == rank]
         lines.append(f"pipeline rank {rank}: {' | '.join(parts)}")
     return "\n".join(lines)
 
 
 def _contents(stages: list[range], stage: int) -> str:
-    """What is on a stage, in words."""
+    """What is on a stage, as text."""
     layers = stages[stage]
     words = ["embedding"] * (stage == 0)
     if len(layers) > 1:
@@ -115,4 +115,4 @@ def _contents(stages: list[range], stage: int) -> str:
     elif layers:
         words.append(f"layer {layers.start}")
     words += ["output"] * (stage == len(stages) - 1)
-    return ", ".join(words) or "nothing, hands on"
+    return ", ".join(words) or "empty stage"

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
 from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts
 from megatron_core.parallel.collectives import start_gather_sequence
+from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
+
+INSTEAD = "gather the logits and take torch.nn.functional.cross_entropy"
 
 
 def vocab_parallel_cross_entropy(
@@ -31,25 +33,25 @@ def vocab_parallel_cross_entropy(
 
     Columns at or beyond ``vocab_size`` are padding and take no part in the softmax. With ``label_smoothing`` e the
     target distribution is (1 - e) at the target plus e / V everywhere (Szegedy et al. 2016, section 7).
-    What is kept for backward are the logits, in their own dtype. ``overwrite_logits`` lets the gradient take their
-    place there, the largest tensor of a model: for callers who do not read them again. A second backward is an error
-    then. ``backend`` says which body of the operation computes both.
+    Backward keeps the logits, in their own dtype. With ``overwrite_logits`` it writes the gradient into their memory,
+    the largest tensor of a model; the caller must not read them again, and a second backward is an error.
+    ``backend`` selects the backend of both operations. ``LayoutError`` if the shapes do not match.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise LayoutError(
-            f"logits {list(vocab_parallel_logits.shape)} and target {list(target.shape)} do not fit; logits are [s, b, "
-            "v/tp], targets [s, b] and whole on every rank (with sequence parallel the output layer gathers them)"
+            f"logits {list(vocab_parallel_logits.shape)} and target {list(target.shape)} do not match; logits are "
+            "[s, b, v/tp], targets [s, b], of the whole sequence (with sequence parallel the output layer gathers it)"
         )
-    columns = vocab_parallel_logits.shape[-1]
-    loss = VocabularyLoss.of(columns, vocab_size, label_smoothing, tp_group, backend)
-    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, loss, overwrite_logits)
+    vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend
+    function = _VocabParallelCrossEntropy if torch.compiler.is_compiling() else _WithoutForwardMode
+    return function.apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 
 
 @dataclass(frozen=True)
 class VocabularyLoss:
-    """The cross entropy over a vocabulary of which this rank has ``valid`` tokens, those from ``first`` on.
+    """The cross entropy over a vocabulary of which this rank has the ``valid`` tokens that begin with ``first``.
 
-    Logits are ``[..., columns]``, the columns behind the valid ones padding; targets ``[...]``.
+    Logits are ``[..., columns]``, where the columns after the first ``valid`` ones are padding; targets ``[...]``.
     """
 
     group: Group
@@ -63,8 +65,8 @@ class VocabularyLoss:
     def of(
         cls, columns: int, vocab_size: int | None, label_smoothing: float, tp_group: Group | None, backend: Backend
     ) -> VocabularyLoss:
-        """For logits with so many ``columns`` on each rank; by default none of them are padding."""
-        group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+        """For logits with ``columns`` columns on each rank; no padding if ``vocab_size`` is None."""
+        group = tensor_parallel_group(tp_group)
         first = group.rank() * columns
         total = group.size() * columns if vocab_size is None else vocab_size
         return cls(group, first, min(max(total - first, 0), columns), total, label_smoothing, backend)
@@ -74,8 +76,8 @@ class VocabularyLoss:
         return cross_entropy_parts(logits, target, self.first, self.valid, backend=self.backend)
 
     def joined(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts of all ranks in one collective -> losses ``[...]``, and ``[2, ...]`` for ``gradient``: the largest
-        logit of the vocabulary and the sum of exponentials relative to it."""
+        """Combine the parts of all ranks in one collective -> losses ``[...]``, and the statistics for ``gradient``,
+        ``[2, ...]``: the largest logit of the vocabulary and the sum of exponentials relative to it."""
         gathered, handle = start_gather_sequence(parts.unsqueeze(0), self.group)
         handle.wait()
         maximum, exp_sum, z_target, z_sum = gathered.unbind(1)
@@ -89,9 +91,12 @@ class VocabularyLoss:
     def gradient(
         self, grad_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, *, overwrite: bool
     ) -> Tensor:
-        """The gradient of the logits, which takes their place with ``overwrite``; it has no derivative itself."""
-        if torch.is_grad_enabled():  # in a backward that is to be differentiated
-            raise NotImplementedError("the cross entropy has no second derivative; leave out create_graph=True")
+        """The gradient of the logits; with ``overwrite`` written into the memory of ``logits``."""
+        if overwrite and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "overwrite_logits=True: the cross entropy has no second derivative; set it to False, or remove "
+                "create_graph=True (torch.func.grad sets it)"
+            )
         return cross_entropy_backward(
             grad_losses,
             logits,
@@ -107,16 +112,48 @@ class VocabularyLoss:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, target, loss, overwrite):
-        losses, statistics = loss.joined(loss.parts(logits, target))
-        ctx.save_for_backward(logits, target, statistics)
-        ctx.loss, ctx.overwrite = loss, overwrite
-        return losses
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx, grad_losses):
-        # Autograd notices logits that are overwritten: a second backward is an error, never a wrong gradient.
-        logits, target, statistics = ctx.saved_tensors
-        grad = ctx.loss.gradient(grad_losses, logits, target, statistics, overwrite=ctx.overwrite)
-        return grad.detach(), None, None, None
+    def forward(logits, target, vocabulary, overwrite):
+        loss = VocabularyLoss.of(logits.shape[-1], *vocabulary)
+        return loss.joined(loss.parts(logits, target))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        logits, target, ctx.vocabulary, ctx.overwrite = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(logits, target, output[1])
+
+    @staticmethod
+    def backward(ctx, grad_losses, _):
+        arguments = (grad_losses, *ctx.saved_tensors, ctx.vocabulary, ctx.overwrite)
+        # Autograd detects that the logits were overwritten: a second backward is an error, not a wrong gradient.
+        grad = _LogitsGradient.forward(*arguments).detach() if ctx.overwrite else _LogitsGradient.apply(*arguments)
+        return grad, None, None, None
+
+
+class _WithoutForwardMode(_VocabParallelCrossEntropy):
+    """For eager mode: torch.compile does not support an ``autograd.Function`` with a ``jvp``."""
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"vocab_parallel_cross_entropy has no forward-mode derivative; {INSTEAD}")
+
+
+class _LogitsGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_losses, logits, target, statistics, vocabulary, overwrite):
+        # Recomputed from the shape: torch.compile does not carry symbolic sizes from forward to backward.
+        loss = VocabularyLoss.of(logits.shape[-1], *vocabulary)
+        return loss.gradient(grad_losses, logits, target, statistics, overwrite=overwrite)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError(f"vocab_parallel_cross_entropy has no second derivative; {INSTEAD}")

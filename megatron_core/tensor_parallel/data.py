@@ -1,4 +1,4 @@
-"""The first rank of a tensor-parallel group tells the others its batch."""
+"""Broadcast of a batch from the first rank of a tensor-parallel group to the others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core import parallel_state
 from megatron_core.errors import DataError
 from megatron_core.parallel.collectives import broadcast_
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.current import tensor_parallel_group
+from megatron_core.parallel.groups import Group, process_group
 
 MAX_DIMS = 5
 
@@ -20,26 +20,28 @@ MAX_DIMS = 5
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Group | None = None
 ) -> dict[str, Tensor]:
-    """``data[key]`` of the group's first rank for every key, on all its ranks; the others may pass None.
+    """Broadcast ``data[key]`` for every key from the group's first rank to the others, which may pass None.
 
     Tensors have ``datatype`` and at most five dims; they may differ in shape. One broadcast carries the shapes, one all
     values. ``DataError`` for another dtype, before anything is sent.
     """
-    group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+    group = tensor_parallel_group(tp_group)
     first = group.rank() == 0
+    given: Mapping[str, Tensor] = {} if data is None else data
     for key in keys if first else ():
-        if data is None or data[key].dtype != datatype or data[key].dim() > MAX_DIMS:
-            found = None if data is None else (data[key].dtype, tuple(data[key].shape))
+        tensor = given.get(key)
+        if tensor is None or tensor.dtype != datatype or tensor.dim() > MAX_DIMS:
+            found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
             raise DataError(f"broadcast_data: {key} is {found}; it must be {datatype} with at most {MAX_DIMS} dims")
     if group.size() == 1:
-        return {key: data[key] for key in keys}
+        return {key: given[key] for key in keys}
     device = _device_of(group)
-    source = dist.get_global_rank(group, 0)
-    shapes = _broadcast_shapes([tuple(data[key].shape) for key in keys] if first else None, len(keys), source, group)
+    source = dist.get_global_rank(process_group(group), 0)
+    shapes = _broadcast_shapes([tuple(given[key].shape) for key in keys] if first else None, len(keys), source, group)
     sizes = [prod(shape) for shape in shapes]
     flat = torch.empty(sum(sizes), dtype=datatype, device=device)
     if first:
-        torch.cat([data[key].reshape(-1).to(device) for key in keys], out=flat)
+        torch.cat([given[key].reshape(-1).to(device) for key in keys], out=flat)
     broadcast_(flat, source, group)
     parts = flat.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
@@ -48,7 +50,7 @@ def broadcast_data(
 def _broadcast_shapes(
     shapes: list[tuple[int, ...]] | None, count: int, source: int, group: Group
 ) -> list[tuple[int, ...]]:
-    """Everybody's copy of the first rank's shapes; -1 fills up those with fewer dims."""
+    """Broadcast the shapes of the first rank, padded with -1 to ``MAX_DIMS`` dims."""
     table = torch.full((count, MAX_DIMS), -1, dtype=torch.int64)
     for row, shape in enumerate(shapes or ()):
         table[row, : len(shape)] = torch.tensor(shape, dtype=torch.int64)
@@ -58,7 +60,7 @@ def _broadcast_shapes(
 
 
 def _device_of(group: Group) -> torch.device:
-    """Where the group's back end takes its tensors from."""
-    if dist.get_backend(group) == "nccl":
+    """The device of tensors for the group's backend."""
+    if dist.get_backend(process_group(group)) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

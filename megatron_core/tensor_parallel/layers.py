@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import (
     gather_channels,
@@ -14,12 +13,12 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_to_sequence,
     scatter_channels,
 )
+from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.sharding import ShardSpec, allocate, initialise, replicated, split
+from megatron_core.parallel.initialization import InitMethod, Normal, initialise
+from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
 from megatron_core.tensor_parallel.options import ModelParallelConfig
-
-InitMethod = Callable[[Tensor], object]
 
 
 def _divide(name: str, extent: int, size: int) -> int:
@@ -30,19 +29,15 @@ def _divide(name: str, extent: int, size: int) -> int:
     return extent // size
 
 
-def _group(tp_group: Group | None) -> Group:
-    return tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
-
-
 class _ParallelLayer(nn.Module):
     """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
 
     def __init__(self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None):
         super().__init__()
         self.config = config or ModelParallelConfig()
-        self.tp_group = _group(tp_group)
+        self.tp_group = tensor_parallel_group(tp_group)
         self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
-        self.init_method = init_method or (lambda full: nn.init.normal_(full, std=0.02))
+        self.init_method = init_method or Normal(0.02)
 
     def _weight(self, spec: ShardSpec) -> nn.Parameter:
         weight = allocate(spec, self.config.params_dtype, self.config.device)
@@ -100,10 +95,10 @@ class ColumnParallelLinear(_ParallelLayer):
         )
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
-        """Multiply by the layer's weight, or by ``weight`` (a tied embedding)."""
+        """Multiply by the layer's weight, or by ``weight`` if given (a tied embedding)."""
         weight = self.weight if weight is None else weight
         if weight is None:
-            raise LayoutError("this layer was made with skip_weight_param_allocation; pass forward(x, weight=...)")
+            raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
         output = parallel_linear(input_, weight, bias, self.comm, backend=self.config.kernel_backend)
         if self.gather_output:
@@ -141,7 +136,7 @@ class RowParallelLinear(_ParallelLayer):
             raise LayoutError("sequence_parallel=True needs input_is_parallel=True in a RowParallelLinear")
         spec = split((output_size, input_size), 1, self.tp_index, self.tp_size)
         self.weight = self._weight(spec)
-        # With sequence parallel each rank adds the bias to its part of the sequence alone.
+        # With sequence parallel each rank adds the bias only to its part of the sequence.
         bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
         self.bias = self._bias(bias_spec) if bias else None
 

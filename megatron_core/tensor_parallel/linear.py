@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_core.ops import Backend, accumulate_weight_grad_
 from megatron_core.parallel.collectives import (
     Done,
+    Handle,
     start_all_reduce,
     start_gather_sequence,
     start_reduce_scatter_sequence,
@@ -28,7 +29,7 @@ class LinearComm:
 
     group: Group
     gather_sequence: bool = False
-    """Input is split along the sequence: gather it forward, reduce-scatter its gradient backward."""
+    """Input is split along the sequence: all-gather it in forward, reduce-scatter its gradient in backward."""
     reduce_input_grad: bool = False
     """Input is whole on every rank: sum its gradient over the group."""
     overlap: bool = True
@@ -43,9 +44,9 @@ def parallel_linear(
 ) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
-    If ``weight`` has a ``main_grad``, its gradient is added there and autograd sees none. If it has a ``grad_queue``
-    that collects (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend`` says
-    who adds to the ``main_grad``.
+    If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a ``grad_queue``
+    that is collecting (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
+    selects the operation that adds to ``main_grad``.
     """
     return _ParallelLinear.apply(x, weight, bias, comm, backend)
 
@@ -53,8 +54,8 @@ def parallel_linear(
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, comm, backend):
-        ctx.save_for_backward(x, weight)  # the weight too, so that autograd notices if it has changed by then
-        # A recomputed forward hands backward another tensor for the weight, without its main_grad and grad_queue.
+        ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
+        # After recomputation the saved weight is another tensor, without main_grad and grad_queue: keep this one.
         ctx.weight, ctx.comm, ctx.backend, ctx.has_bias = weight, comm, backend, bias is not None
         return nn.functional.linear(gather_input(x, comm), weight, bias)
 
@@ -64,7 +65,7 @@ class _ParallelLinear(torch.autograd.Function):
         weight, comm, backend = ctx.weight, ctx.comm, ctx.backend
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        if needs_weight and _is_put_off(weight, x, grad_y, comm, backend):
+        if needs_weight and _is_deferred(weight, x, grad_y, comm, backend):
             needs_weight = False
         grad_x, grad_weight = _input_and_weight_grads(grad_y, x, weight, comm, backend, needs_x, needs_weight)
         return grad_x, grad_weight, grad_bias, None, None
@@ -79,8 +80,8 @@ def _input_and_weight_grads(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, what one communicates overlapping with what the other computes."""
-    gathering: Done = Done()
+    """Both gradients; the communication of each overlaps with the computation of the other."""
+    gathering: Handle = Done()
     if comm.gather_sequence and needs_weight:
         x, gathering = start_gather_sequence(x, comm.group)
     grad_x, reducing = _start_input_grad(grad_y, weight, comm) if needs_x else (None, Done())
@@ -93,15 +94,15 @@ def _input_and_weight_grads(
     return grad_x, grad_weight
 
 
-def _is_put_off(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, backend: Backend) -> bool:
-    """Leave the weight gradient to the queue that a split backward has attached to ``weight``, if there is one."""
+def _is_deferred(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, backend: Backend) -> bool:
+    """Put the weight gradient on the queue that a split backward attached to ``weight``; False if there is none."""
     queue = getattr(weight, "grad_queue", None)
     if queue is None or not queue.is_collecting:
         return False
 
     def job() -> None:
         grad = weight_grad(weight, gather_input(x, comm), grad_y, backend)
-        if grad is not None:  # no main_grad: it goes where autograd would have put it
+        if grad is not None:  # no main_grad: accumulate as autograd does
             weight.grad = grad if weight.grad is None else weight.grad + grad
 
     queue.put(job)
@@ -122,7 +123,7 @@ def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm) -> tuple
 
 
 def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, dist.Work | Done]:
-    """Begin to sum the gradient of the gathered input over the group, and split it as the input is."""
+    """Start to sum the gradient of the gathered input over the group, and split it as the input is split."""
     if comm.gather_sequence:
         return start_reduce_scatter_sequence(grad_x, comm.group)
     if comm.reduce_input_grad:
@@ -131,7 +132,7 @@ def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backend) -> Tensor | None:
-    """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` (and None returned) where there is one."""
+    """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` if there is one, and then None."""
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:

@@ -1,4 +1,4 @@
-"""Output layer and cross entropy in one, a few tokens at a time, so that the logits are never there as a whole.
+"""Output layer and cross entropy together, a few tokens at a time, so that the whole logits are never in memory.
 
 Shapes: S sequence, B batch, I input features, V this rank's part of the vocabulary, N = S B tokens: x_SBI, weight_VI.
 Source: Wijmans et al. 2024, section 4, for the recomputation of the logits; see also ``linear`` and ``cross_entropy``.
@@ -23,8 +23,8 @@ from megatron_core.tensor_parallel.linear import (
 )
 
 MAX_LOGIT_BYTES = 64 * 2**20
-"""The logits that are there at once: of a vocabulary of 32,000 in bfloat16 those of 1,048 tokens. The gradient of the
-weight is added to the main gradient once for each piece, so that pieces of an eighth take up to half as long again
+"""Bytes of logits in memory at a time: 1,048 tokens for a vocabulary of 32,000 in bfloat16. Each piece adds once to the
+main gradient of the weight; with pieces of an eighth of this size, forward and backward take up to 1.5 times as long
 (docs/kernels.md)."""
 
 
@@ -41,21 +41,21 @@ def linear_cross_entropy(
 ) -> Tensor:
     """hidden_SBI (or hidden_sBI, split along the sequence), weight_VI, target_SB (global ids) -> losses_SB.
 
-    The same as ``parallel_linear`` and ``vocab_parallel_cross_entropy`` after it, but logits of at most
-    ``max_logit_bytes`` (or of one token) are there at a time. Backward computes them again: one matrix product more.
-    If ``weight`` has a ``main_grad``, its gradient is added there, in the backward itself also where others are put
-    off, because that would keep the logits; else the gradients of all pieces are summed in the weight's dtype.
+    Equal to ``parallel_linear`` followed by ``vocab_parallel_cross_entropy``, but only ``max_logit_bytes`` of logits
+    (or one token's) are in memory at a time. Backward computes them again: one more matrix product. If ``weight`` has a
+    ``main_grad``, its gradient is added there, and never deferred, because that would keep the logits; otherwise the
+    gradients of all pieces are summed in the weight's dtype. ``LayoutError`` if the shapes do not match.
     """
     sequence = hidden.shape[0] * (comm.group.size() if comm.gather_sequence else 1)
     if (sequence, *hidden.shape[1:-1]) != target.shape:
         raise LayoutError(
-            f"hidden {list(hidden.shape)} and target {list(target.shape)} do not fit; hidden is [s, b, h], or with "
+            f"hidden {list(hidden.shape)} and target {list(target.shape)} do not match; hidden is [s, b, h], or with "
             "sequence parallel [s/tp, b, h], and target [s, b], whole on every rank"
         )
     loss = VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
     most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
     pieces = max(-(-target.numel() // most), 1)
-    tokens = max(-(-target.numel() // pieces), 1)  # as good as the same for each piece
+    tokens = max(-(-target.numel() // pieces), 1)  # pieces of nearly equal size
     return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens, backend)
 
 
@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ]
         losses, statistics = loss.joined(torch.cat(parts, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
-        # A recomputed forward hands backward another tensor for the weight, without its main_grad.
+        # After recomputation the saved weight is another tensor, without main_grad: keep this one.
         ctx.weight, ctx.loss, ctx.comm, ctx.tokens, ctx.backend = weight, loss, comm, tokens, backend
         return losses.view(target.shape)
 
@@ -99,9 +99,11 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _pieces(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """So many rows of each tensor at a time."""
+    """``tokens`` rows of each tensor at a time."""
     return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a.add_(b)
+    if a is None or b is None:
+        return b if a is None else a
+    return a.add_(b)

@@ -1,4 +1,4 @@
-"""What all parallel layers of a model have in common."""
+"""The settings that all parallel layers of a model share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_core.ops import Backend
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
-    """How parallel layers are built and how they communicate; any object with these attributes will do."""
+    """How parallel layers are built and how they communicate; any object with these attributes is accepted."""
 
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence."""
@@ -20,10 +20,10 @@ class ModelParallelConfig:
     tp_comm_overlap: bool = True
     """Reduce input gradients while weight gradients are computed."""
     perform_initialization: bool = True
-    """Draw the weights when a layer is made; False leaves them to the caller."""
+    """Initialise the weights in the constructor of a layer; False: the caller does it."""
     variable_seq_lengths: bool = False
-    """Micro-batches have sequences of different lengths, which only their messages tell the next pipeline stage."""
+    """Micro-batches differ in sequence length, so that pipeline stages send the shape with each message."""
     kernel_backend: Backend = "auto"
-    """Body of the operation that adds a weight gradient to a main gradient, as the flag of this name."""
+    """Backend of the operation that adds a weight gradient to a main gradient; see --kernel-backend."""
     device: torch.device | str = "cpu"
-    """Where the weights lie."""
+    """Device of the weights."""

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a pure function of what it falls on, and of nothing else.
+"""Dropout whose mask is a pure function of (seed, module, sample, position, channel).
 
-No generator is read, so the layout, the number of micro-batches, recomputation and a resume cannot change the mask, and
-nothing has to be saved. ``megatron_core.ops.reference.dropout`` says how it is drawn.
+It uses no random number generator. Therefore the layout, the number of micro-batches, recomputation and resuming cannot
+change the mask, and there is no state to save. ``megatron_core.ops.reference.dropout`` defines the function.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from megatron_core.ops import Backend, bias_dropout_add
-from megatron_core.parallel.sharding import name_seed
+from megatron_core.parallel.initialization import name_seed
 
 
 class KeyedDropout(torch.nn.Module):
-    """x -> residual + keep (x + bias) / (1 - p), where keep depends on what each element belongs to.
+    """x -> residual + keep (x + bias) / (1 - p), where keep is 0 or 1 for each element.
 
-    ``place`` names the dropout in the model (as ``layers.3.attention``), ``p`` is the probability to drop.
+    ``p`` is the probability of 0; ``name`` identifies the dropout in the model (such as ``layers.3.attention``).
     """
 
-    def __init__(self, p: float, seed: int, place: str, backend: Backend = "auto") -> None:
+    def __init__(self, p: float, seed: int, name: str, backend: Backend = "auto") -> None:
         super().__init__()
         self.p = p
-        self.key = name_seed(seed, f"dropout:{place}")
+        self.key = name_seed(seed, f"dropout:{name}")
         self.backend = backend
 
     @property
@@ -37,15 +37,15 @@ class KeyedDropout(torch.nn.Module):
         *,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        first_position: int = 0,
+        position_ids: Tensor | None = None,
+        key_positions: Tensor | None = None,
         first_head: int = 0,
     ) -> Tensor:
-        """Drop elements of ``x``, which is ``[s, b, h]`` and begins at ``first_position`` of the sequence, or attention
-        weights ``[b, heads, s, t]`` that begin at ``first_head``; ``sample_index`` ``[b]`` is the sequences' numbers.
+        """Drop elements of ``x``: activations ``[s, b, h]``, or attention weights ``[b, heads, s, t]`` whose first head
+        is ``first_head``. ``sample_index`` ``[b]`` holds the global numbers of the sequences.
 
-        ``bias`` is added before, ``residual`` after it, also where nothing is dropped.
+        ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows, ``key_positions`` ``[t]`` those of
+        the keys, both int64; None means 0, 1, 2, .... ``bias`` and ``residual`` are added even if dropout is off.
         """
-        p = self.p if self.active else 0.0
-        return bias_dropout_add(
-            x, bias, residual, p, self.key, sample_index, first_position, first_head, backend=self.backend
-        )
+        p, numbers = self.p if self.active else 0.0, (sample_index, position_ids, key_positions, first_head)
+        return bias_dropout_add(x, bias, residual, p, self.key, *numbers, backend=self.backend)

@@ -1,8 +1,8 @@
-"""Named generator states, for layers of one's own that draw from torch's generator.
+"""Named random generator states, for custom layers that use torch's generator.
 
-This package's own layers do not need them: their weights and dropout masks are functions of names and coordinates
-(``tensor_parallel.random``). A layer that calls ``torch.nn.functional.dropout`` on activations that are split over the
-tensor-parallel ranks has to draw from another stream on each rank; inside ``fork()`` it does.
+The layers of this package do not need them: their weights and dropout masks are functions of names and positions
+(``tensor_parallel.random``). A custom layer that calls ``torch.nn.functional.dropout`` on activations that are split
+over the tensor-parallel ranks needs a different generator state on each rank, which ``fork()`` provides.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.current import current
 
 MODEL_PARALLEL = "model-parallel-rng"
 DATA_PARALLEL = "data-parallel-rng"
@@ -33,13 +33,13 @@ def _set_state(state: Tensor) -> None:
 
 def _seed(seed: int) -> None:
     if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)  # and not the CPU's generator, from which all ranks draw the same weights
+        torch.cuda.manual_seed(seed)  # not the CPU's generator, which must be the same on all ranks
     else:
         torch.manual_seed(seed)
 
 
 class CudaRNGStatesTracker:
-    """States of the device's generator by name (the CPU's where there is no GPU)."""
+    """Named states of the GPU's random generator, or of the CPU's if there is no GPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
@@ -50,24 +50,24 @@ class CudaRNGStatesTracker:
         return bool(self._states)
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._states.clear()
         self._seeds.clear()
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the table of states."""
+        """A copy of the states by name."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replace the table of states."""
+        """Replace all states."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Start a stream; two streams may share neither name nor seed."""
+        """Add a state with a new seed; ``ConfigError`` if the name or the seed is already used."""
         if name in self._states:
-            raise ConfigError(f"the generator state {name!r} exists already; call reset() first, or use another name")
+            raise ConfigError(f"the generator state {name!r} already exists; call reset() first, or use another name")
         if seed in self._seeds:
-            raise ConfigError(f"seed {seed} has a generator state already; give {name!r} another seed")
+            raise ConfigError(f"seed={seed} is already used by another generator state; give {name!r} another seed")
         self._seeds.add(seed)
         outside = _get_state()
         _seed(seed)
@@ -76,7 +76,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the stream ``name`` inside the context; the stream goes on where it was left."""
+        """Use the state ``name`` inside the context, and keep its final value for the next time."""
         if name not in self._states:
             known = ", ".join(self._states) or "none; call model_parallel_cuda_manual_seed first"
             raise ConfigError(f"there is no generator state {name!r}; known: {known}")
@@ -93,16 +93,16 @@ _TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The process's one tracker."""
+    """The tracker of this process."""
     return _TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> None:
-    """Seed torch with ``seed`` and start two streams: one that data-parallel ranks share, and one for each TP rank.
+    """Seed torch with ``seed`` and add two states: one that is equal on all TP ranks, and a different one for each.
 
     The numbers are Megatron Core's: ``seed`` for the first, ``seed + 2718 + tp_rank`` for the second.
     """
-    tp_rank = parallel_state.get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
+    tp_rank = current().index("tp") if tp_rank is None else tp_rank
     _TRACKER.reset()
     torch.manual_seed(seed)
     _TRACKER.add(DATA_PARALLEL, seed)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient of two integers that divide; ``LayoutError`` if they do not."""
+    """The quotient of two integers; ``LayoutError`` if there is a remainder."""
     if numerator % denominator:
-        raise LayoutError(f"{numerator} is not divisible by {denominator}")
+        raise LayoutError(f"{numerator} is not divisible by {denominator}; change one of these sizes")
     return numerator // denominator
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts of the last dim: views, or copies that are contiguous."""
+    """Equal parts of the last dim: views, or with ``contiguous_split_chunks`` contiguous copies."""
     chunks = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
 
@@ -30,7 +30,7 @@ def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: Group | None = None
 ) -> Tensor:
     """This rank's part of the flattened tensor; with ``new_buffer`` a copy instead of a view."""
-    group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+    group = tensor_parallel_group(tp_group)
     part = divide(tensor.numel(), group.size())
     chunk = tensor.reshape(-1)[group.rank() * part : (group.rank() + 1) * part]
     return chunk.clone() if new_buffer else chunk
@@ -38,7 +38,7 @@ def split_tensor_into_1d_equal_chunks(
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Tensor:
     """The inverse of ``split_tensor_into_1d_equal_chunks``: all ranks' parts in one flat tensor."""
-    group = tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+    group = tensor_parallel_group(tp_group)
     if group.size() == 1:
         return tensor
     gathered = torch.empty(group.size() * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -47,7 +47,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Ten
 
 
 class VocabUtility:
-    """Half-open ranges of the vocabulary that ranks hold."""
+    """The half-open range of token ids on each rank."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

@@ -1,4 +1,4 @@
-"""From Megatron's `--tokenizer-type` and its companions to a tokenizer."""
+"""Builds the tokenizer that Megatron's flags (`--tokenizer-type`, `--tokenizer-model` ...) describe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,17 +7,16 @@ from pathlib import Path
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.byte_level import ByteLevelTokenizer
+from megatron_core.tokenizers.built_in import ByteLevelTokenizer, NullTokenizer
 from megatron_core.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatron_core.tokenizers.null import NullTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS, TikTokenizer
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One name of `--tokenizer-type`: the settings that `make` takes, in its order: those it needs, then the rest."""
+    """A value of `--tokenizer-type`. `make` is called with the settings `needs` (required), then `takes` (optional)."""
 
     make: Callable[..., Tokenizer]
     needs: tuple[str, ...] = ()
@@ -42,7 +41,7 @@ _KINDS = {
 }
 
 TOKENIZER_TYPES = tuple(_KINDS)
-"""The values that `--tokenizer-type` can have."""
+"""The legal values of `--tokenizer-type`."""
 
 
 def build_tokenizer(
@@ -56,10 +55,10 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that Megatron's flags of the same names describe.
 
-    `vocab_size` defines NullTokenizer and cuts TikTokenizer's ranks; for the others it is the model's, and has only
-    to hold every token.
-    ConfigError: unknown type, a setting that the type needs is missing, a file is missing or not readable, or
-    `vocab_size` is smaller than the tokenizer's.
+    `vocab_size` is the vocabulary of NullTokenizer, and limits the ranks that TikTokenizer keeps. For other types it is
+    the vocabulary size of the model, which must be at least the tokenizer's.
+    ConfigError: the type is unknown, a required setting is missing, a file is missing or not readable, or `vocab_size`
+    is smaller than the tokenizer's.
     """
     kind = _KINDS.get(tokenizer_type)
     if kind is None:
@@ -75,18 +74,18 @@ def build_tokenizer(
     }
     missing = [f"--{name.replace('_', '-')}" for name in kind.needs if given[name] is None]
     if missing:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}: not given")
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}; add it")
     tokenizer = kind.make(*(given[name] for name in kind.needs + kind.takes))
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
-            "leave it out, or give at least that many"
+            f"leave it out, or give {tokenizer.vocab_size} or more"
         )
     return tokenizer
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer that a configuration names, or None if it names none."""
+    """The tokenizer of a configuration; None if `tokenizer_type` is None."""
     if data.tokenizer_type is None:
         return None
     return build_tokenizer(

@@ -1,7 +1,7 @@
-"""Back ends that tokenize many texts at once: the `tokenizers` library and its like, and the faster `gigatoken`.
+"""Backends that tokenize many texts at once: the tokenizer itself, or the optional, faster package `gigatoken`.
 
-A back end gives arrays, so that no Python integer is made for a token. `gigatoken` (an optional package) reads some
-tokenizers only, and is trusted only where it agrees with the tokenizer itself: see `disagreement`.
+A backend returns arrays, because a Python integer for each token would be slow. `gigatoken` supports only some
+tokenizers, and is used only if it gives the same ids as the tokenizer on sample texts: see `disagreement`.
 """
 
 import json
@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.tokenizers.base import Tokenizer, dropped_bytes
 from megatron_core.tokenizers.build import build_tokenizer
+from megatron_core.tokenizers.byte_symbols import add_missing_bytes
 from megatron_core.tokenizers.hugging_face import END_OF_DOCUMENT, FILE_NAME
 from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS
 
 BACKENDS = ("auto", "tokenizers", "gigatoken")
-"""The values that `--tokenization-backend` can have."""
+"""The legal values of `--tokenization-backend`."""
 
 READ_BY_GIGATOKEN = (
     "HuggingFaceTokenizer",
@@ -30,14 +31,15 @@ READ_BY_GIGATOKEN = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
 )
-"""The values of `--tokenizer-type` that gigatoken may serve."""
+"""The values of `--tokenizer-type` that gigatoken may support."""
 
 WAY_OUT = "use --tokenization-backend tokenizers"
 
-# Encoding one by one costs 4 microseconds a text; encoding lists loads the package awkward, 0.2 s in each process.
+# Texts to encode one by one, at 4 microseconds each, before using the list method, which first imports the package
+# awkward (0.2 s in each process).
 SINGLY = 20_000
 
-# What tokenizers treat each in their own way.
+# Texts on which tokenizers tend to differ.
 ODD_TEXTS = (
     "", " ", "  ", " \n\n \t\t  \r\n x", "a" * 300, "0123456789 3.14 1e-5", "it's we'll I'M", "\x00\x01\x7f",
     "Gr\u00fc\u00dfe na\u00efve \u00c5\u0301 e\u0301", "\u4e16\u754c\u3002", "\u0645\u0631\u062d\u0628\u0627",
@@ -48,7 +50,7 @@ ODD_TEXTS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer by Megatron's flags."""
+    """Megatron's flags that describe a tokenizer."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -59,12 +61,12 @@ class TokenizerFiles:
     tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
 
     def load(self) -> Tokenizer:
-        """The tokenizer; ConfigError if the flags describe none."""
+        """Build the tokenizer; ConfigError as in `build_tokenizer`."""
         return build_tokenizer(**asdict(self))
 
 
 class Backend(Protocol):
-    """Tokenizes texts. name: what `--tokenization-backend` calls it."""
+    """Tokenizes texts. name: its value of `--tokenization-backend`."""
 
     name: str
 
@@ -89,16 +91,32 @@ class TokenizerBackend:
 
 
 class GigatokenBackend:
-    """`gigatoken` in the calling thread."""
+    """`gigatoken` in the calling thread.
+
+    gigatoken does not read a vocabulary without a token for every byte. For such a vocabulary, the ids from
+    `first_added` on are tokens that were added for the missing bytes. A text with one of them is encoded again by the
+    tokenizer itself, `exact`, because it drops the byte, whose neighbours may then merge.
+    """
 
     name = "gigatoken"
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, exact: Tokenizer | None = None, first_added: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._exact, self._first_added = exact, first_added
         self._singly = SINGLY
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of all texts back to back, and the number of ids of each text [texts]."""
+        ids, lengths = self._encode(texts)
+        if self._exact is None or not len(ids) or ids.max() < self._first_added:
+            return ids, lengths
+        affected = np.unique(np.repeat(np.arange(len(texts)), lengths)[ids >= self._first_added]).tolist()
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for number, right in zip(affected, self._exact.tokenize_batch([texts[n] for n in affected]), strict=True):
+            parts[number] = np.array(right, ids.dtype)
+        return np.concatenate(parts), np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+
+    def _encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         self._singly -= len(texts)
         if self._singly < 0:
             layout = self._tokenizer.encode_batch(list(texts), parallel=False).layout
@@ -109,56 +127,74 @@ class GigatokenBackend:
         return np.concatenate(ids) if ids else np.empty(0, np.uint32), lengths
 
 
-def load_backend(files: TokenizerFiles, backend: str = "auto") -> tuple[Backend, str]:
-    """The back end that serves, and for `auto` why it is not gigatoken, "" where it is or is not installed.
+def load_backend(
+    files: TokenizerFiles, backend: str = "auto", tokenizer: Tokenizer | None = None
+) -> tuple[Backend, str]:
+    """The backend, and for `auto` the reason why it is not gigatoken ("" if it is, or if that is not installed).
 
-    ConfigError: gigatoken was asked for and is not installed or does not read the tokenizer.
+    tokenizer: the tokenizer of the files, if it is already loaded.
+    ConfigError: `backend` is gigatoken, which is not installed or does not read the tokenizer.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"--tokenization-backend {backend} is not known; known: {', '.join(BACKENDS)}")
     reason = ""
     if backend != "tokenizers":
         try:
-            return load_gigatoken(files), ""
+            return load_gigatoken(files, tokenizer), ""
         except ConfigError as error:
             if backend == "gigatoken":
                 raise
             reason = str(error).removesuffix(f"; {WAY_OUT}") if find_spec("gigatoken") else ""
-    return TokenizerBackend(files.load()), reason
+    return TokenizerBackend(tokenizer or files.load()), reason
 
 
-def load_gigatoken(files: TokenizerFiles) -> GigatokenBackend:
-    """gigatoken with the tokenizer; ConfigError if that cannot be."""
+def load_gigatoken(files: TokenizerFiles, tokenizer: Tokenizer | None = None) -> GigatokenBackend:
+    """gigatoken for the tokenizer of the files; ConfigError if it is not installed or does not read the tokenizer."""
     if find_spec("gigatoken") is None:
         raise ConfigError("--tokenization-backend gigatoken: the package is not installed; pip install gigatoken")
     import gigatoken
 
     try:
         if files.tokenizer_type == "HuggingFaceTokenizer" and files.tokenizer_model:
-            return GigatokenBackend(gigatoken.Tokenizer.from_json(_json_of(Path(files.tokenizer_model))))
+            return _from_json(files, tokenizer, _json_of(Path(files.tokenizer_model)))
         if files.tokenizer_type == "GPT2BPETokenizer":
-            return GigatokenBackend(gigatoken.Tokenizer.from_json(_gpt2_json(files)))
+            return _from_json(files, tokenizer, _gpt2_json(files))
         if files.tokenizer_type in READ_BY_GIGATOKEN and files.tokenizer_model:
             return GigatokenBackend(gigatoken.Tokenizer.from_sentencepiece(files.tokenizer_model))
     except ConfigError:
         raise
     except Exception as error:  # the package raises many kinds
         raise ConfigError(f"gigatoken does not read this tokenizer ({_one_line(error)}); {WAY_OUT}") from error
-    raise ConfigError(f"gigatoken reads no {files.tokenizer_type}; {WAY_OUT}")
+    raise ConfigError(f"gigatoken does not read a {files.tokenizer_type}; {WAY_OUT}")
+
+
+def _from_json(files: TokenizerFiles, tokenizer: Tokenizer | None, text: bytes | str) -> GigatokenBackend:
+    """gigatoken for a tokenizer.json, with tokens added for the bytes that this lacks."""
+    import gigatoken
+
+    try:
+        return GigatokenBackend(gigatoken.Tokenizer.from_json(text))
+    except Exception:  # the package raises many kinds
+        exact = tokenizer or files.load()
+        if not dropped_bytes(exact):
+            raise
+    completed = json.loads(text)
+    first = add_missing_bytes(completed)
+    return GigatokenBackend(gigatoken.Tokenizer.from_json(json.dumps(completed)), exact, first)
 
 
 def odd_texts(files: TokenizerFiles) -> list[str]:
-    """Texts in which back ends are likely to differ: spaces, signs, and the tokenizer's added tokens written out."""
+    """Texts on which backends are likely to differ: spaces, symbols, and the tokenizer's added tokens as text."""
     added = list(END_OF_DOCUMENT)
     if files.tokenizer_type == "HuggingFaceTokenizer" and files.tokenizer_model:
         added += _added_tokens(Path(files.tokenizer_model))
-    # Every second of many: a large vocabulary has thousands of reserved tokens.
+    # Large vocabularies have thousands of reserved tokens: take every second one, at most 1,000.
     written = added if len(added) < 100 else added[::2][:1000]
     return [*ODD_TEXTS, *(form for token in written for form in (token, f"a{token} b"))]
 
 
 def disagreement(expected: Mapping[str, list[int]], ids: np.ndarray, lengths: np.ndarray) -> str | None:
-    """The beginning of the first text that a back end gave other ids than are expected, quoted; None if none."""
+    """The beginning, quoted, of the first text whose ids from a backend differ from the expected ones; None if none."""
     start = 0
     for (text, right), length in zip(expected.items(), lengths.tolist(), strict=True):
         if right != ids[start : start + length].tolist():
@@ -168,13 +204,13 @@ def disagreement(expected: Mapping[str, list[int]], ids: np.ndarray, lengths: np
 
 
 def _added_tokens(path: Path) -> list[str]:
-    """The added tokens of a tokenizer.json, found without reading its vocabulary, which takes 20 ms.
+    """The added tokens of a tokenizer.json, found without parsing its vocabulary, which takes 20 ms.
 
-    None where there is no such file: who loads the tokenizer will say so.
+    Empty if there is no such file: loading the tokenizer reports that.
     """
-    content = _json_of(path).decode("utf-8", errors="replace") if _file_of(path).is_file() else ""
-    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', content)
-    tokens = json.JSONDecoder().raw_decode(content, found.end())[0] if found else []
+    text = _json_of(path).decode("utf-8", errors="replace") if _file_of(path).is_file() else ""
+    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+    tokens = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
     return [str(token.get("content", "")) for token in tokens]
 
 
@@ -187,7 +223,7 @@ def _file_of(path: Path) -> Path:
 
 
 def _gpt2_json(files: TokenizerFiles) -> str:
-    """GPT-2's two files as one tokenizer.json, without added tokens, as GPT2BPETokenizer has none."""
+    """GPT-2's two files as one tokenizer.json, without added tokens, because GPT2BPETokenizer has none."""
     vocabulary = json.loads(Path(str(files.vocab_file)).read_text(encoding="utf-8"))
     lines = Path(str(files.merge_file)).read_text(encoding="utf-8").splitlines()
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.fingerprint import canonical_json, digest
+from megatron_core.tokenizers.base import canonical_json, digest
+from megatron_core.tokenizers.byte_symbols import missing_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -17,7 +18,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 class GPT2BPETokenizer:
     """GPT-2's `vocab.json` and `merges.txt`.
 
-    An `<|endoftext|>` written out in the text is text like any other; its id comes only from `eod` and `eos`.
+    `<|endoftext|>` in the text is encoded as ordinary text; only `eod` and `eos` give its id.
     """
 
     bos: int | None = None
@@ -29,6 +30,7 @@ class GPT2BPETokenizer:
         self._tokenizer = _load(self._vocab_file, self._merge_file)
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self.missing_bytes = missing_bytes(vocabulary, {}, {"type": "ByteLevel"})
         self.eod: int | None = vocabulary.get(END_OF_DOCUMENT)
         self.eos: int | None = self.eod
 
@@ -45,11 +47,11 @@ class GPT2BPETokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """Over the vocabulary and the merges in their order."""
+        """The digest of the vocabulary and of the merges in order."""
         return self._fingerprint
 
     def files(self) -> list[Path]:
-        """The vocabulary and the merges."""
+        """The vocabulary file and the merges file."""
         return [self._vocab_file, self._merge_file]
 
     @cached_property
@@ -73,7 +75,7 @@ def _load(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
         model = models.BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
-            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE vocabulary, merges: {error}"
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE vocabulary and merges: {error}"
         ) from error
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

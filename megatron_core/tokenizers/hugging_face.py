@@ -1,45 +1,77 @@
 """Tokenizers in the `tokenizer.json` format, through the `tokenizers` library."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import orjson
 import tokenizers
+from tokenizers import models
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.fingerprint import canonical_json, digest
-from megatron_core.tokenizers.special_names import (
-    BEGIN_OF_SEQUENCE,
-    END_OF_DOCUMENT,
-    PADDING,
-    first_id,
-    name_files,
-    named_tokens,
-)
+from megatron_core.tokenizers.base import canonical_json, digest
+from megatron_core.tokenizers.byte_symbols import missing_bytes
 
 FILE_NAME = "tokenizer.json"
 
-# These two keys cut or pad what is encoded, which would lose text without a word; they play no part here.
+# Names of the end of a document in published vocabularies. The vocabulary of a chat model may have several; the first
+# in this order is the one used in its pre-training (an end of turn, such as <|im_end|>, does not end a document).
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek uses these characters in place of | and _
+    "<|eos|>",
+    "<eod>",
+)
+BEGIN_OF_SEQUENCE = ("<|begin_of_text|>", "<s>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<|bos|>")
+PADDING = ("<pad>", "<|pad|>", "[PAD]")
+
+# Names of the end of a turn, or of a message, in chats.
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<|return|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|eot_user|>",
+)
+
+# Read in this order: the second file overrides the first, as in the `transformers` library.
+NAME_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+# Its eos_token_id is one id or a list of ids.
+GENERATION_FILE = "generation_config.json"
+_WAY_OUT = "copy it again, or remove it to use the usual names"
+_KEYS = ("bos_token", "eos_token", "pad_token")
+
+# Keys that make the library cut or pad texts. They are not applied, because text would be lost silently.
 IGNORED_KEYS = ("truncation", "padding")
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, or a folder that holds one.
 
-    Special tokens that the file's post-processor would add (a begin-of-text id, say) are not added. A special
-    token written out in the text becomes its id, as it does in the `transformers` library.
+    Special tokens of the file's post-processor (such as a begin-of-text id) are not added. A special token in the text
+    becomes its id, as in the `transformers` library.
 
-    `bos`, `eos` and `pad` are what `tokenizer_config.json` or `special_tokens_map.json` beside the file name, else the
-    token of a usual name. `eod` is the token of a usual name before it is `eos`: a chat model's `eos` ends a turn.
-    These two files decide no id of a text: they belong to `files`, and not to the fingerprint.
+    `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
+    a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
+    ends a turn. `turn_ends` are further ids that end a generated text: those in `generation_config.json`, and special
+    tokens with a usual name for the end of a turn. These files do not affect the ids of a text: they are in `files`,
+    but not in the fingerprint.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = _find(Path(path))
         self._tokenizer = _load(self._path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        # Ids can have gaps, and the model needs a row for the largest one: this is not the number of entries.
+        # Not the number of entries: ids can have gaps, and the embedding needs a row for the largest id.
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         named = named_tokens(self._path.parent)
         usual_end = first_id(END_OF_DOCUMENT, vocabulary)
@@ -47,6 +79,10 @@ class HuggingFaceTokenizer:
         self.eos = vocabulary.get(named.get("eos_token", ""), usual_end)
         self.pad = vocabulary.get(named.get("pad_token", ""), first_id(PADDING, vocabulary))
         self.eod = self.eos if usual_end is None else usual_end
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        named_ends = (special[name] for name in END_OF_TURN if name in special)
+        self.missing_bytes = _missing(self._tokenizer)
+        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -62,7 +98,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """Over the file's content, whatever its spacing and key order."""
+        """The digest of the JSON values in the file; spacing and order of keys do not matter."""
         return self._fingerprint
 
     def files(self) -> list[Path]:
@@ -76,18 +112,28 @@ class HuggingFaceTokenizer:
         return digest(b"hugging face", canonical_json(kept))
 
 
+def _missing(tokenizer: tokenizers.Tokenizer) -> bytes:
+    """The bytes that the tokenizer drops. It reads the parts, as serialising the whole would include the vocabulary."""
+    model, pre_tokenizer = tokenizer.model, tokenizer.pre_tokenizer
+    if not isinstance(model, models.BPE) or pre_tokenizer is None:
+        return b""
+    settings = {"unk_token": model.unk_token, "byte_fallback": model.byte_fallback}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    return missing_bytes(vocabulary, settings, orjson.loads(pre_tokenizer.__getstate__()))
+
+
 def _find(path: Path) -> Path:
     file = path / FILE_NAME if path.is_dir() else path
     if file.is_file():
         return file
     if (path / "tokenizer.model").is_file():
         raise ConfigError(
-            f"--tokenizer-model {path} holds no {FILE_NAME} but a tokenizer.model; "
+            f"--tokenizer-model {path} holds a tokenizer.model and no {FILE_NAME}; "
             f"use --tokenizer-type SentencePieceTokenizer --tokenizer-model {path / 'tokenizer.model'}"
         )
     raise ConfigError(
         f"--tokenizer-model {path}: there is no file {file}; give a {FILE_NAME} or a folder that holds one "
-        "(names on the Hugging Face hub are not fetched: download the file first)"
+        "(nothing is downloaded from the Hugging Face hub: download the file first)"
     )
 
 
@@ -101,3 +147,46 @@ def _load(file: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def first_id(names: tuple[str, ...], vocabulary: Mapping[str, int]) -> int | None:
+    """The id of the first of ``names`` that is in the vocabulary; None if none is."""
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def name_files(folder: Path) -> list[Path]:
+    """The files in the folder that name special tokens or list the ids that end a generated text."""
+    return [folder / name for name in (*NAME_FILES, GENERATION_FILE) if (folder / name).is_file()]
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """The values of bos_token, eos_token and pad_token in the files of the folder.
+
+    A value is the token's text, or an object whose `content` is the text. ConfigError: a file is not a JSON object.
+    """
+    found: dict[str, str] = {}
+    for path in name_files(folder):
+        content = {} if path.name == GENERATION_FILE else _object(path)
+        for key in _KEYS:
+            token = content.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[key] = token
+    return found
+
+
+def generation_ends(folder: Path) -> list[int]:
+    """The ids in ``generation_config.json`` that end a generated text; none without the file."""
+    path = folder / GENERATION_FILE
+    ends = _object(path).get("eos_token_id") if path.is_file() else None
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _object(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); {_WAY_OUT}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not an object; {_WAY_OUT}")
+    return content

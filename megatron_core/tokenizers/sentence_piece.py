@@ -1,4 +1,4 @@
-"""SentencePiece models, Llama 2's among them."""
+"""SentencePiece models, such as Llama 2's."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -7,11 +7,11 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.fingerprint import digest
+from megatron_core.tokenizers.base import digest
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file; its end-of-sentence id is the end of a document.
+    """A SentencePiece `.model` file; its end-of-sentence id ends a document.
 
     add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does.
     """
@@ -36,19 +36,19 @@ class SentencePieceTokenizer:
         return self._processor.encode(text, out_type=int, add_bos=self._add_bos)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, in one thread; data preparation runs several processes instead."""
+        """The token ids of each text, in one thread: preprocessing uses several processes instead."""
         return self._processor.encode(list(texts), out_type=int, add_bos=self._add_bos, num_threads=1)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of the ids; control pieces (begin, end) have none."""
+        """The text of the ids; control pieces (begin and end of sentence) give no text."""
         return self._processor.decode([int(i) for i in ids])
 
     def fingerprint(self) -> str:
-        """Over the model file and whether a begin-of-sentence id is added."""
+        """The digest of the model file and of ``add_bos``."""
         return self._fingerprint
 
     def files(self) -> list[Path]:
-        """The one model file."""
+        """The model file."""
         return [self._path]
 
     @cached_property
@@ -57,7 +57,7 @@ class SentencePieceTokenizer:
 
 
 def _present(piece: int) -> int | None:
-    """The id of a control piece; the library says -1 where the model has none."""
+    """The id of a control piece; None if the model has no such piece (-1 in the library)."""
     return piece if piece >= 0 else None
 
 

@@ -1,23 +1,25 @@
 """Byte-level BPE through the `tiktoken` library, with Megatron's special tokens before the ranks."""
 
-from collections.abc import Sequence
+import base64
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.fingerprint import digest
-from megatron_core.tokenizers.rank_file import read_ranks
+from megatron_core.tokenizers.base import digest
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL_TOKENS = 1000
 
-# What Megatron-LM takes where --vocab-size is not given; a longer file is cut to it.
+# Megatron-LM's vocabulary size without --vocab-size; further ranks of a larger file are not used.
 MAX_VOCABULARY = 2**17
 
-# The two ways of cutting text into words that its flags name. Each alternative is tried in turn; a word's bytes are
-# merged by rank, and never with those of another word. They have to be the same to the letter, or ids differ.
+# The values of --tiktoken-pattern, regular expressions that split text into words; bytes are merged only within a word.
+# They must be exactly Megatron-LM's, or ids differ.
 PATTERNS = {
     "v1": "|".join(
         [
@@ -43,17 +45,23 @@ PATTERNS = {
 }
 DEFAULT_PATTERN = "v2"
 
+ENTRY_KEYS = {"rank", "token_bytes", "token_str"}
+_EXPECTED = (
+    'give a JSON list of {"rank", "token_bytes", "token_str"} as Megatron-LM reads, or a .tiktoken file of lines '
+    "`base64 rank`"
+)
+
 
 class TikTokenizer:
-    """A file of byte-pair ranks, as Megatron's TikTokenizer reads it: rank r is the id `num_special_tokens` + r.
+    """A file of byte-pair ranks, as Megatron's TikTokenizer reads it: rank r has the id `num_special_tokens` + r.
 
-    The ids below are `<unk> <s> </s> <mask> <pad> <cls> <sep>` and then `<SPECIAL_7>`, `<SPECIAL_8>` ...; `</s>` ends a
-    document. A special token written out in the text is text like any other. OpenAI's rank files are read too; their
-    ids are then these, not the ones of OpenAI's encodings, which put no special tokens first and have other patterns.
+    The ids below `num_special_tokens` are `<unk> <s> </s> <mask> <pad> <cls> <sep> <SPECIAL_7> <SPECIAL_8>` ...; `</s>`
+    ends a document. A special token in the text is encoded as ordinary text. OpenAI's rank files are read too, but the
+    ids are not those of OpenAI's encodings, which have no special tokens first and split text by other patterns.
 
-    pattern: how text is cut into words, v1 or v2 (the default). vocab_size: ids in all, specials included; the lowest
-    ranks are kept. Without it all are, up to Megatron's 131,072. Nothing is ever downloaded.
-    ConfigError: the file is no file of ranks, or a setting does not fit it.
+    pattern: how text is split into words, v1 or v2 (the default). vocab_size: number of ids with special tokens; only
+    the lowest ranks are kept. Default: all, up to Megatron's 131,072. Nothing is downloaded.
+    ConfigError: the file is not a file of ranks, or a setting does not fit it.
     """
 
     def __init__(
@@ -79,36 +87,36 @@ class TikTokenizer:
         self.bos: int | None = self._special["<s>"]
         self.eos: int | None = self._special["</s>"]
         self.pad: int | None = self._special.get("<pad>")
-        self.eod = self.eos
+        self.eod: int | None = self.eos
 
     def tokenize(self, text: str) -> list[int]:
-        """The token ids of one text; DataError for more blanks in a row than tiktoken can match."""
+        """The token ids of one text; DataError if it has more spaces in a row than tiktoken can match."""
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:
-            # The library's matcher overflows its stack (seen with 1,000,000 blanks, not with 500,000), and what it
-            # raises then is no Exception, and has no name to import.
+            # The library's regular expressions overflow the stack (with 1,000,000 spaces, not with 500,000). The error
+            # that it raises then is not an Exception, and its class cannot be imported.
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(
-                f"tiktoken cannot cut a text of {len(text)} characters into words ({error}); it holds a very long "
-                "run of blanks: shorten or remove the document"
+                f"tiktoken cannot split a text of {len(text)} characters into words ({error}); it holds a very long "
+                "run of spaces: shorten or remove the document"
             ) from error
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, in one thread; data preparation runs several processes instead."""
+        """The token ids of each text, in one thread: preprocessing uses several processes instead."""
         return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included; U+FFFD stands for broken UTF-8."""
+        """The text of the ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(i) for i in ids])
 
     def fingerprint(self) -> str:
-        """Over the pattern, the number of special tokens and the ranks that are kept, whichever file they are from."""
+        """The digest of the pattern, the number of special tokens and the ranks that are kept."""
         return self._fingerprint
 
     def files(self) -> list[Path]:
-        """The one file of ranks."""
+        """The file of ranks."""
         return [self._path]
 
     @cached_property
@@ -118,7 +126,7 @@ class TikTokenizer:
 
 
 def special_tokens(count: int) -> dict[str, int]:
-    """The id of each special token, by Megatron's names."""
+    """The ids of the first ``count`` special tokens, with Megatron's names."""
     names = [*SPECIAL_TOKENS, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL_TOKENS), count))]
     return {name: i for i, name in enumerate(names[:count])}
 
@@ -133,10 +141,74 @@ def _check_settings(pattern: str, num_special_tokens: int, vocab_size: int | Non
     if num_special_tokens + 256 > MAX_VOCABULARY and vocab_size is None:
         raise ConfigError(
             f"--tiktoken-num-special-tokens {num_special_tokens} leaves no room for the 256 bytes in the "
-            f"{MAX_VOCABULARY} ids that are taken without --vocab-size; lower it, or give --vocab-size"
+            f"{MAX_VOCABULARY} ids of the default vocabulary; lower it, or give --vocab-size"
         )
     if vocab_size is not None and vocab_size < num_special_tokens + 256:
         raise ConfigError(
             f"--vocab-size {vocab_size} is too small: --tiktoken-num-special-tokens {num_special_tokens} and the 256 "
-            f"bytes make {num_special_tokens + 256}"
+            f"bytes make {num_special_tokens + 256}; raise it, or lower the number of special tokens"
         )
+
+
+def read_ranks(path: Path, most: int) -> list[bytes]:
+    """The bytes of the tokens with the `most` lowest ranks, in the order of the ranks.
+
+    Megatron's file is a JSON list of {"rank", "token_bytes" (base64), "token_str"}; OpenAI's has a line
+    `base64 rank` for each token.
+    ConfigError: the file is absent or has neither format, its ranks are not 0, 1, 2 ..., a token occurs twice, or one
+    of the 256 single bytes is not among the tokens kept, so that some texts could not be encoded.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer-model {path}: no such file; {_EXPECTED}")
+    data = path.read_bytes()
+    entries = _json_entries(path, data) if data.lstrip()[:1] == b"[" else _line_entries(path, data)
+    tokens = list(_in_order(path, entries))[:most]
+    missing = {bytes([byte]) for byte in range(256)}.difference(tokens)
+    if missing:
+        raise ConfigError(
+            f"--tokenizer-model {path} has no token for the single byte 0x{min(missing).hex()} among its first "
+            f"{len(tokens)} ranks; {_EXPECTED}"
+        )
+    return tokens
+
+
+def _json_entries(path: Path, data: bytes) -> Iterator[tuple[str, str | bytes, Any]]:
+    """The name for messages, the base64 text and the rank of each entry."""
+    try:
+        entries = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"--tokenizer-model {path} begins with [ but is not JSON ({error}); {_EXPECTED}") from error
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
+            found = ", ".join(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
+            raise ConfigError(f"--tokenizer-model {path}, entry {number} has {found or 'nothing'}; {_EXPECTED}")
+        yield f"entry {number}", entry["token_bytes"], entry["rank"]
+
+
+def _line_entries(path: Path, data: bytes) -> Iterator[tuple[str, str | bytes, Any]]:
+    for number, line in enumerate(data.splitlines(), start=1):
+        parts = line.split()
+        if parts and (len(parts) != 2 or not parts[1].isdigit()):
+            raise ConfigError(f"--tokenizer-model {path}, line {number} is not `base64 rank`; {_EXPECTED}")
+        if parts:
+            yield f"line {number}", parts[0], int(parts[1])
+
+
+def _in_order(path: Path, entries: Iterable[tuple[str, str | bytes, Any]]) -> dict[bytes, int]:
+    """The rank of each token, with the tokens in the order of their ranks."""
+    tokens: dict[bytes, int] = {}
+    for entry, text, rank in entries:
+        if rank != len(tokens):
+            raise ConfigError(
+                f"--tokenizer-model {path}, {entry} has rank {rank}, expected {len(tokens)}: ranks must count up from "
+                "0 in the order of the file; sort the file or correct the rank"
+            )
+        try:
+            token = base64.b64decode(text, validate=True)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--tokenizer-model {path}, {entry} has no base64 text ({error}); {_EXPECTED}") from error
+        if not token or token in tokens:
+            fault = f"the token {token!r}, which already has rank {tokens[token]}" if token else "an empty token"
+            raise ConfigError(f"--tokenizer-model {path}, {entry} has {fault}; remove it and number the ranks again")
+        tokens[token] = rank
+    return tokens

@@ -1,14 +1,30 @@
-"""Whether a checkpoint is of the model that the flags describe."""
+"""The settings of the model in a checkpoint, and whether they are those of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
+from math import isclose
+from pathlib import Path
 from typing import Any
 
-from megatron_core.config import RunConfig
+from megatron_core.checkpoint.manifest import MANIFEST, Manifest
+from megatron_core.config import DataConfig, ModelConfig, RunConfig
+from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
 
-# Settings that decide which tensors there are; shapes that differ are found tensor by tensor.
+EXECUTION = (
+    "attention_backend",
+    "kernel_backend",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+"""Settings of the model that say how it is computed, not what."""
+TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
+"""Settings of the model that do not change what trained weights compute in evaluation."""
 TENSORS = (
     "num_layers",
     "hidden_size",
@@ -18,34 +34,62 @@ TENSORS = (
     "disable_bias_linear",
     "add_qkv_bias",
 )
-# Settings that decide what is computed with them: another value would load without a complaint and give nonsense.
-MEANING = (
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "norm_epsilon",
-    "swiglu",
-    "geglu",
-    "squared_relu",
-    "openai_gelu",
-)
+"""Settings that decide which tensors there are, so that weights of another value do not load."""
+SIZES = ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by")
+"""Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
+FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION, *TRAINING, *SIZES))
+"""All others change the function, whatever settings may be added: another value would load and give nonsense."""
 
 
-def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, finetune: bool) -> None:
-    """Raise ``CheckpointError`` with every setting that differs; fine-tuning may change what is not a tensor."""
-    current = config.flat()
-    names = TENSORS if finetune else TENSORS + MEANING
-    faults = [
-        f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
-        for name in names
-        if name in stored and stored[name] != current[name]
+def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise ``CheckpointError`` with every setting of the model that differs from ``stored``, flat settings of a run.
+
+    Numbers that are equal in float32 are equal. ``--changed-model-settings`` names those that may differ.
+    """
+    allowed, current = config.checkpoint.changed_model_settings, config.flat()
+    changed = [
+        name for name in FUNCTION if name in stored and name not in allowed and not _equal(stored[name], current[name])
     ]
-    if faults:
-        way_out = "" if finetune else ", or start from its weights alone with --finetune where that is meant"
+    if changed:
+        faults = [
+            f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
+            for name in changed
+        ]
+        function = " ".join(name for name in changed if name not in TENSORS)
+        way_out = "; where its weights are meant to compute another function, add --changed-model-settings " + function
         raise CheckpointError(
-            "this checkpoint is of another model:\n" + "\n".join(faults) + f"\ngive the same settings{way_out}"
+            "this checkpoint is of another model:\n"
+            + "\n".join(faults)
+            + f"\ngive the same settings{way_out if function else ''}"
         )
+
+
+def stored_config(folder: Path) -> RunConfig:
+    """The configuration with which the checkpoint in ``folder`` was written, with the tokenizer's files kept in it."""
+    state = Manifest.read(folder / MANIFEST).state
+    known = field_types()
+    config = RunConfig.from_flat({name: value for name, value in state["config"].items() if name in known})
+    data, kept = config.data, folder / "tokenizer"
+    files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    for name, path in files.items():
+        if path is not None and kept.is_dir():
+            file = kept / Path(path).name
+            files[name] = str(file if file.is_file() else kept)
+    vocab_size = state["vocab_size"] if data.tokenizer_type is None else data.vocab_size
+    return replace(config, data=replace(data, vocab_size=vocab_size, **files))
+
+
+def model_and_tokenizer(config: RunConfig) -> RunConfig:
+    """The model, the sequence length and the tokenizer of ``config``, and for all the rest the defaults."""
+    names = ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+    kept = (*names, "tiktoken_pattern", "tiktoken_num_special_tokens")
+    model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION})
+    if model.position_embedding_type == "learned_absolute":
+        model = replace(model, max_position_embeddings=config.max_positions)
+    return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in kept}))
+
+
+def _equal(stored: Any, current: Any) -> bool:
+    if isinstance(stored, float) and isinstance(current, float):
+        return isclose(stored, current, rel_tol=2.0**-23)
+    return (tuple(stored) if isinstance(current, tuple) and stored is not None else stored) == current

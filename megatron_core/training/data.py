@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
@@ -52,8 +53,8 @@ def _sources(
     if provider is not None:
         return provider(config, tokenizer)
     if data.mock_data:
-        mocks = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
-        return Splits(*mocks)
+        train, valid, test = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
+        return Splits(train, valid, test)
     return build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
 
 
@@ -74,7 +75,8 @@ def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]
 def fill_in_the_middle(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:
     """The splits with their documents rearranged for ``--fim-data``."""
     parts = {name: getattr(splits, name) for name in ("train", "valid", "test")}
-    wrapped = {
+    assert tokenizer is not None, "the configuration's rules ask for one"
+    wrapped: dict[str, Any] = {
         name: FIMDataset(part, tokenizer, config.data, config.training.seed)
         for name, part in parts.items()
         if part is not None

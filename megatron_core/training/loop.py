@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints, and an end in good order."""
+"""The training loop: steps, evaluations, checkpoints, and an early end with a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import math
 import time
 from collections.abc import Sequence
 
+from megatron_core.config.flops import flops_per_token
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
-from megatron_core.monitor.flops import flops_per_token
 from megatron_core.monitor.memory import peak_memory_bytes
-from megatron_core.training.evaluate import evaluate
-from megatron_core.training.health import Health
+from megatron_core.training.checks import RunChecks
 from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
-from megatron_core.training.step import StepResult, train_step
+from megatron_core.training.step import StepResult, evaluate, train_step
 from megatron_core.training.stop import StopRequest
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
     """Train to the end, or until SIGTERM, Ctrl-C, ``exit_interval`` or ``exit_duration_in_mins``; then save."""
     stop = StopRequest(run.config.training.exit_duration_in_mins)
-    health = Health(run)
-    health.start()
+    checks = RunChecks(run)
+    checks.start()
     confirm_layout_change(run, sinks)
     saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
@@ -30,13 +29,13 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         result = train_step(run, stop=stop.wanted)
         report_step(run, sinks, result, time.perf_counter() - began)
         refuse_nan(run, result)
-        health.after_step(result)
+        checks.after_step(result)
         iteration = run.state.iteration
         if is_due(iteration, run.config.training.eval_interval):
             report_validation(run, sinks, "validation")
             evaluated_at = iteration
         if is_due(iteration, run.config.checkpoint.save_interval):
-            save(run, health)
+            save(run, checks)
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
@@ -45,18 +44,23 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
-        save(run, health)
+        save(run, checks)
     if run.state.iteration < run.total_iterations:
-        tell_end(run)
+        report_early_end(run)
     stop.restore()
 
 
-def tell_end(run: Run) -> None:
+def evaluate_splits(run: Run, sinks: Sequence[Sink]) -> None:
+    """Evaluate on the validation and the test data, as far as there are any."""
+    for split in ("validation", "test"):
+        report_validation(run, sinks, split)
+
+
+def report_early_end(run: Run) -> None:
     """Say that the run ends before its time, and whether anything is kept of it."""
     if run.world.rank == 0:
-        kept = (
-            f"saved in {run.config.checkpoint.save}" if run.config.checkpoint.save else "not saved, for want of --save"
-        )
+        folder = run.config.checkpoint.save
+        kept = f"saved in {folder}" if folder else "not saved: give --save FOLDER to keep it"
         print(f"ends early, after iteration {run.state.iteration}; {kept}", flush=True)
 
 
@@ -65,9 +69,9 @@ def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def save(run: Run, health: Health) -> None:
-    """Write a checkpoint, of copies that are equal."""
-    health.compare()
+def save(run: Run, checks: RunChecks) -> None:
+    """Write a checkpoint, after the replica check."""
+    checks.compare()
     save_state(
         run.config,
         run.state,
@@ -96,6 +100,7 @@ def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: fl
         tokens_per_second=tokens / seconds,
         model_flops_per_second=flops / seconds / run.world.size,
         memory_bytes=peak_memory_bytes(),
+        auxiliary_losses=result.auxiliary_losses,
         skipped=result.skipped,
         layout=run.layout,
     )
@@ -104,7 +109,7 @@ def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: fl
 
 
 def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
-    """Evaluate on a split, if there is data for it, and tell the sinks."""
+    """Evaluate on a split, if there is data for it, and report it to the sinks."""
     dataset = run.splits.valid if split == "validation" else run.splits.test
     if dataset is None or run.config.training.eval_iters == 0:
         return

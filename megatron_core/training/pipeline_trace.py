@@ -7,42 +7,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
 from megatron_core.pipeline_parallel.executor import Listener
-from megatron_core.pipeline_parallel.trace import Recording, TraceWriter
-
-if TYPE_CHECKING:
-    from megatron_core.training.setup import Run
+from megatron_core.schedules.trace import Recording, TraceWriter
 
 
-def trace_writer(config: RunConfig, groups: ParallelGroups, place: tuple[int, ...]) -> TraceWriter | None:
+def trace_writer(config: RunConfig, groups: ParallelGroups, stage_to_rank: tuple[int, ...]) -> TraceWriter | None:
     """This rank's trace, if one is asked for."""
     if config.monitor.trace_pipeline is None:
         return None
     own = config.parallel.pipeline_plan
     schedule = Path(own).name if own else config.parallel.schedule(config.model.num_layers)
-    return TraceWriter(config.monitor.trace_pipeline, groups.rank, groups.ranks("pp"), schedule, place)
+    return TraceWriter(config.monitor.trace_pipeline, groups.rank, groups.ranks("pp"), schedule, stage_to_rank)
 
 
 @contextmanager
-def traced(run: Run, listener: Listener) -> Iterator[Listener]:
-    """The step that runs inside is recorded by the listener that this gives, and written behind it.
+def traced(
+    trace: TraceWriter | None, step: int, listener: Listener, groups: ParallelGroups, device: torch.device
+) -> Iterator[Listener]:
+    """The step that runs inside is recorded by the listener that this gives, and written afterwards.
 
     Ranks begin a recorded step together. Without a trace, or when it is full, the listener is the given one.
     """
-    if run.trace is None or run.trace.is_full:
+    if trace is None or trace.is_full:
         yield listener
         return
-    all_reduce_(torch.zeros(1, device=run.world.device), run.groups.group("tp-cp-ep-dp-pp"))
-    recording = Recording(clock_of(run.world.device))
+    all_reduce_(torch.zeros(1, device=device), groups.group(WORLD))
+    recording = Recording(clock_of(device))
     yield replace(listener, on_begin=recording.begin, on_end=recording.end)
-    run.trace.write(run.state.iteration + 1, recording)
+    trace.write(step, recording)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

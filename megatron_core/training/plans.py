@@ -1,4 +1,4 @@
-"""The plans of a run: one for each number of micro-batches that a step of it has."""
+"""How large the steps of a run are, and their schedules: one for each number of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,48 +6,70 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_core.config import RunConfig
-from megatron_core.pipeline_parallel.actions import Plan
-from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Posting
-from megatron_core.pipeline_parallel.rendezvous import receives_ahead
-from megatron_core.pipeline_parallel.run_plan import plan_of
-from megatron_core.pipeline_parallel.schedules import forward_only
+from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.schedules import forward_only
+from megatron_core.schedules.actions import Plan
+from megatron_core.schedules.checks import check
 
 
 @dataclass(frozen=True)
-class PostedPlan:
-    """A checked plan, and when its receives are posted."""
+class StepSize:
+    """Which samples a step takes and how many tokens, as functions of the samples consumed before it."""
 
-    plan: Plan
-    posting: Posting
+    consumed_samples: int
+    batch_size: int
+    """Sequences of all ranks together."""
+    num_microbatches: int
+    """Micro-batches of each rank."""
+    sequence_length: int
+    """Tokens of each sequence."""
+
+    @classmethod
+    def at(cls, config: RunConfig, data_parallel_size: int, consumed_samples: int) -> StepSize:
+        """The step of a training that follows ``consumed_samples``."""
+        batch = config.training.batch_ramp(data_parallel_size).at(consumed_samples)
+        length = config.data.length_ramp.at(consumed_samples)
+        return cls(consumed_samples, batch, batch // (config.training.micro_batch_size * data_parallel_size), length)
+
+    @classmethod
+    def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> StepSize:
+        """The first batch of an evaluation: all of them have full size, so that evaluations can be compared."""
+        batch = config.training.final_batch_size(data_parallel_size)
+        micro = batch // (config.training.micro_batch_size * data_parallel_size)
+        return cls(0, batch, micro, config.data.seq_length)
+
+    @property
+    def end(self) -> int:
+        """Samples consumed after it."""
+        return self.consumed_samples + self.batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks together."""
+        return self.batch_size * self.sequence_length
 
 
 class Plans:
     """Plans by the number of micro-batches of a rank, each made and checked when a step first needs it.
 
-    The largest one, of the whole global batch, is made at once, so that a schedule that does not fit is told before
-    anything is built. Stages lie on the same ranks in all of them: ``place`` gives the rank of each stage.
+    The largest one, of the whole global batch, is made at once, so that a schedule that does not fit is an error before
+    anything is built. Stages lie on the same ranks in all of them: ``stage_to_rank`` gives the rank of each stage.
     """
 
     def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
         self._config = config
         self.training, self.evaluation = cache(self._training), cache(self._evaluation)
         batch = config.training.final_batch_size(data_parallel_size)
-        self.place = self.training(batch // (config.training.micro_batch_size * data_parallel_size)).plan.place
+        largest = self.training(batch // (config.training.micro_batch_size * data_parallel_size))
+        self.stage_to_rank = largest.stage_to_rank
 
-    def _training(self, num_microbatches: int) -> PostedPlan:
+    def _training(self, num_microbatches: int) -> Plan:
         """The plan of a training step."""
-        return self._posted(plan_of(self._config, num_microbatches))
+        return plan_of(self._config, num_microbatches)
 
-    def _evaluation(self, num_microbatches: int) -> PostedPlan:
+    def _evaluation(self, num_microbatches: int) -> Plan:
         """The plan of a batch that is evaluated."""
         ranks = self._config.parallel.pipeline_model_parallel_size
-        chunks = len(self.place) // ranks
-        plan = forward_only(ranks, chunks, num_microbatches, place=self.place)
-        return self._posted(check(plan, num_microbatches, forward_only=True))
-
-    def _posted(self, plan: Plan) -> PostedPlan:
-        """Receives are posted early enough that sends which wait for them cannot lock the ranks."""
-        if self._config.parallel.overlap_p2p_communication:
-            return PostedPlan(plan, Posting())
-        return PostedPlan(plan, Posting(overlap=False, ahead=receives_ahead(plan)))
+        chunks = len(self.stage_to_rank) // ranks
+        plan = forward_only(ranks, chunks, num_microbatches, stage_to_rank=self.stage_to_rank)
+        return check(plan, num_microbatches, forward_only=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
-from megatron_core.config.file import write_config
+from megatron_core.config.cli import DryRun, parse_command_line, write_config
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.build import build_sinks
@@ -18,23 +19,46 @@ from megatron_core.monitor.events import Sink
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
 from megatron_core.pipeline_parallel.partition import describe
+from megatron_core.training.compatibility import model_and_tokenizer, stored_config
 from megatron_core.training.data import DatasetsProvider
-from megatron_core.training.loop import train
+from megatron_core.training.loop import evaluate_splits, train
 from megatron_core.training.setup import Run, set_up
+from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
-def pretrain(config: RunConfig, world: World, datasets_provider: DatasetsProvider | None = None) -> None:
-    """Validate, set up, train; ``datasets_provider`` makes the data sets of ``dataloader_type=external``."""
+def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, DryRun]:
+    """The configuration of the command line, or of ``args``, over that of the checkpoint if it asks for that; and
+    whether to describe a rank instead of training."""
+    config, dry = parse_command_line(args, prog=prog)
+    if not config.checkpoint.use_checkpoint_args:
+        return config, dry
+    folder = find_checkpoint(config.checkpoint.load or ".", config.checkpoint.ckpt_step)
+    if config.checkpoint.load is None or folder is None:
+        raise ConfigError(f"use_checkpoint_args=True: load={config.checkpoint.load!r} holds no checkpoint")
+    return parse_command_line(args, prog=prog, defaults=model_and_tokenizer(stored_config(folder)))
+
+
+def pretrain(
+    config: RunConfig,
+    world: World,
+    datasets_provider: DatasetsProvider | None = None,
+    layer_specs: LayerSpecs = layer_spec,
+) -> None:
+    """Validate, set up, train.
+
+    ``datasets_provider`` makes the data sets of ``dataloader_type=external``; ``layer_specs`` says what each layer is
+    made of.
+    """
     check(config, world.size)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
-    run = set_up(config, world, datasets_provider)
+    run = set_up(config, world, datasets_provider, layer_specs)
     sinks: list[Sink] = []
     if world.rank == 0:
         introduce(run)
         sinks = build_sinks(config.monitor, config.checkpoint.save, start_iteration=run.state.iteration)
     try:
-        train(run, sinks)
+        (evaluate_splits if config.training.skip_train else train)(run, sinks)
     finally:
         for sink in sinks:
             sink.close()
@@ -45,19 +69,19 @@ def introduce(run: Run) -> None:
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
     print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
-    print(describe(run.layers, run.plans.place))
+    print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
         print(f"goes on from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()
-    if run.config.checkpoint.save:
+    if run.config.checkpoint.save and not run.config.training.skip_train:
         keep_config(run.config, Path(run.config.checkpoint.save))
 
 
 def kernels(run: Run) -> str:
-    """Which bodies of the fused operations serve, and where it is the slower one, why."""
+    """The backends of the fused operations, and if the native one is unavailable, why."""
     dtype = getattr(torch, run.config.training.compute_dtype)
     return backend.describe(run.config.model.kernel_backend, run.world.device.type, dtype)
 
@@ -67,9 +91,10 @@ def notes(run: Run) -> Iterator[str]:
     settings, iteration = run.config.checkpoint, run.state.iteration
     if run.config.training.eval_iters:
         yield from run.splits.notes
-    if iteration >= run.total_iterations:
+    if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
-    if settings.save and not settings.load and find_checkpoint(settings.save) is not None:
+    folder = None if run.config.training.skip_train or settings.load else settings.save
+    if folder and find_checkpoint(folder) is not None:
         yield (
             f"{settings.save} holds checkpoints of an earlier run, and this one starts from scratch; go on with "
             f"--load {settings.save}, or choose another folder to keep them apart"
@@ -77,9 +102,9 @@ def notes(run: Run) -> Iterator[str]:
 
 
 def keep_config(config: RunConfig, folder: Path) -> None:
-    """Write the configuration into the folder of checkpoints, which this makes."""
+    """Write the configuration that goes on with this run into the folder of checkpoints, which this makes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(config, folder / "config.yaml")
+        write_config(replace(config, checkpoint=config.checkpoint.for_resume()), folder / "config.yaml")
     except OSError as error:
         raise ConfigError(f"save={str(folder)!r} cannot be written: {error}; give another folder") from None

@@ -8,48 +8,48 @@ from pathlib import Path
 import torch
 
 from megatron_core import parallel_state
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
 from megatron_core.datasets import Dataset, Splits
-from megatron_core.datasets.loader import BatchLoader
+from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.datasets.packing import packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
+from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
+from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.trace import TraceWriter
+from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, make_splits, vocabulary_size
+from megatron_core.training.driver import Trainable
 from megatron_core.training.pipeline_trace import trace_writer
-from megatron_core.training.plans import Plans
-from megatron_core.training.state import TrainState, load_state
-from megatron_core.training.step_size import StepSize
+from megatron_core.training.plans import Plans, StepSize
+from megatron_core.training.state import TrainState, load_state, open_checkpoint
+from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 
-@dataclass
-class Run:
-    """All that a training step touches."""
+@dataclass(kw_only=True)
+class Run(Trainable):
+    """A GPT in training: what its steps need, its data and its counters."""
 
     config: RunConfig
     world: World
-    groups: ParallelGroups
     vocab_size: int
     tokenizer: Tokenizer | None
     layers: list[range]
     """The layers of every stage of the whole model."""
     stages: dict[int, GPTModel]
     """This rank's stages by number."""
+    auxiliary_loss_names: tuple[str, ...]
+    """The losses that layers add, the same on every rank."""
     plans: Plans
     trace: TraceWriter | None
-    links: Links
-    message: MessageFormat
-    data_parallel: DataParallel
-    optimizer: Optimizer
     schedule: LearningRateSchedule
     splits: Splits
     state: TrainState
@@ -58,17 +58,17 @@ class Run:
     train_loader: BatchLoader = field(init=False)
 
     def __post_init__(self) -> None:
-        """Whoever puts other data in sets another loader."""
-        self.train_loader = self.loader(self.splits.train)
+        """Read the training split, if there is one; for other data set another loader."""
+        if self.splits.train is not None:
+            self.train_loader = self.loader(self.splits.train)
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step that follows so many samples."""
         return StepSize.at(self.config, self.groups.size("dp"), consumed_samples)
 
-    @property
-    def counts(self) -> float:
-        """1 on the ranks whose losses count, 0 on the tensor-parallel copies of them."""
-        return float(self.groups.index("tp") == 0 and self.groups.index("cp") == 0)
+    def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
+        """This rank's part of its loader's batches, on its device."""
+        return [MicroBatch.of(batch, self.split, self.world.device) for batch in batches]
 
     @property
     def layout(self) -> str:
@@ -91,61 +91,95 @@ class Run:
         )
 
 
-def message_format(config: RunConfig, groups: ParallelGroups, device: torch.device) -> MessageFormat:
+def message_format(config: RunConfig, split: SequenceSplit, device: torch.device) -> MessageFormat:
     """What travels between stages: ``[s, b, h]``, ``[s/tp, b, h]`` with sequence parallel."""
-    length = config.data.seq_length
-    if config.parallel.sequence_parallel:
-        length //= groups.size("tp")
+    length = split.residual_length(config.data.seq_length)
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
 
 
-def set_up(config: RunConfig, world: World, datasets_provider: DatasetsProvider | None = None) -> Run:
-    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named.
-
-    ``datasets_provider`` makes the data sets of ``dataloader_type=external``.
-    """
-    if config.monitor.poison_buffers:
-        poison.turn_on()
-    parallel = config.parallel
-    plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=(plans.place[0], plans.place[-1]))
-    tokenizer = tokenizer_of(config.data)
-    vocab_size = vocabulary_size(config, tokenizer)
-    splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
-    if splits.train is None:
-        raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
-    layers, stages = build_stages(config, groups, vocab_size, world.device, place=plans.place)
-    data_parallel = DataParallel(
+def data_parallel_of(
+    parallel: ParallelConfig, stages: dict[int, GPTModel], groups: ParallelGroups, device: torch.device
+) -> DataParallel:
+    """The gradient buckets of a rank's stages as they are configured."""
+    return DataParallel(
         stages,
         groups,
-        sharded=parallel.use_distributed_optimizer,
+        zero_stage=parallel.dp_zero_stage,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
-        device=world.device,
+        device=device,
     )
+
+
+def set_up(
+    config: RunConfig,
+    world: World,
+    datasets_provider: DatasetsProvider | None = None,
+    layer_specs: LayerSpecs = layer_spec,
+) -> Run:
+    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named.
+
+    ``datasets_provider`` makes the data sets of ``dataloader_type=external``; ``layer_specs`` says what each layer is
+    made of.
+    """
+    if config.monitor.poison_buffers:
+        poison.turn_on()
+    checkpoint = open_checkpoint(config)
+    validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
+    parallel = config.parallel
+    plans = Plans(config, parallel.data_parallel_size(world.size))
+    groups = parallel_state.make_groups(parallel, world, ends=(plans.stage_to_rank[0], plans.stage_to_rank[-1]))
+    split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
+    tokenizer = tokenizer_of(config.data)
+    vocab_size = vocabulary_size(config, tokenizer)
+    splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
+    if config.training.skip_train and splits.valid is None and splits.test is None:
+        raise ConfigError(
+            "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
+        )
+    if splits.train is None and not config.training.skip_train:
+        raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+    layers, stages = build_stages(
+        config,
+        groups,
+        vocab_size,
+        world.device,
+        stage_to_rank=plans.stage_to_rank,
+        initialise=checkpoint is None,
+        layer_specs=layer_specs,
+    )
+    if config.training.skip_train:  # no memory for gradients and moments
+        for stage in stages.values():
+            stage.requires_grad_(False)
+    data_parallel = data_parallel_of(parallel, stages, groups, world.device)
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend)
-    state = load_state(config, data_parallel, optimizer) if config.checkpoint.load else TrainState()
+    state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left
     links = Links(groups)
-    links.connect(world.device, plans.place)
+    links.warm_up(world.device, plans.stage_to_rank)
     return Run(
         config=config,
         world=world,
         groups=groups,
+        split=split,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         layers=layers,
         stages=stages,
+        auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
         plans=plans,
-        trace=trace_writer(config, groups, plans.place),
+        trace=trace_writer(config, groups, plans.stage_to_rank),
         links=links,
-        message=message_format(config, groups, world.device),
+        overlap_p2p=parallel.overlap_p2p_communication,
+        message=message_format(config, split, world.device),
         data_parallel=data_parallel,
         optimizer=optimizer,
+        # Not the output layer's: to defer its weight gradient would keep a gradient as large as the logits.
+        deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=LearningRateSchedule(config.optimizer, total),
         total_iterations=total,
         splits=splits,

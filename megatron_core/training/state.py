@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ def optimizer_pieces(optimizer: Optimizer) -> Iterator[Piece]:
 
 
 def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Piece]:
-    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``."""
+    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``; of equal copies of a bucket
+    only the first one's are owned."""
     for name, parameter, start, stop, at in bucket.pieces():
         part = flat[at : at + stop - start]
-        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
+        for piece in pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part):
+            yield piece if bucket.is_writer else replace(piece, owned=False)
 
 
 def save_state(
@@ -70,14 +72,11 @@ def save_state(
     tokenizer: Tokenizer | None,
 ) -> Path:
     """Write a checkpoint into ``config.checkpoint.save`` and return its folder."""
-    data.finish_gather()
+    data.finish_param_sync()
     groups = data.groups
-    pieces: list[Piece] = []
-    # Copies of the model hold the same values: the first one writes, unless each holds a shard of its own.
-    if data.sharded or (groups.index("dp") == 0 and groups.index("cp") == 0):
-        pieces += (piece for bucket in data.buckets for piece in weight_pieces(bucket))
-        pieces += parameter_pieces(data.frozen) if groups.index("dp") == 0 and groups.index("cp") == 0 else ()
-        pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
+    pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
+    pieces += parameter_pieces(data.frozen_on_first_copy())
+    pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
     return save_checkpoint(
         Path(config.checkpoint.save or "."),
         state.iteration,
@@ -99,19 +98,28 @@ def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, 
     }
 
 
-def load_state(config: RunConfig, data: DataParallel, optimizer: Optimizer | None) -> TrainState:
-    """Load the checkpoint that ``config.checkpoint`` names into weights and optimizer; the counters are returned."""
+def open_checkpoint(config: RunConfig) -> CheckpointReader | None:
+    """The checkpoint that ``config.checkpoint`` names, of the model of ``config``; None without one."""
     settings = config.checkpoint
-    folder = find_checkpoint(settings.load or ".", settings.ckpt_step)
+    folder = None if settings.load is None else find_checkpoint(settings.load, settings.ckpt_step)
     if folder is None:
-        if settings.exit_on_missing_checkpoint:
+        if settings.load is not None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
                 "with --no-exit-on-missing-checkpoint"
             )
-        return TrainState()
-    with CheckpointReader(folder) as reader:
-        check_same_model(reader.state["config"], config, finetune=settings.finetune)
+        return None
+    reader = CheckpointReader(folder)
+    check_same_model(reader.state["config"], config)
+    return reader
+
+
+def load_state(
+    config: RunConfig, reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None
+) -> TrainState:
+    """Fill weights and optimizer from a checkpoint, and return the counters."""
+    settings = config.checkpoint
+    with reader:
         reader.fill(parameter_pieces(data.frozen))
         for bucket in data.buckets:
             reader.fill(parameter_pieces(zip(bucket.names, bucket.parameters, strict=True)))

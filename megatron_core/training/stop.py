@@ -1,4 +1,4 @@
-"""Ending a run early, in good order."""
+"""Ending a run early, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import time
 from types import FrameType
 
-# torchrun passes a Ctrl-C on to processes that the terminal has told already: within this time the two are one.
+# torchrun forwards a Ctrl-C that the terminal has already sent to its processes: within this time the two are one.
 SAME_SIGNAL_SECONDS = 2.0
 
 

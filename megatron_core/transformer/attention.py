@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
 
 from megatron_core.ops import rope
-from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import split_qkv
-from megatron_core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
-from megatron_core.transformer.blueprint import Blueprint
-from megatron_core.transformer.context import SequenceContext
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -24,14 +19,22 @@ class SelfAttention(nn.Module):
     """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel).
 
     One matrix holds, group by group, the query heads, the key head and the value head (Megatron's order). With fewer
-    key-value groups than ranks, the ranks of a group each hold its key and value.
+    key-value groups than ranks, the ranks of a group each hold its key and value. ``core_attention`` makes the part
+    without weights, ``qk_layernorm`` the norms of each head's queries and keys.
     """
 
-    def __init__(self, blueprint: Blueprint, layer: int) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_number: int,
+        *,
+        core_attention: Callable[[LayerContext, int], nn.Module] = CoreAttention,
+        qk_layernorm: Callable[..., nn.Module] | None = None,
+    ) -> None:
         super().__init__()
-        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
+        config, parallel, tp_group = context.config, context.parallel, context.tp_group
         size, index, d = tp_group.size(), tp_group.rank(), config.head_size
-        self.layer = layer
+        self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         self.groups = max(config.query_groups // size, 1)
         self.head_size = d
@@ -39,7 +42,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             (config.num_attention_heads + 2 * config.query_groups) * d,
             config=parallel,
-            init_method=blueprint.draw_inner,
+            init_method=context.init_method,
             bias=config.has_qkv_bias,
             tp_group=tp_group,
             spec=partial(
@@ -52,37 +55,32 @@ class SelfAttention(nn.Module):
             ),
         )
         # Each rank normalizes its own heads only, so these gradients are partial with or without sequence parallel.
-        head_norm = partial(Norm, blueprint, d, partial_grad=True)
-        self.q_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
-        self.k_layernorm = head_norm() if config.qk_layernorm else nn.Identity()
-        dropout = blueprint.dropout(config.attention_dropout, f"layers.{layer}.attention_weights")
-        self.core_attention = CoreAttention(config, dropout, first_head=index * self.heads)
+        head_norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, d, partial_grad=True)
+        self.q_layernorm, self.k_layernorm = head_norm(), head_norm()
+        self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d,
             config.hidden_size,
             config=parallel,
-            init_method=blueprint.draw_output,
+            init_method=context.output_layer_init_method,
             bias=config.add_bias_linear,
             skip_bias_add=True,
             tp_group=tp_group,
         )
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
-        if config.position_embedding_type == "rope":
-            weight = self.linear_qkv.weight
-            serving("rope", self.backend, weight.device.type, weight.dtype)  # fails now, not at the first step
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        """Attend over the sequence, and over the cache's earlier positions in generation: -> (output, bias), where the
-        bias of the last matrix, if it has one, is left to be added."""
+        """-> (output, the bias to be added to it, or None). Keys and values of earlier positions come from the cache in
+        generation."""
         query, key, value = self._query_key_value(hidden)
         if context.rotary is not None:
             cos, sin = context.rotary
-            turned = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
-            query, key = turned(query), turned(key)
+            rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
+            query, key = rotate(query), rotate(key)
         query = query.flatten(2, 3)
         if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
+            key, value = context.cache.extend(self.layer_number, key, value)
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
         return self.linear_proj(attend(query, key, value, context))
 

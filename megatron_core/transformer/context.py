@@ -1,7 +1,8 @@
-"""What every layer needs to know about the micro-batch that passes through it."""
+"""What layers are built from, and what they need to know about the micro-batch that passes through them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,49 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_core.errors import DataError
+from megatron_core.config import ModelConfig
+from megatron_core.errors import DataError, LayoutError
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.initialization import Normal
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
+from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a model are built from: its configuration, how its layers are split and communicate, and the
+    seed of weights and dropout."""
+
+    config: ModelConfig
+    parallel: ModelParallelConfig
+    tp_group: Group
+    seed: int
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each tensor-parallel rank has a part of the sequence outside the matrix products."""
+        return self.parallel.sequence_parallel
+
+    @property
+    def split(self) -> SequenceSplit:
+        """How sequences are cut."""
+        return SequenceSplit(self.tp_group.rank(), self.tp_group.size(), self.sequence_parallel)
+
+    @property
+    def init_method(self) -> Normal:
+        """N(0, std): matrices inside a layer, and embeddings."""
+        return Normal(self.config.init_method_std)
+
+    @property
+    def output_layer_init_method(self) -> Normal:
+        """N(0, std / sqrt(2 L)): matrices that write the residual stream, so that its variance does not grow with depth
+        (Radford et al. 2019, section 2.3)."""
+        return Normal(self.config.init_method_std / math.sqrt(2.0 * self.config.num_layers))
+
+    def dropout(self, p: float, name: str) -> KeyedDropout:
+        """The dropout at a named point of the model."""
+        return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
 
 
 class KeyValueStore(Protocol):
@@ -45,7 +88,7 @@ class PackedDocuments:
 
     @cached_property
     def masked(self) -> Tensor:
-        """``[b, 1, s, s]``, False where a query sees a key: in its own document, at its place or before it.
+        """``[b, 1, s, s]``, False where a query sees a key: in its own document, at its own position or before it.
 
         Made at the first use and kept, once for all layers of the micro-batch.
         """
@@ -66,5 +109,38 @@ class SequenceContext:
     """The documents of each sequence, which see nothing of one another; None: each sequence is one document."""
     sample_index: Tensor | None = None
     """``[b]``, the global number of each sequence, which keys its dropout."""
+    positions: Tensor | None = None
+    """``[s]``, where the tokens that attention sees stand in their whole sequences; None: 0, 1, 2, ..."""
+    residual_positions: Tensor | None = None
+    """The same for the tokens that this rank holds outside the matrix products."""
     cache: KeyValueStore | None = None
     """Where keys and values of earlier positions are, in generation."""
+    auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
+    """What collects the losses that layers add; None: there is no training step that they could count in."""
+
+    def add_auxiliary_loss(
+        self,
+        hidden: Tensor,
+        name: str,
+        value: Tensor,
+        *,
+        layer_number: int,
+        coefficient: float = 1.0,
+        per: Unit = "tokens",
+        partial: bool = False,
+    ) -> Tensor:
+        """``hidden`` unchanged, whose backward also gives the loss ``value`` its gradient; use what is returned.
+
+        ``value`` is a scalar in float32 or wider: a sum over this rank's ``per``, tokens or sequences. The model is
+        trained on ``coefficient`` times its mean over the global batch. ``partial``: each tensor-parallel rank has the
+        value of its own part of the tokens (sequence parallelism); else all of them have the same.
+        Errors: LayoutError for a name that no ``LayerSpec`` has, and with gradients but without a collector.
+        """
+        if self.auxiliary_losses is not None:
+            return self.auxiliary_losses.add(hidden, name, value, layer_number, coefficient, per, partial)
+        if torch.is_grad_enabled():
+            raise LayoutError(
+                f"layer {layer_number} adds the auxiliary loss {name!r}, which would be lost; pass auxiliary_losses= "
+                "to the model's forward, or run it under torch.no_grad()"
+            )
+        return hidden

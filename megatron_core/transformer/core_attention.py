@@ -7,64 +7,101 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
 from megatron_core.ops import attention_softmax
-from megatron_core.tensor_parallel import KeyedDropout
-from megatron_core.transformer.context import PackedDocuments, SequenceContext
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 
 
 class CoreAttention(nn.Module):
     """Attention of query heads ``[s, b, heads, d]`` over key and value heads ``[t, b, groups, d]``.
 
-    Returns ``[s, b, heads * d]``. The fused path is torch's ``scaled_dot_product_attention``, called for each document
-    where the context has several. The unfused path spells the formula out; it serves ``attention_backend='unfused'``
-    and attention dropout, whose mask has to depend on the global head and not on a generator; the configuration's
-    ``kernel_backend`` says which body of the softmax computes it. ``first_head`` is the global number of this rank's
-    first query head.
-    Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups.
+    Returns ``[s, b, heads * d]``. Causal: the last query's own key is the last one. ``window_size`` is Megatron's
+    (left, right): a query sees so many keys before its own, -1 for all; none after it, whatever ``right`` is.
+    The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells the formula out; it is for
+    ``attention_backend='unfused'`` and for attention dropout, whose mask has to depend on the global head and not on a
+    generator.
+    Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
+    the window.
     """
 
-    def __init__(self, config: ModelConfig, dropout: KeyedDropout, first_head: int) -> None:
+    def __init__(self, context: LayerContext, layer_number: int, *, window_size: tuple[int, int] | None = None) -> None:
         super().__init__()
+        config = context.config
         self.unfused = config.attention_backend == "unfused"
         self.backend = config.kernel_backend
-        self.dropout = dropout
-        self.first_head = first_head
+        self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
+        self.first_head = context.tp_group.rank() * (config.num_attention_heads // context.tp_group.size())
+        self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        """Attend; causal unless ``context`` has a mask, and inside of each document where it has documents."""
+        """Attend; a mask of ``context`` takes the place of the causal one, but not of the window."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or self.dropout.active:
             out = self._unfused(query, key, value, context)
-        elif context.documents is not None and context.attention_mask is None:
-            out = _by_documents(query, key, value, context.documents)
+        elif context.attention_mask is not None:
+            out = _masked_attention(query, key, value, _masked(context), self.window)
+        elif context.documents is not None:
+            out = _attention_by_documents(query, key, value, context.documents, self.window)
         else:
-            out = _fused(query, key, value, _visible(query, key, context))
+            out = _causal_attention(query, key, value, self.window)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        sharers = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(sharers, dim=1) for x in (key, value))
+        queries_per_group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
         weights = attention_softmax(
             query.matmul(key.transpose(-1, -2)),
             _masked(context),
             scale=1 / math.sqrt(query.shape[-1]),
             causal=context.attention_mask is None or context.documents is not None,
+            window=self.window,
             backend=self.backend,
         )
-        return self.dropout(weights, context.sample_index, first_head=self.first_head).matmul(value)
+        positions = {"position_ids": context.positions, "key_positions": context.positions}
+        return self.dropout(weights, context.sample_index, first_head=self.first_head, **positions).matmul(value)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's attention; without a mask causal, unless there is one query, which sees all keys."""
-    causal = mask is None and query.shape[2] > 1
+def _fused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """torch's attention; ``visible`` broadcasts to ``[b, heads, s, t]`` and is True where a query sees a key."""
     grouped = query.shape[1] != key.shape[1]
     return nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        query, key, value, attn_mask=visible, is_causal=causal, enable_gqa=grouped
     )
 
 
-def _by_documents(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> Tensor:
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """The last query sees all keys, or the last ``window`` of them."""
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == 1:
+        first = 0 if window is None else max(keys - window, 0)
+        return _fused(query, key[:, :, first:], value[:, :, first:])
+    if queries == keys:
+        if window is None or window >= keys:
+            return _fused(query, key, value, causal=True)
+        if keys > 2 * window:
+            return _attention_by_blocks(query, key, value, window)
+    return _fused(query, key, value, _visible(queries, keys, window, query.device))
+
+
+def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Each block of ``window`` queries over the keys of its own block and of the one before: memory and work grow with
+    s * window, not with s^2."""
+    first = _fused(*(x[:, :, :window] for x in (query, key, value)), causal=True)
+    batch, _, length, _ = query.shape
+
+    def blocks(x: Tensor) -> Tensor:  # [b, heads, s, d] -> [b, blocks, heads, window, d], the last one padded
+        padded = nn.functional.pad(x, (0, 0, 0, -length % window))
+        return padded.unflatten(2, (-1, window)).transpose(1, 2)
+
+    query, key, value = (blocks(x) for x in (query, key, value))
+    key, value = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (key, value))
+    visible = _visible(window, 2 * window, window, query.device)
+    rest = _fused(query[:, 1:].flatten(0, 1), key, value, visible).unflatten(0, (batch, -1))
+    return torch.cat([first, rest.transpose(1, 2).flatten(2, 3)[:, :, : length - window]], dim=2)
+
+
+def _attention_by_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, window: int | None
+) -> Tensor:
     """Attention inside of each document: memory grows with s, work with the sum of the squared lengths.
 
     No mask for short documents: one core, s = 2048, 8 heads of 64, forward and backward take 347 to 357 ms with a
@@ -74,27 +111,30 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, documents: PackedDo
     # split, not slices: its backward puts all gradients together at once, where each slice would fill a whole tensor.
     for *sequence, lengths in zip(query.split(1), key.split(1), value.split(1), documents.lengths, strict=True):
         parts = zip(*(x.split(lengths, dim=2) for x in sequence), strict=True)
-        outputs.append(torch.cat([_fused(*part) for part in parts], dim=2))
+        outputs.append(torch.cat([_causal_attention(q, k, v, window) for q, k, v in parts], dim=2))
     return torch.cat(outputs)
 
 
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, window: int | None) -> Tensor:
+    """``masked`` is True where a query must not see a key; keys outside of the window are not seen either."""
+    assert masked is not None, "without a mask attention is causal"
+    visible = ~masked
+    if window is not None:
+        visible = visible & _visible(query.shape[2], key.shape[2], window, query.device)
+    return _fused(query, key, value, visible)
+
+
 def _masked(context: SequenceContext) -> Tensor | None:
-    """True where a query must not see a key; None where the triangle alone says it."""
+    """True where a query must not see a key; None where causality alone says it."""
     documents = None if context.documents is None else context.documents.masked
     if context.attention_mask is None:
         return documents
     return context.attention_mask if documents is None else context.attention_mask | documents
 
 
-def _visible(query: Tensor, key: Tensor, context: SequenceContext) -> Tensor | None:
-    """True where a query sees a key, or None where torch's own causal flag says the same.
-
-    Without a mask that is the lower right triangle: the last query sees all keys.
-    """
-    masked = _masked(context)
-    if masked is not None:
-        return ~masked
-    queries, keys = query.shape[2], key.shape[2]
-    if queries in (1, keys):
-        return None
-    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """``[queries, keys]``, True for a query's own key and those before it, the last ``window`` of them; the last
+    query's own is the last key."""
+    own = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(own)
+    return seen if window is None else seen.triu(own - window + 1)

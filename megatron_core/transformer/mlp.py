@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.ops.activation import Kind, bias_activation
-from megatron_core.ops.backend import serving
 from megatron_core.parallel.sharding import split_fused
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_core.transformer.blueprint import Blueprint
+from megatron_core.transformer.context import LayerContext, SequenceContext
 
 
 class MLP(nn.Module):
@@ -21,22 +19,19 @@ class MLP(nn.Module):
     ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, of gate and value alike.
     """
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, parallel, tp_group = blueprint.config, blueprint.parallel, blueprint.tp_group
+        config, parallel, tp_group = context.config, context.parallel, context.tp_group
         ffn, size, index = config.ffn_size, tp_group.size(), tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation, self.backend = activation_kind(config), config.kernel_backend
-        # Where PyTorch's own serves, the bias is added within the matrix product, which costs nothing.
-        device_type = torch.device(parallel.device).type
-        fused = serving("activation", self.backend, device_type, parallel.params_dtype) == "native"
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             sum(pieces),
             config=parallel,
-            init_method=blueprint.draw_inner,
+            init_method=context.init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=fused,
+            skip_bias_add=True,
             tp_group=tp_group,
             spec=partial(split_fused, pieces=pieces, index=index, size=size),
         )
@@ -44,14 +39,14 @@ class MLP(nn.Module):
             ffn,
             config.hidden_size,
             config=parallel,
-            init_method=blueprint.draw_output,
+            init_method=context.output_layer_init_method,
             bias=config.add_bias_linear,
             skip_bias_add=True,
             tp_group=tp_group,
         )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the MLP, and leave its last bias, if it has one, to be added: -> (output, bias)."""
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """-> (W_2 f(W_1 x), the bias to be added to it, or None); the sum of both is left to the residual sum."""
         inner, bias = self.linear_fc1(hidden)
         return self.linear_fc2(bias_activation(inner, bias, self.activation, backend=self.backend))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 def rotary_table(
     position_ids: Tensor, rotated_channels: int, base: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[s, b, rotated_channels/2]`` of the positions ``[b, s]``; b = 1 serves any batch.
+    """Cosine and sine ``[s, b, rotated_channels/2]`` of the positions ``[b, s]``; b = 1 stands for every sequence.
 
     Computed in float64, so that long positions lose nothing, and cast to ``dtype`` here, once for all layers: it is the
     one that ``ops.rope`` wants for the activations'.

@@ -1,4 +1,4 @@
-"""The GPT of ``pretrain_gpt.py`` under proof: a few of its own training steps, recorded."""
+"""The GPT of ``pretrain_gpt.py`` under test: a few of its own training steps, traced."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.validate import problems
 from megatron_core.datasets.packing import packing_of
-from megatron_core.training.setup import Run, set_up
+from megatron_core.training.driver import StepHooks
+from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ragged import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
-from megatron_core.verify.record import Record, Trace, assemble
+from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class GPTExperiment:
     own_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings that no word of a layout says, for every layout but one process."""
 
-    def __call__(self, layout: Layout, dtype: str) -> Record:
-        """This rank's record; called in every rank of a world of ``layout.world_size``."""
+    def __call__(self, layout: Layout, dtype: str) -> RankTrace:
+        """This rank's trace; called in every rank of a world of ``layout.world_size``."""
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
-        return record_training(config, self.steps)
+        return train_traced(config, self.steps)
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -50,34 +51,23 @@ def configured(
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
-def record_training(config: RunConfig, steps: int) -> Record:
+def train_traced(config: RunConfig, steps: int) -> RankTrace:
     """Train ``steps`` steps as ``pretrain_gpt.py`` would, in the world that this rank is in."""
     run = set_up(config, this_world())
     packing = packing_of(config.data, run.tokenizer)
     eod = None if packing is None else packing.eod
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
-    record = Record()
-    _record_gradients(run, record)
+    trace = RankTrace()
+    hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
-        result = train_step(run)
-        record.losses.append(result.loss)
-        record.norms.append(result.grad_norm)
-    run.data_parallel.finish_gather()
-    record.add_weights(run.stages.values())
-    return record
-
-
-def _record_gradients(run: Run, record: Record) -> None:
-    """Copy all final gradients just before each optimizer step."""
-    step = run.optimizer.step
-
-    def recording_step(lr: float):
-        record.add_gradients(run.data_parallel, run.state.iteration)
-        return step(lr)
-
-    run.optimizer.step = recording_step
+        result = train_step(run, hooks=hooks)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+    run.data_parallel.finish_param_sync()
+    trace.add_weights(run.stages.values())
+    return trace
 
 
 def trace_training(config: RunConfig, world_size: int, steps: int = 3) -> Trace:
-    """Train ``config`` on ``world_size`` ranks of this machine and put their records together."""
-    return assemble(run_ranks(world_size, record_training, config, steps))
+    """Train ``config`` on ``world_size`` ranks of this machine and put their traces together."""
+    return assemble(run_ranks(world_size, train_traced, config, steps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_core.datasets.base import Sample
-from megatron_core.datasets.permutation import mix64
+from megatron_core.datasets.keyed_dataset import mix64
 
 
 class RaggedDataset:

@@ -27,8 +27,8 @@ class RankFailure(MegatronError):
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """Where a rank sits."""
+class _RankSetup:
+    """What a process needs to know to be a rank."""
 
     rank: int
     world_size: int
@@ -46,16 +46,16 @@ def run_ranks(
     through a pipe: arrays of numpy, not tensors. Ranks that hang are ended after ``timeout`` seconds.
     Errors: ``RankFailure``.
     """
-    context = mp.get_context("fork" if device == "cpu" else "spawn")
+    context: Any = mp.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
         processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            seat = _Seat(rank, world_size, device, os.path.join(folder, "store"))
+            setup = _RankSetup(rank, world_size, device, os.path.join(folder, "store"))
             # A forked rank inherits the parent's ends; were they open, no rank would notice that the parent has gone.
             inherited = [*pipes, ours] if device == "cpu" else []
-            process = context.Process(target=_sit, args=(seat, theirs, inherited, function, args))
+            process = context.Process(target=_run_rank, args=(setup, theirs, inherited, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -83,27 +83,31 @@ def this_world() -> World:
     return World(rank, dist.get_world_size(), local_rank=rank, device=device)
 
 
-def _sit(
-    seat: _Seat, pipe: Connection, inherited: list[Connection], function: Callable[..., Any], args: tuple[Any, ...]
+def _run_rank(
+    setup: _RankSetup,
+    pipe: Connection,
+    inherited: list[Connection],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     for end in inherited:
         end.close()
     torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
     parallel_state.destroy_model_parallel()  # what the parent made current is no layout of this world
     try:
-        if seat.device == "cuda":
-            torch.cuda.set_device(seat.rank)
+        if setup.device == "cuda":
+            torch.cuda.set_device(setup.rank)
         dist.init_process_group(
-            "nccl" if seat.device == "cuda" else "gloo",
-            init_method=f"file://{seat.store}",
-            rank=seat.rank,
-            world_size=seat.world_size,
+            "nccl" if setup.device == "cuda" else "gloo",
+            init_method=f"file://{setup.store}",
+            rank=setup.rank,
+            world_size=setup.world_size,
             timeout=timedelta(seconds=60),
         )
         pipe.send((True, function(*args)))
         pipe.recv()  # a rank that left now would close connections that slower ones are still making
     except BaseException:  # whatever it is, the parent shows it
-        pipe.send((False, f"rank {seat.rank}:\n{traceback.format_exc()}"))
+        pipe.send((False, f"rank {setup.rank}:\n{traceback.format_exc()}"))
     finally:
         pipe.close()
         os._exit(0)  # no exit handlers of the parent in here
@@ -117,12 +121,13 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         ready = wait(list(pending), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
             raise RankFailure(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
-        for pipe in ready:
-            rank = pending[pipe]
+        for pipe, rank in pending.items():
+            if pipe not in ready:
+                continue
             try:
                 succeeded, results[rank] = pipe.recv()
             except EOFError:
-                raise RankFailure(f"rank {rank} died without a word") from None
+                raise RankFailure(f"rank {rank} exited without a result") from None
             if not succeeded:
                 raise RankFailure(results[rank])
     return [results[rank] for rank in range(len(pipes))]

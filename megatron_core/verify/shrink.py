@@ -56,6 +56,10 @@ def _model(config: RunConfig, tp: int, stages: int) -> dict[str, Any]:
         sizes["num_query_groups"] = _groups(model.num_query_groups, model.num_attention_heads, heads, tp)
     if model.position_embedding_type == "rope":
         sizes["rotary_percent"] = max(round(HEAD_SIZE * model.rotary_percent / 2), 1) * 2 / HEAD_SIZE
+    if model.window_size is not None:
+        sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])
+    if model.window_attn_skip_freq is not None and len(model.window_attn_skip_freq) > 1:
+        sizes["window_attn_skip_freq"] = (model.window_attn_skip_freq * layers)[:layers]
     if model.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
     return sizes
@@ -85,7 +89,7 @@ def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
 
 
 def small_run() -> dict[str, Any]:
-    """Settings of a run of a few steps that reads no data, evaluates nothing and touches nobody's checkpoints."""
+    """Settings of a run of a few steps that reads no data, evaluates nothing and touches no checkpoint."""
     return {
         "train_iters": 10,
         "train_samples": None,

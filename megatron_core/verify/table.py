@@ -1,4 +1,4 @@
-"""The table of a proof, for a terminal and for a page of documentation."""
+"""The table of a parity report, for a terminal and for a page of documentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from megatron_core.verify.compare import EPSILON
-from megatron_core.verify.proof import Proof, Row, Worst
+from megatron_core.verify.parity import ParityReport, Row, Worst
 
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
 _MOST_FAULTS = 3
@@ -14,7 +14,7 @@ _LONGEST_FAULT = 150
 
 
 class TerminalTable:
-    """Prints a proof row by row, so that a long one can be watched; errors are in relative terms and in epsilons."""
+    """Prints a parity report row by row, so that a long one can be watched; errors are relative, and in epsilons."""
 
     def __init__(self, layouts: list[str], dtype: str) -> None:
         self.epsilon = EPSILON[dtype]
@@ -58,19 +58,26 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     return f"{worst.error:.1e} ({shown} ε)"
 
 
-def page(proof: Proof, what: str) -> Iterator[str]:
+def page(report: ParityReport, what: str) -> Iterator[str]:
     """The lines of a Markdown page, without times: they differ from run to run."""
     head = _HEAD[:-1]
-    yield from ("# Layouts proved", "", f"{what[0].upper()}{what[1:]}.", "", f"{summary(proof)}.", "")
+    yield from (
+        "# Layouts compared with one process",
+        "",
+        f"{what[0].upper()}{what[1:]}.",
+        "",
+        f"{summary(report)}.",
+        "",
+    )
     yield f"| {' | '.join(head)} |"
     yield f"|{'|'.join('---' for _ in head)}|"
-    for row in proof.rows:
-        layout, ranks, *errors, where, verdict, _ = cells(row, EPSILON[proof.dtype])
+    for row in report.rows:
+        layout, ranks, *errors, where, verdict, _ = cells(row, EPSILON[report.dtype])
         yield f"| {' | '.join([layout, ranks, *errors, f'`{where}`', verdict])} |"
 
 
-def summary(proof: Proof) -> str:
+def summary(report: ParityReport) -> str:
     """One line: how many hold."""
-    layouts = [row for row in proof.rows if row.ranks > 1]
+    layouts = [row for row in report.rows if row.ranks > 1]
     held = sum(row.holds for row in layouts)
-    return f"{held} of {len(layouts)} layouts hold in {proof.dtype} over {proof.backend} ({proof.bound})"
+    return f"{held} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"

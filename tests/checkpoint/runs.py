@@ -16,7 +16,7 @@ from megatron_core.checkpoint import Piece, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel import World
-from megatron_core.training.health import Health
+from megatron_core.training.checks import RunChecks
 from megatron_core.training.loop import save
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state import optimizer_pieces, weight_pieces
@@ -61,13 +61,13 @@ def start(settings: dict[str, Any]) -> Run:
 def train(run: Run, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of the next steps."""
     results = [train_step(run) for _ in range(steps)]
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     return [(result.loss, result.grad_norm) for result in results]
 
 
 def save_run(run: Run) -> Path:
     """Write a checkpoint and return its folder."""
-    save(run, Health(run))
+    save(run, RunChecks(run))
     return Path(run.config.checkpoint.save) / f"iter_{run.state.iteration:07d}"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_core.checkpoint import Box, parameter_pieces, pieces_of
-from megatron_core.checkpoint.boxes import flat_boxes
+from megatron_core.parallel.boxes import flat_boxes
 from megatron_core.parallel.sharding import ShardSpec, replicated
 from tests.parallel.specs import ANY_SPLIT, numbered
 

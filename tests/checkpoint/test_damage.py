@@ -217,11 +217,11 @@ def _fail_on_one_rank(root: Path) -> None:
     rank = dist.get_rank()
     for number, error in enumerate((OSError("no space"), SafetensorError("no space"), CheckpointError("no space"))):
 
-        def save_file(*args: object, error: Exception = error, **settings: object) -> None:
+        def write_pieces(*args: object, error: Exception = error) -> None:
             if rank == 1:
                 raise error
 
-        writer.save_file = save_file
+        writer._write_pieces = write_pieces
         with pytest.raises(CheckpointError, match="write its tensors") as told:
             save_checkpoint(root, number + 1, [piece(1.0)], {}, rank=rank, agree=_agree)
         assert ("no space" in str(told.value)) == (rank == 1)

@@ -54,6 +54,11 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"geglu": True, "openai_gelu": True}, 1, ("geglu=True and openai_gelu=True", "keep one")),
     ({"cross_entropy_fusion_impl": "linear"}, 1, ("cross_entropy_fusion_impl=linear", "--cross-entropy-loss-fusion")),
     ({"max_position_embeddings": 32}, 1, ("max_position_embeddings=32", "seq_length=64", "64 or more")),
+    ({"window_size": (-2, 0)}, 1, ("window_size=(-2, 0)", "--window-size 127 0")),
+    ({"window_size": (4, 1)}, 1, ("window_size=(4, 1)", "causal")),
+    ({"window_attn_skip_freq": (2,)}, 1, ("window_attn_skip_freq=(2,)", "--window-size")),
+    ({"window_size": (4, 0), "window_attn_skip_freq": (0,)}, 1, ("window_attn_skip_freq=(0,)", "1 or more")),
+    ({"window_size": (4, 0), "window_attn_skip_freq": (1, 2)}, 1, ("window_attn_skip_freq=(1, 2)", "num_layers=2")),
     # recompute
     ({**FULL, "recompute_num_layers": 1}, 1, ("recompute_method=None", "uniform or block")),
     ({**FULL, "recompute_method": "block"}, 1, ("recompute_num_layers=None", "1 to 2")),
@@ -72,28 +77,49 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "1, 2, 3, 6")),
     ({"context_parallel_size": 2}, 2, ("context_parallel_size=2", "legal: 1")),
     ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2", "legal: 1")),
+    ({"expert_tensor_parallel_size": 2}, 2, ("expert_tensor_parallel_size=2", "legal: 1")),
+    (
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        6,
+        ("expert_model_parallel_size=2 x expert_tensor_parallel_size=2", "the 6 ranks of a", "1, 2, 3, 6"),
+    ),
+    (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "rank_order": "tp-pp-dp"} | PP2,
+        4,
+        ("rank_order=tp-pp-dp", "2 ranks apart", "1 for experts", "ends with pp"),
+    ),
     (
         {"hidden_size": 640, "num_attention_heads": 40, "tensor_model_parallel_size": 16},
         16,
         (
             "num_attention_heads=40 cannot be split over tensor_model_parallel_size=16; "
-            "legal: 1, 2, 4, 5, 8, 10, 20, 40",
+            "legal for this model on 16 ranks: 1, 2, 4, 8",
         ),
     ),
     (
         {"group_query_attention": True, "num_query_groups": 6, "tensor_model_parallel_size": 4},
         4,
-        ("num_query_groups=6", "tensor_model_parallel_size=4", "legal: 1, 2, 3, 6 or a multiple of 6"),
+        ("num_query_groups=6 cannot be split over tensor_model_parallel_size=4", "ranks: 1, 2"),
     ),
     (
         {"ffn_hidden_size": 50, "tensor_model_parallel_size": 4},
         4,
-        ("ffn_hidden_size=50", "tensor_model_parallel_size=4", "1, 2, 5, 10, 25, 50"),
+        ("ffn_hidden_size=50 cannot be split over tensor_model_parallel_size=4", "ranks: 1, 2"),
     ),
     (
         {"seq_length": 62, "tensor_model_parallel_size": 4, "sequence_parallel": True},
         4,
-        ("seq_length=62", "tensor_model_parallel_size=4", "--sequence-parallel"),
+        ("seq_length=62 cannot", "tensor_model_parallel_size=4", "ranks: 1, 2, or a seq_length of 60, 64, or no --seq"),
+    ),
+    (  # 9 heads and an MLP of 1536 have 1 and 3 in common
+        {"hidden_size": 576, "num_attention_heads": 9, "ffn_hidden_size": 1536, "tensor_model_parallel_size": 9},
+        9,
+        ("ffn_hidden_size=1536 cannot be split over tensor_model_parallel_size=9", "ranks: 1, 3"),
+    ),
+    (
+        {"ffn_hidden_size": 50, "tensor_model_parallel_size": 6, "seq_length": 512, "sequence_parallel": True},
+        6,
+        ("ffn_hidden_size=50 and seq_length=512", "ranks: 1, 2, or a seq_length of 510, 516"),
     ),
     ({"pipeline_model_parallel_size": 4}, 4, ("num_layers=2", "4 stages", "legal: 4 or more")),
     ({"pipeline_schedule": "zb_v"}, 1, ("pipeline_schedule=zb_v", "2 chunks", "pipeline_model_parallel_size to 2")),
@@ -167,6 +193,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"rank_order": "tp-dp-pp-xp"}, 1, ("rank_order=tp-dp-pp-xp", "each axis once")),
     ({"rank_order": "tp-pp"}, 2, ("rank_order=tp-pp", "each axis once")),
     ({"overlap_param_gather": True}, 1, ("overlap_param_gather=True", "--use-distributed-optimizer")),
+    ({"zero_stage": 2}, 1, ("zero_stage=2", "legal: 0, 1")),
+    ({"zero_stage": 0, "use_distributed_optimizer": True}, 1, ("zero_stage=0", "use_distributed_optimizer=True")),
     # batches and length
     ({"global_batch_size": 10}, 4, ("global_batch_size=10", "1 x 4 = 4", "nearest legal: 8, 12")),
     ({"global_batch_size": 3}, 4, ("global_batch_size=3", "1 x 4 = 4", "nearest legal: 4")),
@@ -175,7 +203,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"train_iters": None, "train_samples": 7, "global_batch_size": 8},
         1,
-        ("train_samples=7", "all 7 would be left over", "8 or more"),
+        ("train_samples=7", "global batch of 8", "8 or more"),
     ),
     # the learning rate
     ({"min_lr": 0.1}, 1, ("min_lr=0.1", "lr=0.001", "0 to 0.001")),
@@ -227,7 +255,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"mock_data": False, "data_path": ("0", "a", "0", "b")},
         1,
-        ("data_path=0 a 0 b", "above 0", "leave that data set out"),
+        ("data_path=0 a 0 b", "above 0", "leave that dataset out"),
     ),
     ({"mock_data": False, "data_path": ("-1", "a", "2", "b")}, 1, ("data_path=-1 a 2 b", "above 0")),
     ({"mock_data": False, "data_path": ("a", "b", "1", "c")}, 1, ("data_path=a b 1 c", "or none")),
@@ -298,4 +326,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"save_interval": 5}, 1, ("save_interval=5", "--save FOLDER")),
     ({"ckpt_step": 5}, 1, ("ckpt_step=5", "--load FOLDER")),
     ({"finetune": True}, 1, ("finetune=True", "--load FOLDER")),
+    ({"use_checkpoint_args": True}, 1, ("use_checkpoint_args=True", "--load FOLDER")),
+    ({"skip_train": True, "eval_iters": 0}, 1, ("skip_train=True and eval_iters=0", "--eval-iters")),
+    ({"changed_model_settings": ("swiglu",)}, 1, ("changed_model_settings=swiglu", "--load FOLDER")),
+    ({"load": "in", "changed_model_settings": ("lr",)}, 1, ("changed_model_settings=lr", "no setting of the model")),
 ]

@@ -41,9 +41,9 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("=Ett|ttL has 2 stages", "size=1 cannot share", "legal: 1 stage, or pipeline_model_parallel_size=2"),
     ),
-    # a layout and something that says otherwise
+    # a layout and another setting that also determines the stages
     *(
-        (laid_out("E|tt|tt|L", **{name: value}), 2, ("=E|tt|tt|L", f"{name}={value} would say otherwise", "keep"))
+        (laid_out("E|tt|tt|L", **{name: value}), 2, ("=E|tt|tt|L", f"{name}={value}; keep"))
         for name, value in {
             "num_layers_per_virtual_pipeline_stage": 1,
             "num_virtual_stages_per_pipeline_rank": 2,
@@ -83,7 +83,7 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         (
             {"num_layers": 8, FIRST: 4, name: value, **PP2},
             2,
-            (f"{FIRST}=4", f"{name}={value} would say otherwise", "keep"),
+            (f"{FIRST}=4", f"{name}={value}; keep"),
         )
         for name, value in {
             "num_layers_per_virtual_pipeline_stage": 2,

@@ -107,7 +107,7 @@ def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     tables = [
         megatron_flags.SAME_AS,
         megatron_flags.RENAMED,
-        megatron_flags.SAME_UNLESS_SAID,
+        megatron_flags.OVERRIDDEN_BY_FLAG,
         megatron_flags.SWITCHES_WITHOUT_EFFECT,
         megatron_flags.VALUES_WITHOUT_EFFECT,
         megatron_flags.ONLY_VALUE,
@@ -121,7 +121,7 @@ def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     assert megatron_flags.SAME_VALUE.keys() <= field_types().keys()
 
 
-@pytest.mark.parametrize("name", sorted({**megatron_flags.SAME_AS, **megatron_flags.SAME_UNLESS_SAID}))
+@pytest.mark.parametrize("name", sorted({**megatron_flags.SAME_AS, **megatron_flags.OVERRIDDEN_BY_FLAG}))
 def test_every_alias_parses(name):
     assert parse(f"--{name.replace('_', '-')}") != RunConfig()
 
@@ -135,6 +135,26 @@ def test_aliases_mean_the_same():
     assert parse("--cross-entropy-fusion-impl te") == RunConfig()
     pieces = parse("--tokenizer-type GPTSentencePieceTokenizer").data.tokenizer_type
     assert pieces == "SentencePieceTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("text", "window", "skip"),
+    [
+        ("--window-size 127 0", (127, 0), None),
+        ("--window-size 127,0 --window-attn-skip-freq 4", (127, 0), (4,)),
+        ("--window-size=(127,0) --window-attn-skip-freq ([1]*3+[0])*2", (127, 0), (1, 1, 1, 0) * 2),
+        ("--window-size -1,0 --window-attn-skip-freq 1 0", (-1, 0), (1, 0)),
+    ],
+)
+def test_windows_may_be_written_as_megatron_does(text, window, skip):
+    model = parse(text).model
+    assert (model.window_size, model.window_attn_skip_freq) == (window, skip)
+
+
+@pytest.mark.parametrize("text", ["[1]*99999999", "open", "[1", "1+[1]", "2**9"])
+def test_a_list_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(ConfigError, match=r"--window-attn-skip-freq .* cannot be read"):
+        parse(f"--window-size 4 0 --window-attn-skip-freq {text}")
 
 
 def test_the_output_layer_is_fused_with_the_loss_where_both_flags_say_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
+from megatron_core.config.rules_layout import tensor_parallel_sizes
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 from megatron_core.pipeline_parallel.partition import layers_by_stage
@@ -216,3 +218,27 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
         *range(model.num_layers)
     ]
     assert config.optimizer.lr_warmup_iters < training.num_iterations(copies)
+
+
+def test_listed_sizes_are_those_that_no_rule_refuses() -> None:
+    """Each size alone, over models of many shapes."""
+    random = Random(0)
+    for _ in range(60):
+        groups, world, pp = random.choice([1, 2, 3, 4]), random.choice([1, 4, 6, 8, 12, 24]), random.choice([1, 2])
+        changes = {
+            "num_attention_heads": groups * random.choice([1, 2, 3, 4]),
+            "kv_channels": 8,
+            "group_query_attention": True,
+            "num_query_groups": groups,
+            "ffn_hidden_size": random.choice([48, 50, 64, 96]),
+            "seq_length": random.choice([48, 62, 64]),
+            "sequence_parallel": random.choice([True, False]),
+            "pipeline_model_parallel_size": pp,
+        }
+        sound = {
+            tp
+            for tp in range(1, world // pp + 1)
+            if not list(problems(run_config(**changes, tensor_model_parallel_size=tp), world))
+        }
+        listed = tensor_parallel_sizes(run_config(**changes), world)
+        assert set(listed) == sound if sound else world % pp, (changes, world)

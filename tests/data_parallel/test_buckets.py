@@ -7,33 +7,22 @@ from torch import nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.buffer import make_buckets
+from megatron_core.data_parallel.wrapper import units_of
 from megatron_core.parallel import ParallelGroups
-from megatron_core.parallel.groups import LocalGroup
-from megatron_core.training.step import count_tokens, load_batches, run_training_plan
+from megatron_core.parallel.grid import Grid
+from megatron_core.training.driver import forward_backward
+from megatron_core.training.step import count_tokens, forward_step, load_batches
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
-
-
-class _Half(LocalGroup):
-    """The place of one of two ranks, without communication: enough to lay out shards."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return self.index
 
 
 def _chain() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
 
 
-def _buckets(module: nn.Module, index: int = 0, bucket_size: int = 1000) -> list[Bucket]:
-    named = module.named_parameters()
-    return make_buckets(named, 0, _Half(index), tp_size=1, bucket_size=bucket_size, sharded=True)
+def _buckets(module: nn.Module, index: int = 0, bucket_size: int = 1000, zero_stage: int = 1) -> list[Bucket]:
+    groups = ParallelGroups(Grid(dp=2), index)  # two copies, without communication: enough to lay out shards
+    return make_buckets(units_of(module, groups), 0, groups, bucket_size=bucket_size, zero_stage=zero_stage)
 
 
 def test_parameters_and_gradients_are_views() -> None:
@@ -69,6 +58,22 @@ def test_bucket_size_closes_buckets() -> None:
     assert [b.names for b in _buckets(_chain(), bucket_size=10) if b.kind.decay] == [["1.weight"], ["0.weight"]]
 
 
+def test_buckets_join_units_below_stage_3_alone() -> None:
+    """A unit is a child here; GPT's are the embedding, each layer and the head."""
+    joined = [b.names for b in _buckets(_chain(), zero_stage=2)]
+    assert joined == [["1.weight", "0.weight"], ["0.bias"]]
+    assert [b.names for b in _buckets(_chain(), zero_stage=3)] == [["1.weight"], ["0.bias"], ["0.weight"]]
+
+
+def test_units_of_a_model() -> None:
+    (stage,) = tiny_run(untie_embeddings_and_output_weights=True).stages.values()
+    named = dict(stage.named_global_parameters())
+    units = units_of(stage, ParallelGroups.single())
+    assert [name for unit in units for name, _ in unit] == list(named)
+    heads = [{name.split(".")[0 if not name.startswith("decoder.layers") else 2] for name, _ in unit} for unit in units]
+    assert heads == [{"embedding"}, {"0"}, {"1"}, {"decoder", "output_layer"}]
+
+
 def test_sixteen_bit_weights_have_float32_gradients() -> None:
     assert {b.grads.dtype for b in _buckets(_chain().to(torch.bfloat16))} == {torch.float32}
 
@@ -88,9 +93,10 @@ def _reduced_before_finish(overlap: bool) -> tuple[int, int]:
     run = tiny_run(overlap_grad_reduce=overlap, ddp_bucket_size=2000)
     batches = load_batches(run, run.step_after(0))
     run.data_parallel.zero_grad()
-    run_training_plan(run, batches, 1.0 / count_tokens(run, batches))
+    plan = run.plans.training(len(batches))
+    forward_backward(run, plan, forward_step(run, batches), count_tokens(batches))
     started = sum(bucket.reduced for bucket in run.data_parallel.buckets)
-    run.data_parallel.finish()
+    run.data_parallel.finish_grad_sync()
     return started, len(run.data_parallel.buckets)
 
 

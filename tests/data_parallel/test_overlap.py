@@ -31,7 +31,7 @@ def _poison(bucket: Bucket) -> None:
 
 def _train(settings: dict, poisoned: bool) -> tuple[list[tuple[float, float]], list[np.ndarray]]:
     run = tiny_run(**SMALL | settings)
-    gather = run.data_parallel.gather_weights
+    gather = run.data_parallel.start_param_sync
 
     def poison_and_gather() -> None:
         for bucket in run.data_parallel.buckets:
@@ -39,9 +39,9 @@ def _train(settings: dict, poisoned: bool) -> tuple[list[tuple[float, float]], l
         gather()
 
     if poisoned:
-        run.data_parallel.gather_weights = poison_and_gather
+        run.data_parallel.start_param_sync = poison_and_gather
     results = [train_step(run) for _ in range(3)]
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     return [(r.loss, r.grad_norm) for r in results], _weights(run)
 
 
@@ -83,17 +83,17 @@ def _descend(overlap: bool) -> list[np.ndarray]:
     model = Backwards()
     groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
     settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    data = DataParallel({0: model}, groups, sharded=True, bucket_size=1, **settings)
+    data = DataParallel({0: model}, groups, zero_stage=1, bucket_size=1, **settings)
     for step in range(3):
         x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + groups.rank))
         data.zero_grad()
-        data.arm(0)
+        data.enable_grad_sync(0)
         model(x).square().sum().backward()
-        data.finish()
+        data.finish_grad_sync()
         for bucket in data.buckets:
             bucket.weight_shard.sub_(0.1 * bucket.grad_shard)
-        data.gather_weights()
-    data.finish_gather()
+        data.start_param_sync()
+    data.finish_param_sync()
     return [p.detach().numpy().copy() for p in model.parameters()]
 
 

@@ -127,8 +127,8 @@ def test_weights_need_a_size(paths: list[str]) -> None:
     [
         ({"blend": (["a"], None)}, "blend needs split"),
         ({"blend": (["a"], [1.0, 2.0]), "split": "1"}, "blend has 1 prefixes and 2 weights"),
-        ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "have no place beside it"),
-        ({"split": "1", "blend_per_split": [(["a"], None), None, None]}, "have no place beside it"),
+        ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "leave blend and split out"),
+        ({"split": "1", "blend_per_split": [(["a"], None), None, None]}, "leave blend and split out"),
         ({"blend_per_split": [(["a"], None)]}, "has 1 entries; give 3"),
         ({"blend_per_split": [None, (["a"], []), None]}, r"blend_per_split\[1\] has 1 prefixes and 0 weights"),
     ],

@@ -94,7 +94,7 @@ def test_flags_that_exclude_each_other() -> None:
     sizes = {"sequence_length": 8, "seed": 3}
     with pytest.raises(ConfigError, match="data_path=a and train_data_path=b exclude one another"):
         build_datasets(data_path=["a"], train_data_path=["b"], **sizes)
-    with pytest.raises(ConfigError, match="split=1,1,1 applies to data_path"):
+    with pytest.raises(ConfigError, match="split=1,1,1 applies only to data_path"):
         build_datasets(train_data_path=["b"], split="1,1,1", **sizes)
     with pytest.raises(ConfigError, match="give one of --data-path, --train-data-path, --mock-data"):
         build_datasets(**sizes)

@@ -53,7 +53,7 @@ def bytes_by_hand(
     return struct.pack(f"<{len(tokens)}{LETTERS[dtype]}", *tokens), index
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(files())
 def test_both_directions(made: tuple) -> None:
     dtype, documents, modes, closed = made

@@ -14,7 +14,7 @@ from megatron_core.datasets import (
     get_bin_path,
     get_idx_path,
 )
-from megatron_core.datasets.index_format import pointers
+from megatron_core.datasets.indexed import pointers
 from megatron_core.errors import DataError
 from tests.datasets.files import index_by_hand, write
 
@@ -67,7 +67,7 @@ def test_multimodal_bytes(tmp_path: Path) -> None:
     assert (sequence.tolist(), mode) == ([20, 21], 2)
     sequences, modes = dataset[2:]
     assert ([s.tolist() for s in sequences], modes.tolist()) == ([[20, 21], [30, 31, 32, 33]], [2, 1])
-    # Whoever does not ask for the modes reads the same tokens without them.
+    # Without asking for the modes one reads the same tokens without them.
     assert IndexedDataset(prefix)[2].tolist() == [20, 21]
 
 

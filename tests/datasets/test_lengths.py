@@ -8,8 +8,7 @@ import pytest
 
 from megatron_core.datasets import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron_core.datasets import validate as validate_module
-from megatron_core.datasets.lengths import EDGES, Lengths, document_lengths
-from megatron_core.datasets.plot_lengths import plot_lengths
+from megatron_core.datasets.lengths import EDGES, Lengths, document_lengths, plot_lengths
 from megatron_core.errors import DataError
 from tests.datasets.files import write
 

@@ -51,11 +51,9 @@ def test_shapes_and_dtypes(dataset: BlendedDataset) -> None:
     assert shapes == {
         "tokens": ids,
         "labels": ids,
-        "position_ids": ids,
         "loss_mask": ((3, LENGTH), torch.float32),
         "sample_index": ((3,), torch.int64),
     }
-    assert batch["position_ids"].tolist() == [list(range(LENGTH))] * 3
     assert batch["sample_index"].tolist() == [6, 7, 8]
     assert batch["tokens"][1].tolist() == dataset[7]["tokens"].tolist()
     assert all(value.is_contiguous() for value in batch.values())
@@ -180,6 +178,6 @@ def test_shorter_sequences_are_the_beginnings_of_the_long_ones(dataset: BlendedD
     loader = BatchLoader(dataset, 2, 0, 1, vocab_size=1000)
     loader.prefetch(4, 2)  # at full length: not what is asked for next
     for short, full in zip(loader.step(4, 2, 3), loader.step(4, 2), strict=True):
-        for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        for key in ("tokens", "labels", "loss_mask"):
             assert torch.equal(short[key], full[key][:, :3])
         assert torch.equal(short["sample_index"], full["sample_index"])

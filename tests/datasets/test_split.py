@@ -20,8 +20,8 @@ def test_parse() -> None:
 @pytest.mark.parametrize(
     ("split", "sentence"),
     [
-        ("9,x,1", "a part that is no number"),
-        ("", "a part that is no number"),
+        ("9,x,1", "a part that is not a number"),
+        ("", "a part that is not a number"),
         ("1,1,1,1", "has 4 parts"),
         ("0,0,0", "needs shares >= 0"),
         ("-1,2", "needs shares >= 0"),

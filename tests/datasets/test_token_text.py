@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_core.datasets import IndexedDataset, get_bin_path, get_idx_path
-from megatron_core.datasets.token_text import TokenText
+from megatron_core.datasets.keyed_dataset import TokenText
 from megatron_core.errors import DataError
 from tests.datasets.files import FakeIndexed, index_by_hand, write_counting
 

@@ -179,7 +179,7 @@ def test_files_without_a_token(tmp_path: Path) -> None:
 def test_memory_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate_module, "BLOCK", 2000)
     peaks = []
-    for name, count in (("small", 4_000), ("large", 80_000)):
+    for name, count in (("small", 4_000), ("large", 20_000)):
         prefix = write(tmp_path / name, [[1, 2, 3]] * count)
         opened = []
 

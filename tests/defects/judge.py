@@ -10,7 +10,7 @@ from megatron_core.verify import RankFailure, Trace, trace_training
 from megatron_core.verify.compare import Bounds
 from tests.defects.defect import Defect
 from tests.defects.plant import planted
-from tests.parity.rows import BASE, ROWS, truth_of
+from tests.parity.rows import BASE, ROWS, baseline_of
 from tests.parity.test_matrix import faults
 
 INCOMPLETE = "do not make up one whole model"
@@ -19,11 +19,11 @@ INCOMPLETE = "do not make up one whole model"
 
 def symptoms(defect: Defect) -> list[str]:
     """What the matrix says about the defect's row."""
-    truth = truth_of(BASE | ROWS[defect.row][1])  # before anything is planted: one process must stay the truth
-    return judged(defect, truth, Bounds("float64"))
+    baseline = baseline_of(BASE | ROWS[defect.row][1])  # before anything is planted: one process must stay the baseline
+    return judged(defect, baseline, Bounds("float64"))
 
 
-def judged(defect: Defect, truth: Trace, bounds: Bounds, extra: dict | None = None) -> list[str]:
+def judged(defect: Defect, baseline: Trace, bounds: Bounds, extra: dict | None = None) -> list[str]:
     """What is wrong with the defect's row under ``bounds``; ``extra`` settings may narrow its dtype."""
     try:
         found = train(defect, extra)
@@ -32,7 +32,7 @@ def judged(defect: Defect, truth: Trace, bounds: Bounds, extra: dict | None = No
             raise
         return [f"rank 0 refuses to start: {INCOMPLETE}"]
     assert all(map(isfinite, found.losses)), "a loss that is not finite needs no parity matrix"
-    return faults(found, truth, bounds)
+    return faults(found, baseline, bounds)
 
 
 def first_sign(found: list[str]) -> str:

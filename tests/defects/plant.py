@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pkgutil import resolve_name
 from types import CodeType, FunctionType
 
@@ -33,7 +34,9 @@ def planted(target: str, old: str, new: str) -> Iterator[None]:
 def function_of(target: str) -> FunctionType:
     """The plain function behind ``target``, without its decorators."""
     found = resolve_name(f"{PACKAGE}.{target}")
-    return inspect.unwrap(found.fget if isinstance(found, property) else getattr(found, "__func__", found))
+    if isinstance(found, property | cached_property):
+        return found.fget if isinstance(found, property) else found.func
+    return inspect.unwrap(getattr(found, "__func__", found))
 
 
 def _changed(function: FunctionType, old: str, new: str) -> CodeType:

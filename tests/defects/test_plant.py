@@ -7,7 +7,8 @@ import torch
 
 from megatron_core.optimizer.clip import clip_factor
 from megatron_core.parallel import ParallelGroups
-from megatron_core.parallel.sharding import initialise, replicated
+from megatron_core.parallel.initialization import initialise
+from megatron_core.parallel.sharding import replicated
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.training.setup import Run
 from tests.defects.plant import function_of, planted
@@ -46,9 +47,9 @@ def test_functions_behind_decorators() -> None:
     """Properties, static methods and wrapped functions: the plain function inside is what changes."""
     assert function_of("training.setup:Run.layout") is Run.layout.fget
     assert function_of("parallel.groups:ParallelGroups.single") is ParallelGroups.single.__func__
-    with planted("parallel.sharding:ShardSpec.local_shape", "self.dim is None", "True"):
-        assert replicated((3, 2)).local_shape == (3, 2)
+    with planted("parallel.sharding:ShardSpec.copied_axes", "not in", "in"):
+        assert replicated((3, 2)).copied_axes == ()
     parameter = torch.nn.Parameter(torch.ones(2))
-    with planted("parallel.sharding:initialise", "init_method(drawn)", "drawn.fill_(7.0)"):
+    with planted("parallel.initialization:initialise", "init_method(drawn)", "drawn.fill_(7.0)"):
         initialise(parameter, torch.nn.init.zeros_)
     assert parameter.tolist() == [7.0, 7.0]

@@ -17,12 +17,11 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Listener, Posting
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.plan_file import plan_from_text
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, make_plan
-from megatron_core.pipeline_parallel.simulate import Costs, peak_activations, simulate
+from megatron_core.schedules import SCHEDULES, make_plan
+from megatron_core.schedules.checks import check
+from megatron_core.schedules.plan_file import plan_from_text
+from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import Chain, run_chain
 from tools.show_schedule import main
@@ -52,7 +51,7 @@ def _run(name: str, ranks: int, micros: int) -> None:
     whole = Chain(plan)
     losses = whole.reference()
     links = Links(ParallelGroups(Grid(pp=ranks), dist.get_rank()))
-    found, chain = run_chain(plan, links, posting=Posting(), listener=Listener())
+    found, chain = run_chain(plan, links)
     assert found.keys() == (losses.keys() if links.index == ranks - 1 else set())
     for micro, loss in found.items():
         torch.testing.assert_close(loss, losses[micro])
@@ -93,7 +92,7 @@ def test_table_of_schedules() -> None:
 
 
 def test_plans_on_the_page_are_sound() -> None:
-    plans = re.findall(r"```\n((?:place|\dF).*?)```", PAGE, flags=re.DOTALL)
+    plans = re.findall(r"```\n((?:stage_to_rank|\dF).*?)```", PAGE, flags=re.DOTALL)
     assert len(plans) == 2
     for text in plans:
         plan = plan_from_text(text.splitlines())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_core.errors import ConfigError
-from megatron_core.inference import Generator, Sampling
+from megatron_core.inference import Generator, Sampling, until_stop
 from megatron_core.inference.sampling import candidates
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
@@ -42,7 +42,10 @@ def _without_cache(settings: dict) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "llama"])
+WINDOW = MODERN | {"window_size": (2, 0), "window_attn_skip_freq": (2,), "rotary_interleaved": True}
+
+
+@pytest.mark.parametrize("model", [{}, MODERN, WINDOW], ids=["gpt2", "llama", "window"])
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)
 
@@ -72,7 +75,7 @@ def test_end_token_ends() -> None:
     generator = _generator(MODERN)
     tokens = list(generator.generate(PROMPT, NEW, Sampling()))
     end = tokens[2]
-    assert list(generator.generate(PROMPT, NEW, Sampling(), end=end)) == tokens[: tokens.index(end) + 1]
+    assert list(generator.generate(PROMPT, NEW, Sampling(), ends={end})) == tokens[: tokens.index(end) + 1]
 
 
 def test_top_k_and_top_p() -> None:
@@ -104,3 +107,21 @@ def test_learned_positions_end_the_text() -> None:
 def test_empty_prompt() -> None:
     with pytest.raises(ConfigError, match="prompt"):
         list(_generator({}).generate([], 1, Sampling()))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one two", ("one two", False)),
+        ("one\n\n### two", ("one", True)),
+        ("one END", ("one ", True)),
+        ("one\n\n##", ("one", False)),  # may become a stop string
+        ("one E", ("one ", False)),
+        ("one EN two", ("one EN two", False)),
+        ("one\n\n\ufffd", ("one", False)),  # part of a character
+        ("END one\n\n###", ("", True)),
+    ],
+)
+def test_stop_strings(text: str, expected: tuple[str, bool]) -> None:
+    assert until_stop(text, ("\n\n###", "END")) == expected
+    assert until_stop("one E", ()) == ("one E", False)

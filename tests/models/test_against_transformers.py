@@ -93,17 +93,20 @@ def test_gpt2() -> None:
     _same_gradients(ours, pairs(lambda x: x.grad), tolerance)
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_llama(groups: int) -> None:
-    config = transformers.LlamaConfig(
+@pytest.mark.parametrize(("groups", "window"), [(4, None), (2, None), (1, None), (2, 6), (2, 13)])
+def test_llama(groups: int, window: int | None) -> None:
+    """And Mistral, which adds a window: of 6 keys through blocks of queries, of 13 through a mask."""
+    model = "Llama" if window is None else "Mistral"
+    own = {} if window is None else {"sliding_window": window, "attn_implementation": "eager"}
+    config = getattr(transformers, f"{model}Config")(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=groups, max_position_embeddings=LENGTH, rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **own,
     )  # fmt: skip
     # Their norms and rotary tables are float32 in a float64 model, too: no closer than its epsilon, 1.2e-7.
     tolerance = 2e-6
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(config).double()
+    theirs = getattr(transformers, f"{model}ForCausalLM")(config).double()
     ours = _ours(
         position_embedding_type="rope",
         normalization="RMSNorm",
@@ -113,6 +116,7 @@ def test_llama(groups: int) -> None:
         untie_embeddings_and_output_weights=True,
         group_query_attention=groups < HEADS,
         num_query_groups=groups if groups < HEADS else None,
+        window_size=None if window is None else (window - 1, 0),
     )
 
     _compare(ours, theirs, _llama_pairs(theirs, groups, Tensor.detach), tolerance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from megatron_core.verify.ranks import run_ranks
@@ -45,22 +44,3 @@ def test_losses_are_the_cross_entropy_of_the_gathered_logits(tied: bool, impl: s
         rows = np.concatenate([gradient for *_, gradient in results])
         np.testing.assert_allclose(rows[:VOCABULARY], truth[2][:VOCABULARY], rtol=1e-9, atol=1e-11)
         assert not rows[VOCABULARY:].any(), "gradient of padding"
-
-
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_a_layer_adds_and_normalizes_in_one_pass_and_changes_nothing(normalization: str) -> None:
-    """Where neither bias nor dropout comes between the two; the same bits as one after the other."""
-    run = tiny_run(disable_bias_linear=True, normalization=normalization, bf16=True)
-    layer = run.stages[0].decoder.layers["0"]
-    tokens = run.train_loader.step(0, 1)[0]["tokens"]
-    residuals: list[bool] = []
-
-    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        residuals.append("residual" in kwargs)
-
-    layer.pre_mlp_layernorm.register_forward_pre_hook(note, with_kwargs=True)
-    fused = run.stages[0](tokens)
-    layer.attention_dropout.p = 2.0**-40  # no element is dropped, but it might have been
-    apart = run.stages[0](tokens, sample_index=torch.arange(len(tokens)))
-    assert residuals == [True, False]
-    assert torch.equal(fused, apart)

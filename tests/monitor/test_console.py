@@ -7,6 +7,8 @@ import math
 import re
 from datetime import datetime
 
+import pytest
+
 from megatron_core.monitor.console import ConsoleSink, step_line, validation_block
 from tests.monitor.examples import step, validation
 
@@ -23,10 +25,27 @@ class Terminal(io.StringIO):
 def test_the_line_is_megatron_lms():
     assert step_line([step(2)], NOW) == (
         " [2026-11-21 02:45:32.107490] iteration        2/       4 | consumed samples:            8 | "
-        "elapsed time per iteration (ms): 41.0 | throughput per GPU (TFLOP/s/GPU): 2.5 | "
+        "elapsed time per iteration (ms): 41.0 | throughput per GPU (TFLOP/s/GPU): 2.50 | tokens per second: 1560 | "
         "learning rate: 5.500000E-04 | global batch size:     4 | lm loss: 4.809311E+00 | loss scale: 1.0 | "
         "grad norm: 1.257 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+@pytest.mark.parametrize(
+    ("flops", "shown"),
+    [
+        (0.0, "(GFLOP/s/GPU): 0.00"),
+        (3.456e6, "(GFLOP/s/GPU): 0.00346"),
+        (4.5678e10, "(GFLOP/s/GPU): 45.7"),
+        (9.994e11, "(GFLOP/s/GPU): 999"),
+        (1.23456e12, "(TFLOP/s/GPU): 1.23"),
+        (4.7123e14, "(TFLOP/s/GPU): 471"),
+    ],
+)
+def test_throughput_has_three_digits_on_a_cpu_too(flops: float, shown: str) -> None:
+    line = step_line([step(1, model_flops_per_second=flops, tokens_per_second=1234.5)], NOW)
+    assert f"throughput per GPU {shown} |" in line
+    assert "tokens per second: 1234 |" in line
 
 
 def test_the_validation_block_is_megatron_lms():

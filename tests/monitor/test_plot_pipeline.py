@@ -8,8 +8,8 @@ import pytest
 
 from megatron_core.monitor import plot_pipeline as plot_module
 from megatron_core.monitor.plot_pipeline import plot_timelines
-from megatron_core.pipeline_parallel.schedules import make_plan
-from megatron_core.pipeline_parallel.simulate import Costs, Timeline, simulate
+from megatron_core.schedules import make_plan
+from megatron_core.schedules.simulate import Costs, Timeline, simulate
 
 
 @pytest.fixture

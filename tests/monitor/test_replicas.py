@@ -41,7 +41,7 @@ def _found(settings: dict, flips: list[tuple[int, str, int]]) -> tuple[list[str]
     replicas = replicas_of(run)
     for _ in range(2):
         train_step(run)
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     clean = replicas.differences(replicas.hashes())
     for rank, name, element in flips:
         if dist.get_rank() == rank:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from megatron_core.parallel import poison
@@ -15,17 +17,19 @@ from tests.ops import libraries
 
 R = TypeVar("R")
 
+WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
+"""Run all combinations of parameters, and more drawn examples."""
+
+ANY = settings(
+    max_examples=50 if WHOLE_MATRIX else 10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+"""For tests of any shape, which hypothesis draws anew in every run."""
+
 # Relative error of what is rounded once to each type, with room for a sum in float32.
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 LOW = [torch.float32, torch.bfloat16, torch.float16]
-
-
-# Results that are written past the cache, and one of whose rows only every second begins at a multiple of 32 bytes.
-MEGABYTES = pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((1040, 1040), torch.float32), ((1040, 2064), torch.bfloat16), ((1040, 2056), torch.bfloat16)],
-    ids=str,
-)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -1,20 +1,53 @@
-"""The bodies that every operation is tested with."""
+"""The kernels that every operation is tested with, and which combinations of parameters run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import combinations
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from tests.ops import libraries
+from tests.ops.checks import WHOLE_MATRIX
 
-BODIES = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
+KERNELS = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(params=BODIES)
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the product of a test's parameters keep combinations in which every pair of values of the product occurs;
+    WHOLE_MATRIX=1 keeps all of them."""
+    if WHOLE_MATRIX:
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for name, own in tests.items():
+        kept = pairwise([{key: repr(value) for key, value in item.callspec.params.items()} for item in own], name)
+        dropped.update(item for i, item in enumerate(own) if i not in kept)
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+def pairwise(combined: list[dict[str, str]], seed: str) -> set[int]:
+    """Positions of combinations, drawn greedily from a seeded order, that have every pair of values of all."""
+    pairs = [set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined]
+    order, missing, kept = list(range(len(combined))), set().union(*pairs), set()
+    Random(seed).shuffle(order)
+    while missing:
+        best = max(order, key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        kept.add(best)
+    return kept
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, where there is a GPU,
     makes new tensors lie there, and the CUDA kernels run there."""
     if request.param != "cuda":
@@ -24,6 +57,6 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def cpu_body(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``backend="native"`` run csrc/cpu, which has float64 too."""
     libraries.use(libraries.cpu, monkeypatch)

@@ -52,10 +52,10 @@ def cpu(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def use(library: Callable[[torch.dtype], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``library(dtype)`` serve tensors on the CPU."""
+    """Make ``library(dtype)`` the native library of tensors on the CPU."""
     found = {dtype: library(dtype) for dtype in native.DTYPES}
     monkeypatch.setattr(native, "library", lambda device_type, dtype: found[dtype])
-    monkeypatch.setattr(native, "why_not", lambda op, device_type, dtype: None)
+    monkeypatch.setattr(native, "unavailable_reason", lambda op, device_type, dtype: None)
 
 
 def host_cuda(dtype: torch.dtype) -> ctypes.CDLL:

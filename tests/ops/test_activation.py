@@ -1,4 +1,4 @@
-"""bias_gelu, bias_squared_relu, bias_swiglu and bias_geglu: both native bodies against the definition in float64."""
+"""bias_gelu, bias_squared_relu, bias_swiglu and bias_geglu: both native kernels against the definition in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import pi, sqrt
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,9 +16,9 @@ from megatron_core.ops import bias_activation, bias_geglu, bias_gelu, bias_squar
 from megatron_core.ops.activation import GATED, NUMBERS
 from tests.ops import libraries
 from tests.ops.checks import (
+    ANY,
     BOUND,
     LOW,
-    MEGABYTES,
     assert_near,
     draw,
     in_both_orders,
@@ -95,12 +95,12 @@ SHAPES = [(9,), (1, 1), (5, 7), (3, 2, 64), (2, 3, 2, 33), (70, 130), (5, 2056),
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_output_and_gradients_are_those_of_the_definition(
-    body: str, kind: str, with_bias: bool, dtype: torch.dtype, shape: tuple[int, ...]
+    kernels: str, kind: str, with_bias: bool, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:  # C55
     check(kind, *tensors(kind, shape, dtype, with_bias))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY
 @given(
     kind=st.sampled_from(sorted(NUMBERS)),
     shape=st.lists(st.integers(1, 9), max_size=3),
@@ -108,25 +108,13 @@ def test_output_and_gradients_are_those_of_the_definition(
     dtype=st.sampled_from(LOW),
     with_bias=st.booleans(),
 )
-def test_any_shape(body: str, kind: str, shape: list[int], size: int, dtype: torch.dtype, with_bias: bool) -> None:
+def test_any_shape(kernels: str, kind: str, shape: list[int], size: int, dtype: torch.dtype, with_bias: bool) -> None:
     check(kind, *tensors(kind, (*shape, size), dtype, with_bias))
-
-
-@ONE_OF_EACH
-@BIAS
-@MEGABYTES
-def test_results_of_megabytes_are_right_too(
-    cpu_body: None, kind: str, with_bias: bool, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    x, bias, dy = tensors(kind, shape, dtype, with_bias)
-    assert dy.nbytes > 4 << 20
-    with poisoned_memory():
-        check(kind, x, bias, dy)
 
 
 @KINDS
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_inputs_and_gradients_need_not_be_contiguous(body: str, kind: str, dtype: torch.dtype) -> None:  # C22, C55
+def test_inputs_and_gradients_need_not_be_contiguous(kernels: str, kind: str, dtype: torch.dtype) -> None:  # C22, C55
     x, dy = draw((4, 6, 32), dtype), draw((4, 6, 32), dtype, 1)
     bias = draw((32, 2), dtype, 2)[:, 0]
     for (name, x_view), (_, dy_view) in zip(views(x), views(dy), strict=True):
@@ -153,7 +141,7 @@ def every_number(dtype: torch.dtype) -> Tensor:
 
 
 @KINDS
-def test_values_and_slopes_have_the_relative_accuracy_of_float32(body: str, kind: str) -> None:
+def test_values_and_slopes_have_the_relative_accuracy_of_float32(kernels: str, kind: str) -> None:
     """In the tails too, down to where they underflow as float64 does that is rounded to float32."""
     x = grid(kind)
     args = torch.cat([x, torch.ones_like(x)], -1) if kind in GATED else x
@@ -163,7 +151,9 @@ def test_values_and_slopes_have_the_relative_accuracy_of_float32(body: str, kind
     if kind in ("gelu_tanh", "geglu_tanh"):
         unit *= 1 + exponent(x.double()).abs().clamp(max=200) / 2  # exp(u + d) = exp(u) (1 + d), and d is rounding
     smallest = torch.finfo(torch.float32).smallest_normal * unit
-    exp = 1 if body == "cuda" else 0  # a unit more: the device's expf is right to one, the C library's to half of one
+    exp = (
+        1 if kernels == "cuda" else 0
+    )  # a unit more: the device's expf is right to one, the C library's to half of one
     least = 2 * smallest * x.double().abs().clamp(min=1)
     assert ((found - value).abs() <= (4 + exp) * unit * value.abs() + least).all()
     terms = slope.abs() + torch.where(x == 0, 0.5, value / x.double()).abs()  # slope = G + x G'
@@ -173,7 +163,7 @@ def test_values_and_slopes_have_the_relative_accuracy_of_float32(body: str, kind
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_values_and_slopes_of_16_bits_are_all_but_rounded_once(body: str, kind: str, dtype: torch.dtype) -> None:
+def test_values_and_slopes_of_16_bits_are_all_but_rounded_once(kernels: str, kind: str, dtype: torch.dtype) -> None:
     x = every_number(dtype)
     args = torch.cat([x, torch.ones_like(x)], -1) if kind in GATED else x
     found, gradient = results(lambda x: native(kind, x), args, None, torch.ones_like(x))
@@ -189,7 +179,7 @@ def test_values_and_slopes_of_16_bits_are_all_but_rounded_once(body: str, kind: 
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_infinities_and_nan(body: str, kind: str, dtype: torch.dtype) -> None:
+def test_infinities_and_nan(kernels: str, kind: str, dtype: torch.dtype) -> None:
     """Values and slopes at the ends are their limits, and NaN stays NaN."""
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38]]).to(dtype)
     args = torch.cat([x, torch.ones_like(x)], -1) if kind in GATED else x
@@ -202,7 +192,7 @@ def test_infinities_and_nan(body: str, kind: str, dtype: torch.dtype) -> None:
 
 
 @KINDS
-def test_the_ends_of_float16(body: str, kind: str) -> None:
+def test_the_ends_of_float16(kernels: str, kind: str) -> None:
     """Subnormal and largest numbers, and sums with the bias beyond them, are rounded once."""
     x = torch.tensor([[6e-8, -3e-6, 5e-5, 65504.0, -65504.0, 40000.0, -40000.0, 300.0]]).to(torch.float16)
     bias = torch.tensor([0.0, 0, 0, 0, 0, 40000.0, -40000.0, 0]).to(torch.float16)
@@ -214,7 +204,7 @@ def test_the_ends_of_float16(body: str, kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("shape", [(5,), (3, 3), (2, 1, 3), (2, 1, 2, 2)], ids=str)
-def test_gradcheck(cpu_body: None, kind: str, shape: tuple[int, ...]) -> None:  # C55
+def test_gradcheck(cpu_kernels: None, kind: str, shape: tuple[int, ...]) -> None:  # C55
     x, bias, _ = tensors(kind, shape, torch.float64, with_bias=len(shape) > 1)
     for first in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
         leaves = [tensor.detach().requires_grad_() for tensor in (first, bias) if tensor is not None]
@@ -223,7 +213,7 @@ def test_gradcheck(cpu_body: None, kind: str, shape: tuple[int, ...]) -> None:  
 
 @KINDS
 @BIAS
-def test_float64(cpu_body: None, kind: str, with_bias: bool) -> None:
+def test_float64(cpu_kernels: None, kind: str, with_bias: bool) -> None:
     x, bias, dy = tensors(kind, (40, 33), torch.float64, with_bias)
     x = 3 * x
     found = results(lambda *args: native(kind, *args), x, bias, dy)
@@ -232,7 +222,7 @@ def test_float64(cpu_body: None, kind: str, with_bias: bool) -> None:
 
 @ONE_OF_EACH
 @BIAS
-def test_opcheck(body: str, kind: str, with_bias: bool) -> None:
+def test_opcheck(kernels: str, kind: str, with_bias: bool) -> None:
     x, bias, dy = tensors(kind, (3, 4, 24), torch.float32, with_bias)
     ops = torch.ops.megatron_core
     torch.library.opcheck(ops.bias_activation_backward, (dy, x, bias, kind))
@@ -242,7 +232,7 @@ def test_opcheck(body: str, kind: str, with_bias: bool) -> None:
 
 
 @KINDS
-def test_every_element_is_written(body: str, kind: str) -> None:
+def test_every_element_is_written(kernels: str, kind: str) -> None:
     """New memory is NaN here, and what is returned has none."""
     with poisoned_memory():
         for shape in ((5, 7), (40, 130), (0, 8)):
@@ -252,7 +242,7 @@ def test_every_element_is_written(body: str, kind: str) -> None:
 
 @ONE_OF_EACH
 @BIAS
-def test_torch_compile_gives_the_same(cpu_body: None, kind: str, with_bias: bool) -> None:
+def test_torch_compile_gives_the_same(cpu_kernels: None, kind: str, with_bias: bool) -> None:
     x, bias, dy = tensors(kind, (6, 40), torch.float32, with_bias)
 
     def function(x: Tensor, *bias: Tensor) -> Tensor:
@@ -264,18 +254,12 @@ def test_torch_compile_gives_the_same(cpu_body: None, kind: str, with_bias: bool
         assert torch.equal(mine, right)
 
 
-def test_nothing_but_x_and_the_bias_is_kept_for_backward(cpu_body: None) -> None:
+def test_nothing_but_x_and_the_bias_is_kept_for_backward(cpu_kernels: None) -> None:
     x, bias, _ = tensors("swiglu", (6, 40), torch.float32)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         native("swiglu", x.requires_grad_(), bias.requires_grad_())
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), bias.data_ptr()]
-
-
-def test_a_backward_has_no_backward_and_says_so(cpu_body: None) -> None:  # C52
-    x = draw((3, 8), torch.float32).requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"no backward.*reference"):
-        torch.autograd.grad(native("gelu", x).square().sum(), x, create_graph=True)
 
 
 @KINDS
@@ -287,7 +271,7 @@ def test_the_order_of_a_blocks_threads_does_not_matter(kind: str, monkeypatch: p
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_do_not_change_a_bit(cpu_body: None, kind: str, dtype: torch.dtype) -> None:
+def test_threads_do_not_change_a_bit(cpu_kernels: None, kind: str, dtype: torch.dtype) -> None:
     arguments = tensors(kind, (333, 130), dtype)
     alone, *others = with_threads(lambda: results(lambda *args: native(kind, *args), *arguments))
     for other in others:
@@ -296,7 +280,7 @@ def test_threads_do_not_change_a_bit(cpu_body: None, kind: str, dtype: torch.dty
 
 @KINDS
 @pytest.mark.parametrize("size", [64, 130])
-def test_a_row_does_not_depend_on_the_others(body: str, kind: str, size: int) -> None:
+def test_a_row_does_not_depend_on_the_others(kernels: str, kind: str, size: int) -> None:
     x, bias, dy = tensors(kind, (70, size), torch.float32)
     whole = results(lambda *args: native(kind, *args), x, bias, dy)[:2]
     alone = results(lambda *args: native(kind, *args), x[37:38], bias, dy[37:38])[:2]
@@ -311,7 +295,7 @@ def test_the_reference_is_the_definition(kind: str, with_bias: bool) -> None:
     assert_near(found, results(lambda *args: definition(kind, *args), *arguments), BOUND[torch.float64])
 
 
-def test_the_names_stand_for_their_kinds(cpu_body: None) -> None:
+def test_the_names_stand_for_their_kinds(cpu_kernels: None) -> None:
     x, bias, _ = tensors("gelu", (3, 8), torch.float32)
     for backend in ("native", "reference"):
         for kind, found in {
@@ -334,7 +318,7 @@ def test_both_sides_have_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
+def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x, bias = draw((3, 7), torch.float32), draw((7,), torch.float32)
     with pytest.raises(ConfigError, match=r"bias is \[6\]; for x \[3, 7\] it has to be \[7\]"):
         bias_gelu(x, bias[:6], backend=backend)
@@ -353,7 +337,7 @@ def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
 @pytest.mark.parametrize("no_bias", [False, True], ids=["bias", "no bias"])
 @pytest.mark.parametrize("flag", [None, "openai_gelu", "squared_relu", "swiglu", "geglu"])
 def test_a_models_loss_and_gradients_are_those_of_the_reference(
-    cpu_body: None, flag: str | None, no_bias: bool
+    cpu_kernels: None, flag: str | None, no_bias: bool
 ) -> None:  # C52
     settings = {"fp64": True, "disable_bias_linear": no_bias, **({flag: True} if flag else {})}
     losses, gradients = [], []

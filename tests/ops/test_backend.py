@@ -1,4 +1,4 @@
-"""Which body serves, what is said of it, and what happens where the one that was asked for is absent."""
+"""Which backend is selected, how it is described, and the error if the requested one is unavailable."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     """A machine without a compiler: the folder of the libraries, which is empty."""
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     native.library.cache_clear()
-    native.why_not.cache_clear()
+    native.unavailable_reason.cache_clear()
     yield tmp_path
     native.library.cache_clear()
-    native.why_not.cache_clear()
+    native.unavailable_reason.cache_clear()
 
 
 def test_auto_takes_the_reference_where_nothing_was_built(nothing_built: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_library_that_does_not_load_is_named(nothing_built: Path) -> None:
 
 
 def test_a_library_of_another_version_is_named(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = libraries.cpu(torch.float32)
+    library = SimpleNamespace(megatron_interface=lambda version=native.INTERFACE: version)
     (nothing_built / "libmegatron_cpu_default.so").touch()
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
     assert native.library("cpu", torch.float32) is library
@@ -77,15 +77,15 @@ def test_both_sides_have_the_same_version_of_the_interface() -> None:
     }
 
 
-def test_a_data_type_without_a_native_body() -> None:
-    obstacle = native.why_not("rms_norm", "cpu", torch.int32)
+def test_a_data_type_without_a_native_kernel() -> None:
+    obstacle = native.unavailable_reason("rms_norm", "cpu", torch.int32)
     assert obstacle is not None
-    assert "native bodies are for cpu and cuda" in native.why_not("rms_norm", "mps", torch.float32)
+    assert "native kernels are for cpu and cuda" in native.unavailable_reason("rms_norm", "mps", torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    assert native.why_not("rms_norm", "cuda", torch.float32) == "torch sees no CUDA device"
+    assert native.unavailable_reason("rms_norm", "cuda", torch.float32) == "torch sees no CUDA device"
 
 
 def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,24 +109,24 @@ def some_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(native, "library", lambda device_type, dtype: SimpleNamespace(megatron_obstacle=lambda: None))
-    native.why_not.cache_clear()
+    native.unavailable_reason.cache_clear()
     yield monkeypatch
-    native.why_not.cache_clear()
+    native.unavailable_reason.cache_clear()
 
 
 def test_a_gpu_that_is_new_enough_serves(some_gpu: pytest.MonkeyPatch) -> None:
-    assert native.why_not("rope", "cuda", torch.bfloat16) is None
-    assert native.why_not("rope", "cuda", torch.float64) == "it is not built for torch.float64 on cuda"
+    assert native.unavailable_reason("rope", "cuda", torch.bfloat16) is None
+    assert native.unavailable_reason("rope", "cuda", torch.float64) == "it is not built for torch.float64 on cuda"
 
 
 def test_an_old_gpu_is_named(some_gpu: pytest.MonkeyPatch) -> None:
     some_gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert "Some GPU is older than compute capability 8.0" in native.why_not("rope", "cuda", torch.bfloat16)
+    assert "Some GPU is older than compute capability 8.0" in native.unavailable_reason("rope", "cuda", torch.bfloat16)
 
 
 def test_a_driver_that_is_too_old_is_named(some_gpu: pytest.MonkeyPatch) -> None:
-    told = b"CUDA driver version is insufficient for CUDA runtime version"
-    some_gpu.setattr(native, "library", lambda device_type, dtype: SimpleNamespace(megatron_obstacle=lambda: told))
-    said = native.why_not("rope", "cuda", torch.bfloat16)
-    assert f"its kernels do not run on Some GPU: {told.decode()}; update the driver" in said
-    assert backend.serving("rope", "auto", "cuda", torch.bfloat16) == "reference"
+    reason = b"CUDA driver version is insufficient for CUDA runtime version"
+    some_gpu.setattr(native, "library", lambda device_type, dtype: SimpleNamespace(megatron_obstacle=lambda: reason))
+    said = native.unavailable_reason("rope", "cuda", torch.bfloat16)
+    assert f"its kernels do not run on Some GPU: {reason.decode()}; update the driver" in said
+    assert backend.select_backend("rope", "auto", "cuda", torch.bfloat16) == "reference"

@@ -1,10 +1,10 @@
-"""Bias, dropout and residual: both native bodies against the definition in float64, with the same mask to the bit."""
+"""Bias, dropout and residual: both native kernels against the definition in float64, with the same mask to the bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,9 +12,9 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_dropout_add
 from megatron_core.ops.reference.dropout import keep, philox, scale, threshold
 from tests.ops.checks import (
+    ANY,
     BOUND,
     LOW,
-    MEGABYTES,
     assert_near,
     draw,
     in_both_orders,
@@ -34,15 +34,21 @@ def samples(x: Tensor) -> Tensor:
     return 3 + torch.arange(batch, dtype=torch.int64) * (2**32 + 1)
 
 
-def masked(x: Tensor, p: float = P, first_position: int = 5, first_head: int = 2) -> Tensor:
+def positions(x: Tensor, first: int = 5) -> Tensor:
+    """Positions of rows that follow one another, but begin elsewhere than at 0."""
+    return first + torch.arange(x.shape[0 if x.dim() == 3 else 2])
+
+
+def masked(x: Tensor, p: float = P) -> Tensor:
     """The mask of ``x``, divided by what stays of it on average."""
-    kept = keep(tuple(x.shape), p, KEY, samples(x), first_position, first_head if x.dim() == 4 else 0)
+    kept = keep(tuple(x.shape), p, KEY, samples(x), positions(x), None, 2 if x.dim() == 4 else 0)
     return kept.double() / (1 - p)
 
 
 def native(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float = P, backend: str = "native") -> Tensor:
     first_head = 2 if x.dim() == 4 else 0
-    return bias_dropout_add(x, bias, residual, p, KEY, samples(x), 5, first_head, backend=backend)
+    numbers = samples(x), positions(x), None, first_head
+    return bias_dropout_add(x, bias, residual, p, KEY, *numbers, backend=backend)
 
 
 def results(x: Tensor, bias: Tensor | None, residual: Tensor | None, dy: Tensor, p: float = P) -> list[Tensor]:
@@ -97,25 +103,26 @@ def test_the_counter_is_the_one_that_is_written_down() -> None:
     four = philox(tuple(torch.tensor(n) for n in (c, position, low, rest)), KEY)
     assert four[0].item() == 0xD16CFE09
     sample, head = low + ((rest & 0xFFFF) << 32), rest >> 16
-    drawn = keep((1, 1, 1, 16), 0.5, KEY, torch.tensor([sample]), position, head)
+    drawn = keep((1, 1, 1, 16), 0.5, KEY, torch.tensor([sample]), torch.tensor([position]), None, head)
     expected = [word.item() for word in philox(tuple(torch.tensor(n) for n in (1, position, low, rest)), KEY)]
     assert drawn[0, 0, 0, 8:].tolist() == [half >= 2**15 for word in expected for half in (word & 0xFFFF, word >> 16)]
 
 
-def test_bodies_draw_the_same_bits(body: str) -> None:
+def test_kernels_draw_the_same_bits(kernels: str) -> None:
     """Where the numbers of positions, samples, heads and channels are large, too."""
     number = torch.tensor([0, 2**31, 2**32 - 1, 2**40 + 7, 2**48 - 1])
     ones = torch.ones(5, 3, 4, 203)
     for p in (0.1, 0.5, 0.999):
-        for position, head in ((0, 0), (2**31 - 2, 300), (2**32 - 4, 2**16 - 3)):
-            y = bias_dropout_add(ones, None, None, p, KEY, number, position, head, backend="native")
-            assert torch.equal(y != 0, keep(tuple(ones.shape), p, KEY, number, position, head))
+        for first, head in ((0, 0), (2**31 - 2, 300), (2**32 - 4, 2**16 - 3)):
+            numbers = number, positions(ones, first), None, head
+            y = bias_dropout_add(ones, None, None, p, KEY, *numbers, backend="native")
+            assert torch.equal(y != 0, keep(tuple(ones.shape), p, KEY, *numbers))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_output_and_gradients_are_those_of_the_definition(
-    body: str, dtype: torch.dtype, shape: tuple[int, ...]
+    kernels: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:  # C55
     x, residual, dy = (draw(shape, dtype, seed) for seed in range(3))
     bias = draw(shape[-1:], dtype, 3)
@@ -125,28 +132,20 @@ def test_output_and_gradients_are_those_of_the_definition(
     check(x, None, None, dy)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY
 @given(
     shape=st.lists(st.integers(1, 7), min_size=2, max_size=3),
     size=st.integers(1, 300),
     dtype=st.sampled_from(LOW),
     p=st.sampled_from([0.0, 0.125, 0.875]),
 )
-def test_any_shape(body: str, shape: list[int], size: int, dtype: torch.dtype, p: float) -> None:
+def test_any_shape(kernels: str, shape: list[int], size: int, dtype: torch.dtype, p: float) -> None:
     x, residual, dy = (draw((*shape, size), dtype, seed) for seed in range(3))
     check(x, draw((size,), dtype, 3), residual, dy, p)
 
 
-@MEGABYTES
-def test_results_of_megabytes_are_right_too(cpu_body: None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, dy = (draw((shape[0], 1, shape[1]), dtype, seed) for seed in range(3))
-    assert x.nbytes > 4 << 20
-    with poisoned_memory():
-        check(x, draw(shape[1:], dtype, 3), residual, dy)
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_tensors_need_not_be_contiguous(body: str, dtype: torch.dtype) -> None:  # C22, C55
+def test_tensors_need_not_be_contiguous(kernels: str, dtype: torch.dtype) -> None:  # C22, C55
     x, residual, dy = (draw((4, 6, 32), dtype, seed) for seed in range(3))
     bias = draw((64,), dtype, 3)[::2]
     for (name, a), (_, b), (_, c) in zip(views(x), views(residual), views(dy), strict=True):
@@ -165,7 +164,7 @@ def test_tensors_need_not_be_contiguous(body: str, dtype: torch.dtype) -> None: 
 
 @pytest.mark.parametrize("p", [0.0, 0.1875])
 @pytest.mark.parametrize("shape", [(3, 2, 3), (2, 1, 9), (2, 1, 2, 3)], ids=str)
-def test_gradcheck(cpu_body: None, shape: tuple[int, ...], p: float) -> None:  # C52 C55
+def test_gradcheck(cpu_kernels: None, shape: tuple[int, ...], p: float) -> None:  # C52 C55
     x, residual = (draw(shape, torch.float64, seed).requires_grad_() for seed in range(2))
     bias = draw(shape[-1:], torch.float64, 2).requires_grad_()
     strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -174,18 +173,24 @@ def test_gradcheck(cpu_body: None, shape: tuple[int, ...], p: float) -> None:  #
     assert torch.autograd.gradcheck(lambda x: native(x, None, None, p), x)
 
 
-def test_opcheck(body: str) -> None:
+def test_opcheck(kernels: str) -> None:
     x, residual = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
     bias, ops = draw((24,), torch.float32, 2).requires_grad_(), torch.ops.megatron_core
     for tensors in ((x, bias, residual), (x.transpose(0, 1), None, None), (x, bias, None)):
-        torch.library.opcheck(ops.bias_dropout_add, (*tensors, P, KEY, samples(tensors[0]), 5, 0))
-    torch.library.opcheck(ops.bias_dropout_add, (x, bias, residual, 0.0, KEY, None, 0, 0))
-    _, kept = ops.bias_dropout_add(x.detach(), None, None, P, KEY, samples(x), 5, 0)
+        torch.library.opcheck(
+            ops.bias_dropout_add, (*tensors, P, KEY, samples(tensors[0]), positions(tensors[0]), None, 0)
+        )
+    torch.library.opcheck(ops.bias_dropout_add, (x, bias, residual, 0.0, KEY, None, None, None, 0))
+    numbers = samples(x), positions(x), None, 0
+    _, kept = ops.bias_dropout_add(x.detach(), None, None, P, KEY, *numbers)
     for sums in (False, True):
-        torch.library.opcheck(ops.bias_dropout_add_backward, (x.detach(), P, KEY, samples(x), 5, 0, kept, sums))
+        torch.library.opcheck(ops.bias_dropout_add_backward, (x.detach(), P, KEY, *numbers, kept, sums))
+    weights = draw((2, 3, 4, 24), torch.float32).requires_grad_()
+    numbers = samples(weights), positions(weights), torch.arange(24).flip(0), 1
+    torch.library.opcheck(ops.bias_dropout_add, (weights, None, None, P, KEY, *numbers))
 
 
-def test_every_element_is_written(body: str) -> None:
+def test_every_element_is_written(kernels: str) -> None:
     with poisoned_memory():
         for shape in SHAPES:
             x, residual, dy = (draw(shape, torch.float32, seed) for seed in range(3))
@@ -193,7 +198,7 @@ def test_every_element_is_written(body: str) -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, P])
-def test_torch_compile_gives_the_same(cpu_body: None, p: float) -> None:
+def test_torch_compile_gives_the_same(cpu_kernels: None, p: float) -> None:
     x, residual = (draw((6, 2, 40), torch.float32, seed) for seed in range(2))
     bias, number = draw((40,), torch.float32, 2), samples(x)
 
@@ -209,7 +214,7 @@ def test_torch_compile_gives_the_same(cpu_body: None, p: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_compiled_function_takes_any_length(cpu_body: None) -> None:
+def test_a_compiled_function_takes_any_length(cpu_kernels: None) -> None:
     """What is kept for backward depends on the sizes, and must not make constants of them."""
 
     def function(x: Tensor, number: Tensor) -> Tensor:
@@ -224,13 +229,7 @@ def test_a_compiled_function_takes_any_length(cpu_body: None) -> None:
         y.sum().backward()
 
 
-def test_a_backward_has_no_backward_and_says_so(cpu_body: None) -> None:  # C52
-    x = draw((3, 2, 8), torch.float32).requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"no backward.*reference"):
-        torch.autograd.grad(native(x, None, None).square().sum(), x, create_graph=True)
-
-
-def test_gradients_go_where_they_are_wanted(body: str) -> None:
+def test_gradients_go_where_they_are_wanted(kernels: str) -> None:
     x, residual, dy = (draw((5, 2, 24), torch.float32, seed) for seed in range(3))
     bias = draw((24,), torch.float32, 3)
     whole = results(x, bias, residual, dy)[1:]
@@ -242,7 +241,7 @@ def test_gradients_go_where_they_are_wanted(body: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_do_not_change_a_bit(cpu_body: None, dtype: torch.dtype) -> None:
+def test_threads_do_not_change_a_bit(cpu_kernels: None, dtype: torch.dtype) -> None:
     x, residual, dy = (draw((111, 3, 130), dtype, seed) for seed in range(3))
     alone, *others = with_threads(lambda: results(x, draw((130,), dtype, 3), residual, dy))
     for other in others:
@@ -257,20 +256,50 @@ def test_the_order_of_a_blocks_threads_does_not_matter(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_parts_are_parts_of_the_whole(body: str, backend: str) -> None:  # C26 C27
+def test_parts_are_parts_of_the_whole(kernels: str, backend: str) -> None:  # C26 C27
     """Positions, samples and heads on their own are what they are among the others."""
     x, number = draw((6, 4, 50), torch.float32), torch.tensor([7, 2**35, 1, 3])
     whole = bias_dropout_add(x, None, None, P, KEY, number, backend=backend)
-    part = bias_dropout_add(x[2:5, 1:3], None, None, P, KEY, number[1:3], 2, backend=backend)
+    part = bias_dropout_add(x[2:5, 1:3], None, None, P, KEY, number[1:3], torch.arange(2, 5), backend=backend)
     assert torch.equal(part, whole[2:5, 1:3])
     x = draw((4, 6, 3, 50), torch.float32)
     whole = bias_dropout_add(x, None, None, P, KEY, number, backend=backend)
-    part = bias_dropout_add(x[1:3, 4:], None, None, P, KEY, number[1:3], 0, 4, backend=backend)
+    part = bias_dropout_add(x[1:3, 4:], None, None, P, KEY, number[1:3], first_head=4, backend=backend)
     assert torch.equal(part, whole[1:3, 4:])
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_extreme_values(body: str, backend: str) -> None:
+@pytest.mark.parametrize("channels", [1, 13, 64, 403])
+def test_rows_and_keys_may_be_at_any_positions(kernels: str, backend: str, channels: int) -> None:  # C26 C27
+    """Output and gradient are rows and columns of those of the whole sequence, also where each sequence has its own."""
+    number = torch.tensor([7, 2**35, 1])
+
+    def both(x: Tensor, *numbers: Tensor | int | None) -> tuple[Tensor, Tensor]:
+        y = bias_dropout_add(x.requires_grad_(), None, None, P, KEY, number, *numbers, backend=backend)
+        return y.detach(), *torch.autograd.grad(y.sum(), x)
+
+    generator = torch.Generator().manual_seed(channels)
+    orders = torch.stack([torch.randperm(11, generator=generator, device="cpu")[:7] for _ in range(3)])
+    orders, samples = orders.to(number.device), torch.arange(3)
+    x = draw((11, 3, channels), torch.float32)
+    whole = both(x)
+    for mine, right in zip(both(x.detach()[orders[0]], orders[0]), whole, strict=True):
+        assert torch.equal(mine, right[orders[0]])
+    for mine, right in zip(both(x.detach()[orders.T, samples], orders), whole, strict=True):
+        assert torch.equal(mine, right[orders.T, samples])
+    weights = draw((3, 2, 11, channels), torch.float32)
+    half = channels // 2 // 8 * 8  # a run that is drawn at once, and others
+    keys = torch.cat([torch.arange(half, channels), torch.arange(half).flip(0)[::2]])
+    whole = both(weights)
+    for of in (orders[0], orders):
+        shared = of.broadcast_to(3, 7)
+        at = samples[:, None, None, None], torch.arange(2)[:, None, None], shared[:, None, :, None], keys
+        for mine, right in zip(both(weights.detach()[at], of, keys), whole, strict=True):
+            assert torch.equal(mine, right[at])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_extreme_values(kernels: str, backend: str) -> None:
     """What is dropped leaves nothing behind, be it infinite or NaN; what stays, stays."""
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.tensor([6e-8, -3e-6, 5e-5, torch.inf, -torch.inf, torch.nan, 1.0]).repeat(8, 4, 9).to(dtype)
@@ -283,7 +312,7 @@ def test_extreme_values(body: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
+def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x, number = torch.randn(3, 2, 8), torch.tensor([1, 2])
 
     def call(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, p: float = P, number=number):
@@ -303,6 +332,13 @@ def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
     for wrong in (number[:1], number.int()):
         with pytest.raises(ConfigError, match=r"sample_index is.*it has to be \[2\] of torch.int64"):
             call(x, number=wrong)
+    for wrong, shape in ((number, r"\[3\]"), (number[None], r"\[2, 3\]"), (torch.zeros(3), r"\[3\]")):
+        with pytest.raises(ConfigError, match=rf"position_ids is.*it has to be {shape} of torch.int64"):
+            bias_dropout_add(x, None, None, P, KEY, number, wrong, backend=backend)
+    with pytest.raises(ConfigError, match=r"key_positions is.*it has to be \[8\] of torch.int64"):
+        bias_dropout_add(x[None], None, None, P, KEY, number[:1], None, number, backend=backend)
+    with pytest.raises(ConfigError, match="key_positions are for attention weights"):
+        bias_dropout_add(x, None, None, P, KEY, number, None, torch.arange(8), backend=backend)
     assert torch.equal(call(x, p=0.0, number=None), x)
 
 
@@ -321,7 +357,7 @@ def test_probabilities_are_multiples_of_two_to_the_minus_16() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_model_computes_the_same_with_either_body(cpu_body: None, dropout: float) -> None:  # C52
+def test_a_model_computes_the_same_with_either_backend(cpu_kernels: None, dropout: float) -> None:  # C52
     """Every bias gets its gradient, those that go into the fused addition too."""
     found = []
     for backend in ("native", "reference"):
@@ -337,10 +373,10 @@ def test_a_model_computes_the_same_with_either_body(cpu_body: None, dropout: flo
         torch.testing.assert_close(tensor, plain[name], rtol=1e-10, atol=1e-11)
 
 
-def test_at_most_a_bit_of_an_element_is_kept_for_backward(body: str) -> None:
+def test_at_most_a_bit_of_an_element_is_kept_for_backward(kernels: str) -> None:
     """On a CPU; a GPU keeps the sample numbers alone."""
     x, number = draw((64, 2, 512), torch.float32).requires_grad_(), torch.tensor([1, 2])
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         bias_dropout_add(x, draw((512,), x.dtype), x, P, KEY, number, backend="native")
-    assert sum(tensor.nbytes for tensor in kept) == number.nbytes + (x.numel() // 8 if body == "cpu" else 0)
+    assert sum(tensor.nbytes for tensor in kept) == number.nbytes + (x.numel() // 8 if kernels == "cpu" else 0)

@@ -1,4 +1,4 @@
-"""squared_norm, scale_ and adamw_: both native bodies against the definitions in float64."""
+"""squared_norm, scale_ and adamw_: both native kernels against the definitions in float64."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import adamw_, reference, scale_, squared_norm
-from tests.ops.checks import LOW, draw, in_both_orders, poisoned_memory, with_threads
+from tests.ops.checks import ANY, LOW, draw, in_both_orders, poisoned_memory, with_threads
 
 DTYPES = pytest.mark.parametrize("dtype", LOW, ids=str)
 SIZES = [1, 0, 7, 1030, 16391]  # one element to more than a chunk
 MANY = [3] * 150  # more than two tables
 RATES = {"lr": 0.01, "betas": (0.8, 0.95), "epsilon": 1e-6, "weight_decay": 0.1}
-ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SOME_SIZES = st.lists(st.integers(0, 40), max_size=5)
 
 
@@ -54,7 +53,7 @@ def exact_sum(tensors: list[Tensor]) -> float:
 
 @DTYPES
 @pytest.mark.parametrize("sizes", [SIZES, MANY, [0]], ids=["some", "many", "empty"])
-def test_the_sum_of_squares_is_accurate_to_float64(body: str, dtype: torch.dtype, sizes: list[int]) -> None:
+def test_the_sum_of_squares_is_accurate_to_float64(kernels: str, dtype: torch.dtype, sizes: list[int]) -> None:
     tensors = Flat(sizes, dtype).tensors
     found = squared_norm(tensors, backend="native")
     assert (found.shape, found.dtype) == ((), torch.float64)
@@ -63,7 +62,7 @@ def test_the_sum_of_squares_is_accurate_to_float64(body: str, dtype: torch.dtype
 
 @ANY
 @given(sizes=SOME_SIZES, dtype=st.sampled_from(LOW))
-def test_any_sizes(body: str, sizes: list[int], dtype: torch.dtype) -> None:
+def test_any_sizes(kernels: str, sizes: list[int], dtype: torch.dtype) -> None:
     parts = Flat(sizes, dtype)
     assert squared_norm(parts.tensors, backend="native").item() == pytest.approx(exact_sum(parts.tensors), rel=1e-14)
     expected = [reference_scaled(x, 0.3) for x in parts.tensors]
@@ -80,7 +79,7 @@ def reference_scaled(x: Tensor, factor: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_number_that_is_not_finite_shows(body: str, dtype: torch.dtype, value: float) -> None:  # C64
+def test_a_number_that_is_not_finite_shows(kernels: str, dtype: torch.dtype, value: float) -> None:  # C64
     for place in (0, 5000, 16390):
         tensors = Flat(SIZES, dtype).tensors
         tensors[-1][place] = value
@@ -89,13 +88,13 @@ def test_a_number_that_is_not_finite_shows(body: str, dtype: torch.dtype, value:
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e30])
-def test_squares_beyond_float32_are_finite_and_count(body: str, size: float) -> None:
+def test_squares_beyond_float32_are_finite_and_count(kernels: str, size: float) -> None:
     x = torch.full((5000,), size)
     assert squared_norm([x], backend="native").item() == pytest.approx(5000 * x[0].double().item() ** 2, rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW], ids=str)
-def test_threads_do_not_change_a_bit(cpu_body: None, dtype: torch.dtype) -> None:
+def test_threads_do_not_change_a_bit(cpu_kernels: None, dtype: torch.dtype) -> None:
     tensors = Flat([*SIZES, 300_000], dtype).tensors
     alone, *others = with_threads(lambda: squared_norm(tensors, backend="native").item())
     assert others == [alone] * len(others)
@@ -108,7 +107,7 @@ def test_the_order_of_a_blocks_threads_does_not_matter(monkeypatch: pytest.Monke
 
 
 @DTYPES
-def test_scaling_is_a_multiplication_and_stays_inside(body: str, dtype: torch.dtype) -> None:
+def test_scaling_is_a_multiplication_and_stays_inside(kernels: str, dtype: torch.dtype) -> None:
     for sizes in (SIZES, MANY):
         parts = Flat(sizes, dtype)
         expected = [reference_scaled(x, 0.1234) for x in parts.tensors]
@@ -168,7 +167,7 @@ def assert_state_near(found: list[list[Tensor]], expected: list[list[Tensor]], b
 
 @pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16], ids=str)
 @DTYPES
-def test_adamw_is_the_papers(body: str, dtype: torch.dtype, copy: torch.dtype | None) -> None:
+def test_adamw_is_the_papers(kernels: str, dtype: torch.dtype, copy: torch.dtype | None) -> None:
     training = Training(grad=dtype, copy=copy)
     expected = training.definition(3, factor=0.3)
     training.run(3, "native", factor=0.3)
@@ -182,14 +181,14 @@ def test_adamw_is_the_papers(body: str, dtype: torch.dtype, copy: torch.dtype | 
 
 @ANY
 @given(sizes=SOME_SIZES, grad=st.sampled_from(LOW), copy=st.sampled_from([None, *LOW[1:]]))
-def test_adamw_of_any_sizes(body: str, sizes: list[int], grad: torch.dtype, copy: torch.dtype | None) -> None:
+def test_adamw_of_any_sizes(kernels: str, sizes: list[int], grad: torch.dtype, copy: torch.dtype | None) -> None:
     training = Training(sizes, grad, copy)
     expected = training.definition(2)
     training.run(2, "native")
     assert_state_near(training.state, expected, 1e-6)
 
 
-def test_adamw_of_more_tensors_than_a_table_has(body: str) -> None:
+def test_adamw_of_more_tensors_than_a_table_has(kernels: str) -> None:
     training = Training(MANY, copy=torch.bfloat16)
     expected = training.definition(1)
     training.run(1, "native")
@@ -210,7 +209,7 @@ def torchs(training: Training, steps: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-15), (torch.float32, 4e-7)], ids=str)
-def test_adamw_is_torchs_step_by_step(cpu_body: None, dtype: torch.dtype, bound: float) -> None:
+def test_adamw_is_torchs_step_by_step(cpu_kernels: None, dtype: torch.dtype, bound: float) -> None:
     for steps in range(1, 6):
         training = Training(grad=dtype)
         expected = torchs(training, steps)
@@ -237,7 +236,7 @@ def test_the_references_are_the_definitions() -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_adamw_takes_no_notice_of_threads(cpu_body: None, dtype: torch.dtype) -> None:
+def test_adamw_takes_no_notice_of_threads(cpu_kernels: None, dtype: torch.dtype) -> None:
     def weights() -> Tensor:
         training = Training([300_000], dtype)
         training.run(2, "native")
@@ -247,7 +246,7 @@ def test_adamw_takes_no_notice_of_threads(cpu_body: None, dtype: torch.dtype) ->
     assert all(torch.equal(alone, other) for other in others)
 
 
-def test_a_weight_does_not_depend_on_its_place(body: str) -> None:  # C11
+def test_a_weight_does_not_depend_on_its_place(kernels: str) -> None:  # C11
     """Copies of a tied or replicated weight lie at other places of other ranks' buffers."""
     whole = Training([203], copy=torch.bfloat16)
     whole.run(1, "native")
@@ -261,13 +260,13 @@ def test_a_weight_does_not_depend_on_its_place(body: str) -> None:  # C11
         assert all(torch.equal(mine, x[a:b]) for mine, (x,) in zip(state, lists, strict=True))
 
 
-def test_new_memory_is_written_before_it_is_read(body: str) -> None:
+def test_new_memory_is_written_before_it_is_read(kernels: str) -> None:
     with poisoned_memory():
         tensors = Flat(SIZES, torch.float32).tensors
         assert squared_norm(tensors, backend="native").item() == pytest.approx(exact_sum(tensors), rel=1e-14)
 
 
-def test_opcheck(body: str) -> None:
+def test_opcheck(kernels: str) -> None:
     ops, training = torch.ops.megatron_core, Training((5, 40), copy=torch.bfloat16)
     torch.library.opcheck(ops.squared_norm, (training.gradients(1),))
     torch.library.opcheck(ops.scale_, (training.gradients(1), 0.5))
@@ -275,7 +274,7 @@ def test_opcheck(body: str) -> None:
     torch.library.opcheck(ops.adamw_, (*lists, 0.5, 0.9, 0.95, 0.99, 0.1, 2.0, 1e-8))
 
 
-def test_torch_compile_gives_the_same(cpu_body: None) -> None:
+def test_torch_compile_gives_the_same(cpu_kernels: None) -> None:
     def step(grads: list[Tensor], *state: list[Tensor]) -> Tensor:
         norm = squared_norm(grads, backend="native").sqrt()
         scale_(grads, 0.5, backend="native")
@@ -291,13 +290,13 @@ def test_torch_compile_gives_the_same(cpu_body: None) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_an_empty_list_is_nothing_to_do(cpu_body: None, backend: str) -> None:
+def test_an_empty_list_is_nothing_to_do(cpu_kernels: None, backend: str) -> None:
     assert squared_norm([], backend=backend).item() == 0.0
     scale_([], 2.0, backend=backend)
     adamw_([], [], [], [], step=1, backend=backend, **RATES)
 
 
-def test_there_is_no_backward_and_it_says_so(cpu_body: None) -> None:  # C52
+def test_there_is_no_backward_and_it_says_so(cpu_kernels: None) -> None:  # C52
     x = draw((8,), torch.float32).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"squared_norm has no backward.*reference"):
         squared_norm([x], backend="native")
@@ -306,7 +305,7 @@ def test_there_is_no_backward_and_it_says_so(cpu_body: None) -> None:  # C52
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
+def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x = draw((4, 6), torch.float32)
     with pytest.raises(
         ConfigError, match=r"squared_norm: tensors\[1\] is torch.float64 and tensors\[0\] torch.float32"

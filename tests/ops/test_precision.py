@@ -39,14 +39,14 @@ def check(op: str, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("op", CASES)
-def test_the_error_is_at_most_twice_that_of_plain_precision(body: str, op: str, dtype: torch.dtype) -> None:
+def test_the_error_is_at_most_twice_that_of_plain_precision(kernels: str, op: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check(op, CASES[op].inputs(48, 256, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", CASES)
-def test_so_it_is_with_results_of_megabytes(cpu_body: None, op: str, dtype: torch.dtype) -> None:
+def test_so_it_is_with_results_of_megabytes(cpu_kernels: None, op: str, dtype: torch.dtype) -> None:
     """Which are written past the cache."""
     torch.manual_seed(0)
     inputs = CASES[op].inputs(2048, 1024, dtype)

@@ -1,16 +1,16 @@
-"""Rotary positions: both native bodies against the definition in float64."""
+"""Rotary positions: both native kernels against the definition in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import reference, rope
-from tests.ops.checks import BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, with_threads
+from tests.ops.checks import ANY, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, with_threads
 from tests.runs import tiny_run
 
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
@@ -71,13 +71,13 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("shape", "table"), SHAPES, ids=str)
 def test_output_and_gradient_are_those_of_the_definition(
-    body: str, interleaved: bool, dtype: torch.dtype, shape: tuple[int, ...], table: tuple[int, ...]
+    kernels: str, interleaved: bool, dtype: torch.dtype, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> None:  # C55
     check(draw(shape, dtype), angles_of(*table), draw(shape, dtype, 1), interleaved)
 
 
 @PAIRINGS
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY
 @given(
     places=st.lists(st.integers(1, 4), min_size=1, max_size=2),
     heads=st.lists(st.integers(1, 4), max_size=2),
@@ -86,7 +86,7 @@ def test_output_and_gradient_are_those_of_the_definition(
     dtype=st.sampled_from(LOW),
 )
 def test_any_shape(
-    body: str,
+    kernels: str,
     interleaved: bool,
     places: list[int],
     heads: list[int],
@@ -100,7 +100,9 @@ def test_any_shape(
 
 @PAIRINGS
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_inputs_and_gradients_need_not_be_contiguous(body: str, interleaved: bool, dtype: torch.dtype) -> None:  # C22
+def test_inputs_and_gradients_need_not_be_contiguous(
+    kernels: str, interleaved: bool, dtype: torch.dtype
+) -> None:  # C22
     """Query and key of one projection, sequences first, every second channel, and a gradient that is one number."""
     mixed, angles = draw((5, 2, 3, 6, 16), dtype), angles_of(5, 2, 8)
     query, key, _ = mixed.split([4, 1, 1], dim=-2)
@@ -110,13 +112,13 @@ def test_inputs_and_gradients_need_not_be_contiguous(body: str, interleaved: boo
 
 
 @PAIRINGS
-def test_tables_need_not_be_contiguous(body: str, interleaved: bool) -> None:
+def test_tables_need_not_be_contiguous(kernels: str, interleaved: bool) -> None:
     x, angles = draw((5, 2, 3, 16), torch.float32), angles_of(2, 5, 8).transpose(0, 1)
     check(x, angles, draw(x.shape, x.dtype, 1), interleaved)
     check(x, angles[:, :1].expand(5, 2, 8), draw(x.shape, x.dtype, 1), interleaved)
 
 
-def test_a_projection_is_read_where_it_lies(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_is_read_where_it_lies(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither query nor key of a fused projection is copied first, with several heads to a group."""
     mixed, angles = draw((5, 2, 3, 6, 16), torch.float32), tables(angles_of(5, 1, 8), torch.float32)
     parts = (mixed[..., :4, :], mixed[..., 4, :])
@@ -133,7 +135,7 @@ def test_a_projection_is_read_where_it_lies(body: str, monkeypatch: pytest.Monke
     ids=str,
 )
 def test_gradcheck(
-    cpu_body: None, interleaved: bool, shape: tuple[int, ...], table: tuple[int, ...]
+    cpu_kernels: None, interleaved: bool, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> None:  # C52 C55
     x = draw(shape, torch.float64).requires_grad_()
     cos, sin = tables(angles_of(*table), x.dtype)
@@ -146,7 +148,7 @@ def test_gradcheck(
 
 
 @PAIRINGS
-def test_opcheck(body: str, interleaved: bool) -> None:
+def test_opcheck(kernels: str, interleaved: bool) -> None:
     x = draw((4, 3, 2, 24), torch.float32).requires_grad_()
     for table in ((4, 1, 12), (4, 3, 8)):
         for view in (x, x.transpose(1, 2)) if table[1] == 1 else (x,):
@@ -156,14 +158,14 @@ def test_opcheck(body: str, interleaved: bool) -> None:
 
 
 @PAIRINGS
-def test_every_element_is_written(body: str, interleaved: bool) -> None:
+def test_every_element_is_written(kernels: str, interleaved: bool) -> None:
     with poisoned_memory():
         for shape, table in SHAPES:
             check(draw(shape, torch.float32), angles_of(*table), draw(shape, torch.float32, 1), interleaved)
 
 
 @PAIRINGS
-def test_threads_do_not_change_a_bit(cpu_body: None, interleaved: bool) -> None:
+def test_threads_do_not_change_a_bit(cpu_kernels: None, interleaved: bool) -> None:
     x, angles = draw((33, 3, 2, 40), torch.bfloat16), angles_of(33, 3, 17)
     alone, *others = with_threads(lambda: results(x, angles, x, interleaved))
     for other in others:
@@ -178,7 +180,7 @@ def test_the_order_of_a_blocks_threads_does_not_matter(interleaved: bool, monkey
 
 
 @PAIRINGS
-def test_torch_compile_gives_the_same(cpu_body: None, interleaved: bool) -> None:
+def test_torch_compile_gives_the_same(cpu_kernels: None, interleaved: bool) -> None:
     x, (cos, sin) = draw((6, 2, 3, 40), torch.float32), tables(angles_of(6, 1, 16), torch.float32)
 
     def function(x: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def test_the_reference_is_the_definition(interleaved: bool) -> None:
 
 
 @PAIRINGS
-def test_lengths_of_pairs_stay_in_low_precision(body: str, interleaved: bool) -> None:
+def test_lengths_of_pairs_stay_in_low_precision(kernels: str, interleaved: bool) -> None:
     """At any position: tables in bfloat16 would change them by up to 0.4 %, ten times what one rounding may."""
     x, angles = torch.ones(64, 1, 1, 32, dtype=torch.bfloat16), angles_of(64, 1, 16) * 1e5
     y = rope(x, *tables(angles, x.dtype), interleaved=interleaved, backend="native").double()
@@ -213,7 +215,7 @@ def test_lengths_of_pairs_stay_in_low_precision(body: str, interleaved: bool) ->
 
 
 @PAIRINGS
-def test_extreme_values(body: str, interleaved: bool) -> None:
+def test_extreme_values(kernels: str, interleaved: bool) -> None:
     """Channels that pass keep every bit; infinities and NaN spoil their own pair alone."""
     x = torch.zeros(1, 1, 1, 12, dtype=torch.float16)
     x[..., 4:10] = torch.tensor([6e-8, -3e-6, 65504.0, torch.inf, -torch.inf, torch.nan])
@@ -226,7 +228,7 @@ def test_extreme_values(body: str, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
+def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x, (cos, sin) = torch.randn(5, 2, 3, 8), tables(torch.randn(5, 1, 4), torch.float32)
     with pytest.raises(ConfigError, match=r"x is \[8\], cos \[5, 1, 4\].*x has to be \[s, b, heads, d\]"):
         rope(x[0, 0, 0], cos, sin, backend=backend)
@@ -237,14 +239,14 @@ def test_wrong_arguments_are_named(cpu_body: None, backend: str) -> None:
         rope(x.bfloat16(), cos.bfloat16(), sin.bfloat16(), backend=backend)
 
 
-def test_tables_that_want_a_gradient_are_refused(cpu_body: None) -> None:  # C52
+def test_tables_that_want_a_gradient_are_refused(cpu_kernels: None) -> None:  # C52
     cos, sin = tables(torch.randn(5, 1, 4), torch.float32)
     with pytest.raises(NotImplementedError, match="backend='reference' does"):
         rope(torch.randn(5, 2, 3, 8), cos.requires_grad_(), sin, backend="native")
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_a_model_computes_the_same_with_either_body(cpu_body: None, groups: int) -> None:
+def test_a_model_computes_the_same_with_either_backend(cpu_kernels: None, groups: int) -> None:
     found = []
     for backend in ("native", "reference"):
         grouped = {"group_query_attention": True, "num_query_groups": groups} if groups < 4 else {}

@@ -11,6 +11,16 @@ from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.verify.ranks import run_ranks
 
+AXIS_GETTERS = {
+    "tp": "tensor_model_parallel",
+    "cp": "context_parallel",
+    "dp": "data_parallel",
+    "pp": "pipeline_model_parallel",
+    "etp": "expert_tensor_parallel",
+    "ep": "expert_model_parallel",
+    "edp": "expert_data_parallel",
+}
+
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
@@ -30,17 +40,27 @@ def _check_getters(grid: Grid) -> None:
         "tp-dp": mpu.get_tensor_and_data_parallel_group(),
         "tp-dp-cp": mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
         "tp-cp": mpu.get_tensor_and_context_parallel_group(),
+        "ep": mpu.get_expert_model_parallel_group(),
+        "etp": mpu.get_expert_tensor_parallel_group(),
+        "etp-ep": mpu.get_expert_tensor_and_model_parallel_group(),
+        "etp-ep-pp": mpu.get_expert_tensor_model_pipeline_parallel_group(),
+        "edp": mpu.get_expert_data_parallel_group(),
     }
     for axes, group in groups.items():
         assert _ranks(group) == grid.group_of(me, axes), axes
-    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (grid.tp, at["tp"])
-    assert (mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()) == (
-        grid.pp,
-        at["pp"],
-    )
-    assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()) == (grid.dp, at["dp"])
-    assert (mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()) == (1, 0)
-    assert mpu.get_context_parallel_global_ranks() == [me]
+    for axis, getters in AXIS_GETTERS.items():
+        assert [getattr(mpu, f"get_{getters}_{what}")() for what in ("world_size", "rank")] == [
+            grid.size(axis),
+            at[axis],
+        ]
+    stage = grid.group_of(me, "etp-ep")
+    assert mpu.get_expert_tensor_and_model_parallel_world_size() == len(stage)
+    assert mpu.get_expert_tensor_and_model_parallel_rank() == stage.index(me)
+    for with_cp, tp_only, axes in ((0, 0, "tp-dp"), (1, 0, "tp-dp-cp"), (0, 1, "tp"), (1, 1, "tp-cp")):
+        assert _ranks(mpu.get_amax_reduction_group(bool(with_cp), bool(tp_only))) == grid.group_of(me, axes)
+    assert mpu.get_context_parallel_global_ranks() == grid.group_of(me, "cp")
+    assert mpu.get_expert_model_parallel_src_rank() == grid.group_of(me, "ep")[0]
+    assert mpu.get_model_parallel_src_rank() == grid.group_of(me, "tp-pp")[0]
     assert mpu.get_tensor_model_parallel_src_rank() == tensor[0]
     assert mpu.get_data_parallel_src_rank() == data[0]
     _check_pipeline(pipeline, at["pp"])
@@ -81,18 +101,30 @@ def _check_world_of_eight() -> None:
         mpu.get_tensor_model_parallel_group()
     with pytest.raises(RuntimeError, match="world size 8 cannot be divided"):
         mpu.initialize_model_parallel(3)
-    with pytest.raises(LayoutError, match="context_parallel_size=2 is not supported yet; legal: 1"):
-        mpu.initialize_model_parallel(2, context_parallel_size=2)
+    assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
+    with pytest.raises(RuntimeError, match="world size 8 cannot be divided by expert"):
+        mpu.initialize_model_parallel(2, expert_model_parallel_size=3)
     with pytest.raises(RuntimeError, match="needs a pipeline"):
         mpu.initialize_model_parallel(2, virtual_pipeline_model_parallel_size=2)
     assert not mpu.model_parallel_is_initialized()
-    for sizes, order in (((2, 2), DEFAULT_ORDER), ((2, 4), "pp-dp-tp-cp-ep")):
-        tensor, pipeline = sizes
-        mpu.initialize_model_parallel(tensor, pipeline, 2, order=order)
+    for tensor, pipeline, context, expert, expert_tensor, order in (
+        (2, 2, 1, 2, None, DEFAULT_ORDER),
+        (2, 2, 2, 4, 1, DEFAULT_ORDER),
+        (2, 4, 1, 1, None, "pp-dp-tp-cp-ep"),
+    ):
+        mpu.initialize_model_parallel(
+            tensor,
+            pipeline,
+            2,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+            order=order,
+        )
         assert mpu.model_parallel_is_initialized() and mpu.is_initialized()
         with pytest.raises(AssertionError, match="exist already"):
             mpu.initialize_model_parallel(tensor)
-        grid = Grid.fit(8, tp=tensor, pp=pipeline, order=order)
+        grid = Grid.fit(8, tp=tensor, cp=context, pp=pipeline, ep=expert, etp=expert_tensor, order=order)
         _check_getters(grid)
         _check_chunks(grid.coordinates(dist.get_rank())["pp"], pipeline)
         mpu.destroy_model_parallel()

@@ -11,22 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.sharding import (
     ShardSpec,
+    Split,
     allocate,
     amend_spec,
-    initialise,
-    initialise_by_name,
-    name_seed,
     replicated,
     spec_of,
     split,
     split_fused,
+    split_over,
     split_qkv,
 )
 from tests.parallel.specs import ANY_SPLIT, fused_splits, numbered, padded_splits, plain_splits, qkv_splits
 
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=80)
 
 
 def local_numbers(spec: ShardSpec) -> np.ndarray:
@@ -36,59 +37,69 @@ def local_numbers(spec: ShardSpec) -> np.ndarray:
     return local.numpy()
 
 
+def held_rows(spec: ShardSpec, dim: int = 0) -> list[int]:
+    """The global rows that a rank holds, in their local order."""
+    return [row for part in spec.parts for row in range(part.whole.start[dim], part.whole.stop[dim])]
+
+
 @quick
 @given(ANY_SPLIT)
 def test_parts_hold_every_element_and_owners_hold_it_once(specs: list[ShardSpec]) -> None:
     held, owned = [], []
     for spec in specs:
-        local = local_numbers(spec)
-        held.append(local.ravel())
-        rows = local if local.ndim else local[None]
-        owned += [rows[first:last].ravel() for first, last in spec.owned_local()]
+        local = local_numbers(spec).ravel()
+        held.append(local)
+        owned += [local[first:last] for first, last in spec.owned_flat_ranges()]
+        assert not replace(spec, is_copy=True).owned_flat_ranges()  # C13
     everything = numbered(specs[0].global_shape).ravel()
     assert set(np.concatenate(held)) - {0} == set(everything)
-    np.testing.assert_array_equal(np.sort(np.concatenate(owned)), everything)
+    np.testing.assert_array_equal(np.sort(np.concatenate([np.zeros(0, int), *owned])), everything)
+
+
+@quick
+@given(ANY_SPLIT)
+def test_parts_put_back_are_the_whole(specs: list[ShardSpec]) -> None:
+    full = np.zeros(specs[0].global_shape, dtype=np.int64)
+    for spec in specs:
+        local, padding = local_numbers(spec), np.ones(spec.local_shape, dtype=bool)
+        for part in spec.parts:
+            full[part.whole.index] = local[part.local.index]
+            padding[part.local.index] = False
+        assert not local[padding].any(), "padding is not zero"
+    np.testing.assert_array_equal(full, numbered(specs[0].global_shape))
+
+
+@quick
+@given(ANY_SPLIT)
+def test_ranks_of_an_axis_list_the_same_shared_ranges(specs: list[ShardSpec]) -> None:
+    for number, split_ in enumerate(specs[0].splits):
+        lists: dict[tuple, list] = {}
+        for spec in specs:
+            others = tuple(index for axis, index in spec.indices if axis != split_.axis)
+            listed = spec.all_shared_ranges(spec.splits[number])
+            assert lists.setdefault(others, listed) == listed
+            assert {whole for _, whole in spec.shared_ranges(spec.splits[number])} <= set(listed)
 
 
 @quick
 @given(st.one_of(plain_splits(), fused_splits(), padded_splits()))
-def test_ranges_partition_the_extent(specs: list[ShardSpec]) -> None:
-    extent = specs[0].global_shape[specs[0].dim]
-    pieces = sorted(piece for piece in (p for held in specs[0].ranges for p in held))
-    assert [i for start, stop in pieces for i in range(start, stop)] == list(range(extent))
+def test_even_splits_share_nothing(specs: list[ShardSpec]) -> None:
     assert len({spec.local_shape for spec in specs}) == 1
-    assert not any(spec.has_shared_ranges or spec.shared_local() for spec in specs)
-
-
-@quick
-@given(st.one_of(plain_splits(), fused_splits(), qkv_splits(), padded_splits()))
-def test_parts_put_back_are_the_whole(specs: list[ShardSpec]) -> None:
-    full = torch.zeros(specs[0].global_shape, dtype=torch.int64)
-    for spec in specs:
-        local, at = torch.from_numpy(local_numbers(spec)), 0
-        for start, stop in spec.local_ranges:
-            full.narrow(spec.dim, start, stop - start).copy_(local.narrow(spec.dim, at, stop - start))
-            at += stop - start
-        assert not local.narrow(spec.dim, at, spec.padding).any(), "padding is not zero"
-    np.testing.assert_array_equal(full.numpy(), numbered(specs[0].global_shape))
+    assert not any(split.shared for spec in specs for split in spec.splits)
+    assert sum(part.whole.numel for spec in specs for part in spec.parts) == np.prod(specs[0].global_shape)
 
 
 @quick
 @given(qkv_splits())
 def test_shared_rows_are_those_that_several_ranks_hold(specs: list[ShardSpec]) -> None:
-    holders: dict[int, int] = {}
+    holders = np.bincount([row for spec in specs for row in held_rows(spec)])
     for spec in specs:
-        for start, stop in spec.local_ranges:
-            holders |= {row: holders.get(row, 0) + 1 for row in range(start, stop)}
-    for spec in specs:
-        found = {row for _, (start, stop) in spec.shared_local() for row in range(start, stop)}
-        mine = {row for start, stop in spec.local_ranges for row in range(start, stop)}
-        assert found == {row for row in mine if holders[row] > 1}
-        assert spec.has_shared_ranges == (max(holders.values()) > 1)
-        for (first, last), (start, stop) in spec.shared_local():
-            rows = local_numbers(spec).reshape(spec.local_shape[0], -1)[first:last]
-            expected = numbered(spec.global_shape).reshape(spec.global_shape[0], -1)[start:stop]
-            np.testing.assert_array_equal(rows, expected)
+        (over_tp,) = spec.splits
+        found = {row for _, (start, stop) in spec.shared_ranges(over_tp) for row in range(start, stop)}
+        assert found == {row for row in held_rows(spec) if holders[row] > 1}
+        assert bool(over_tp.shared) == (max(holders) > 1)
+        for (first, last), (start, stop) in spec.shared_ranges(over_tp):
+            np.testing.assert_array_equal(local_numbers(spec)[first:last], numbered(spec.global_shape)[start:stop])
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(8, 8, 4), (8, 4, 2), (8, 2, 4), (8, 1, 4), (8, 2, 8)])
@@ -102,30 +113,52 @@ def test_each_rank_has_its_heads_and_their_keys(heads: int, groups: int, size: i
         expected = []
         for group in sorted({head // each for head in own}):
             expected += [f"q{head}" for head in own if head // each == group] + [f"k{group}", f"v{group}"]
-        assert [rows[row] for start, stop in spec.local_ranges for row in range(start, stop)] == expected
+        assert [rows[row] for row in held_rows(spec)] == expected
 
 
 def test_gate_and_up_are_split_each_on_its_own() -> None:  # C42
-    spec = split_fused((8,), (4, 4), 1, 2)
-    assert spec.local_ranges == ((2, 4), (6, 8))
+    assert held_rows(split_fused((8,), (4, 4), 1, 2)) == [2, 3, 6, 7]
+
+
+def test_experts_are_split_over_two_axes() -> None:  # C7 C15
+    """4 experts over ep = 2, their 6 rows over etp = 3: rank (1, 2) holds rows 4 and 5 of the experts 2 and 3."""
+    shape = (4, 6, 5)
+    over_ep, over_etp = split(shape, 0, 1, 2, axis="ep"), split(shape, 1, 2, 3, axis="etp")
+    spec = split_over(over_ep, over_etp, replica_axes=("edp",))
+    assert (spec.local_shape, spec.replica_axes, spec.split_axes) == ((2, 2, 5), ("edp",), ("ep", "etp"))
+    assert [part.whole for part in spec.parts] == [Box((2, 4, 0), (4, 6, 5))]
+
+
+def test_copies_over_an_axis_belong_to_its_first_rank() -> None:  # C14
+    """Split over ep, whole on each rank of etp."""
+    specs = [
+        split_over(split((4, 3), 0, e, 2, axis="ep"), replicated((4, 3), t, axis="etp", partial_grad=True))
+        for e in range(2)
+        for t in range(2)
+    ]
+    assert [spec.owned_flat_ranges() for spec in specs] == [[(0, 6)], [], [(0, 6)], []]
+    assert {(spec.copied_axes, spec.partial_axes) for spec in specs} == {(("etp",), ("etp",))}
 
 
 def test_rank_with_padding_alone() -> None:  # C21
     specs = [split((9, 2), 0, i, 4, padded=16) for i in range(4)]
     assert [spec.local_shape for spec in specs] == [(4, 2)] * 4
-    assert [spec.padding for spec in specs] == [0, 0, 3, 4]
-    assert specs[3].local_ranges == () and specs[3].owned_local() == []
+    assert [len(held_rows(spec)) for spec in specs] == [4, 4, 1, 0]
+    assert specs[3].parts == () and specs[3].owned_flat_ranges() == []
+    assert not allocate(specs[2], torch.float32, "cpu")[1:].any(), "padding that nothing fills"
 
 
-def test_copy_of_a_tied_tensor_owns_nothing() -> None:  # C13
-    for spec in (split((8, 2), 0, 0, 2), split((8, 2), 1, 0, 2), replicated((3,))):
-        assert spec.owned_local()
-        assert replace(spec, is_copy=True).owned_local() == []
+@quick
+@given(padded_splits())
+def test_norms_leave_padding_out(specs: list[ShardSpec]) -> None:
+    for spec in specs:
+        counted = sum(last - first for first, last in spec.owned_flat_ranges())
+        assert counted == sum(part.local.numel for part in spec.parts)
 
 
 def test_scalar_is_owned_by_the_first_rank() -> None:
-    assert replicated((), 0).owned_local() == [(0, 1)]
-    assert replicated((), 1).owned_local() == []
+    assert replicated((), 0).owned_flat_ranges() == [(0, 1)]
+    assert replicated((), 1).owned_flat_ranges() == []
 
 
 def test_parameter_carries_its_spec() -> None:
@@ -138,24 +171,15 @@ def test_parameter_carries_its_spec() -> None:
     assert spec_of(nn.Parameter(torch.zeros(2, 3))) == replicated((2, 3))
 
 
-def test_parts_are_drawn_from_one_tensor() -> None:
-    """Initial weights are a function of (seed, name), whatever the split, and move no other generator."""
-    drawn = []
-    for size in (1, 2, 4):
-        parts = [allocate(split((8, 3), 0, i, size), torch.float64, "cpu") for i in range(size)]
-        before = torch.get_rng_state()
-        for part in parts:
-            initialise_by_name(part, nn.init.normal_, 1, "decoder.weight")
-        assert torch.equal(torch.get_rng_state(), before)
-        drawn.append(torch.cat([part.data for part in parts]))
-    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
-    torch.manual_seed(name_seed(1, "decoder.weight"))
-    whole = allocate(replicated((8, 3)), torch.float32, "cpu")
-    initialise(whole, nn.init.normal_)
-    assert torch.equal(whole.double(), drawn[0])
-
-
-def test_name_seeds_differ() -> None:
-    seeds = [name_seed(seed, name) for seed in (1, 2, 12) for name in ("a", "b", "2:a")]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ShardSpec((4,), (Split(0, "ep", (((0, 2),), ((2, 4),))),), (("tp", 0),)), "give its index on 'ep'"),
+        (lambda: ShardSpec((4,), (Split(0, "ep", (((0, 4),),)),), (("ep", 1),)), "from 0 to 0"),
+        (lambda: split_over(split((4,), 0, 0, 2), split((4,), 0, 0, 2, axis="ep", padded=6)), "cannot be padded"),
+        (lambda: split_over(split((4,), 0, 0, 2), replicated((2,))), "different shapes"),
+    ],
+)
+def test_contradictions_are_refused(make: object, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        make()

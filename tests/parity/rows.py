@@ -6,6 +6,9 @@ from functools import cache
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import Trace, trace_training
+from megatron_core.verify.compare import Errors
+from megatron_core.verify.gpt import train_traced
+from megatron_core.verify.noise import rounding_noise
 
 BASE = {
     "num_layers": 4,
@@ -58,6 +61,7 @@ GQA1 = {
 GQA2 = {"group_query_attention": True, "num_query_groups": 2}
 FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+WINDOW = {"window_size": (2, 0), "window_attn_skip_freq": (1, 0, 0, 1)}
 GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
     {"pipeline_schedule": name} for name in ("gpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 )
@@ -172,22 +176,33 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
         PACKED | MODERN | SDPA | {"reset_attention_mask": False},
         {"micro_batch_size": 4},
     ),
+    "packed, modern, window in two of four layers, pp2 x 2 chunks": (
+        2,
+        PACKED | MODERN | SDPA | WINDOW,
+        PP2 | V2,
+    ),  # C54
     "packed, modern, full recompute, pp2": (2, PACKED | MODERN | SDPA, PP2 | FULL_BLOCK),  # C45
 }
 
 
-def truth_of(shared: dict) -> Trace:
+def baseline_of(shared: dict) -> Trace:
     """The trace of one process."""
-    return _truth(tuple(sorted(shared.items())))
+    return _baseline(tuple(sorted(shared.items())))
 
 
 @cache
-def _truth(settings: tuple[tuple[str, object], ...]) -> Trace:
+def _baseline(settings: tuple[tuple[str, object], ...]) -> Trace:
     return trace_training(RunConfig.from_flat(dict(settings)), world_size=1)
+
+
+def noise_of(shared: dict, dtype_settings: dict) -> Errors:
+    """What rounding does to each quantity in one process, from the baseline of ``shared`` in float64."""
+    config = RunConfig.from_flat(shared | {"fp64": False} | dtype_settings)
+    return rounding_noise(train_traced, config, 3, baseline=baseline_of(shared))[1]
 
 
 def compare(world_size: int, model: dict, layout: dict, extra: dict | None = None) -> tuple[Trace, Trace]:
     """The traces of a row and of one process."""
     shared = BASE | model | (extra or {})
-    truth = truth_of(shared)
-    return trace_training(RunConfig.from_flat(shared | layout), world_size), truth
+    baseline = baseline_of(shared)
+    return trace_training(RunConfig.from_flat(shared | layout), world_size), baseline

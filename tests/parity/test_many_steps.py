@@ -47,4 +47,4 @@ def test_replicas_are_equal_after_many_steps(case: str) -> None:  # C53
     assert found.faults == []
     assert len(found.losses) == STEPS
     assert found.losses == pytest.approx(alone.losses, rel=1e-4)
-    assert found.losses[0] != pytest.approx(found.losses[-1], rel=1e-2)
+    assert max(found.losses) > 1.01 * min(found.losses)

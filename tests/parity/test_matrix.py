@@ -9,35 +9,32 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_core.config import RunConfig
+from megatron_core.verify import trace_training
 from megatron_core.verify.compare import FLOAT64_BOUND, Bounds, beyond, relative_errors
-from megatron_core.verify.record import Trace
-from tests.parity.rows import BASE, ROWS, TP2, TP4, compare, truth_of
+from megatron_core.verify.trace import Trace
+from tests.parity.rows import BASE, ROWS, TP2, TP4, baseline_of, compare, noise_of
 
 
-def faults(found: Trace, truth: Trace, bounds: Bounds) -> list[str]:
+def faults(found: Trace, baseline: Trace, bounds: Bounds) -> list[str]:
     """Why a row does not hold."""
-    return [*found.faults, *beyond(relative_errors(found, truth), bounds)]
+    return [*found.faults, *beyond(relative_errors(found, baseline), bounds)]
 
 
 # C1 C2 C3 C11 C13 C14 C17 C18 C20 C21 C22 C27 C33 C35 C36: what they would change is compared in every row.
 @pytest.mark.parametrize("row", ROWS)
 def test_layout_computes_what_one_process_computes(row: str) -> None:
-    found, truth = compare(*ROWS[row])
-    assert faults(found, truth, Bounds("float64")) == []
+    found, baseline = compare(*ROWS[row])
+    assert faults(found, baseline, Bounds("float64")) == []
 
 
 @pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
 def test_layout_in_float32(row: str) -> None:
-    """No quantity is much further from float64 than one process in float32 is: ``megatron_core.verify.compare``.
-
-    ``adam_eps`` 1e-3 keeps elements whose true gradient is 0 (key biases) from moving by rounding alone.
-    """
-    single = {"fp64": False, "adam_eps": 1e-3}
+    """No quantity is much further from float64 than one process in float32 is: ``megatron_core.verify.compare``."""
     world_size, model, layout = ROWS[row]
-    found, one_process = compare(world_size, model, layout, single)
-    truth = truth_of(BASE | model | single | {"fp64": True})
-    bounds = Bounds("float32", relative_errors(one_process, truth))
-    assert faults(found, truth, bounds) == []
+    found = trace_training(RunConfig.from_flat(BASE | model | {"fp64": False} | layout), world_size)
+    bounds = Bounds("float32", noise_of(BASE | model, {}))
+    assert faults(found, baseline_of(BASE | model), bounds) == []
 
 
 @pytest.mark.parametrize("vocabulary", [50257])
@@ -50,14 +47,14 @@ def test_vocabulary_of_gpt2(vocabulary: int, layout: dict) -> None:  # C21
         "make_vocab_size_divisible_by": 128,
         "global_batch_size": 2,
     }
-    found, truth = compare(layout["tensor_model_parallel_size"], model, layout)
-    assert max(relative_errors(found, truth).values()) < FLOAT64_BOUND
+    found, baseline = compare(layout["tensor_model_parallel_size"], model, layout)
+    assert max(relative_errors(found, baseline).values()) < FLOAT64_BOUND
 
 
 def test_truth_is_not_trivial() -> None:
-    """Were the reference's gradients tiny or its weights still, the matrix would prove nothing. # C52"""
-    truth = truth_of(BASE)
-    assert truth.losses[2] != truth.losses[0]
-    assert min(truth.norms) > BASE["clip_grad"]
-    for name, values in truth.tensors.items():
+    """Were the baseline's gradients tiny or its weights constant, the matrix would show nothing. # C52"""
+    baseline = baseline_of(BASE)
+    assert baseline.losses[2] != baseline.losses[0]
+    assert min(baseline.norms) > BASE["clip_grad"]
+    for name, values in baseline.tensors.items():
         assert np.abs(values).max() > 1e-6, f"{name} is all but zero"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.pipeline_parallel.actions import Action, Plan
-from megatron_core.pipeline_parallel.plan_file import format_plan
-from megatron_core.pipeline_parallel.schedules import one_f_one_b
+from megatron_core.schedules import one_f_one_b
+from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.plan_file import format_plan
 from megatron_core.training.step import train_step
 from megatron_core.verify import trace_training
 from megatron_core.verify.compare import FLOAT64_BOUND, relative_errors
@@ -34,14 +34,14 @@ def test_overlap_changes_no_bit(row: str) -> None:
 def _permuted(plan: Plan, order: list[int]) -> Plan:
     """The same plan with its micro-batches in another order."""
     renumbered = ([Action(a.stage, a.kind, order[a.micro]) for a in actions] for actions in plan.ranks)
-    return Plan(tuple(map(tuple, renumbered)), plan.place)
+    return Plan(tuple(map(tuple, renumbered)), plan.stage_to_rank)
 
 
 def test_a_plan_of_ones_own(tmp_path: Path) -> None:
     """1F1B that takes the micro-batches backwards, and a hand-written one with two stages beside each other."""
     own = {
         "backwards.txt": format_plan(_permuted(one_f_one_b(2, 4), [3, 2, 1, 0])),
-        "by_hand.txt": "place: 0 1 1 0  # half of the backwards are split\n"
+        "by_hand.txt": "stage_to_rank: 0 1 1 0  # half of the backwards are split\n"
         "0F0 0F1 0F2 3F0 3B0 0F3 3F1 3B1 3F2 3I2 0B0 0I1 3F3 3B3 0W1 3W2 0B2 0B3\n"
         "1F0 2F0 1F1 2F1 2B0 1F2 2I1 1B0 2F2 1I1 2W1 1W1 1F3 2F3 2B2 2I3 1B2 1B3 2W3\n",
     }
@@ -49,9 +49,9 @@ def test_a_plan_of_ones_own(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         chunks = {"num_virtual_stages_per_pipeline_rank": 2} if name == "by_hand.txt" else {}
-        found, truth = compare(2, {"global_batch_size": 4}, PP2 | chunks | {"pipeline_plan": str(path)})
+        found, baseline = compare(2, {"global_batch_size": 4}, PP2 | chunks | {"pipeline_plan": str(path)})
         assert found.faults == []
-        assert max(relative_errors(found, truth).values()) < FLOAT64_BOUND
+        assert max(relative_errors(found, baseline).values()) < FLOAT64_BOUND
 
 
 FP16 = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "num_layers": 4, "lr": 1e-3, "train_iters": 100}

@@ -8,9 +8,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from megatron_core.pipeline_parallel.actions import Plan
-from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat, Posting
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.schedules.actions import Plan
 from megatron_core.tensor_parallel.linear import parallel_linear
 
 WIDTH = 4
@@ -41,7 +41,7 @@ class Chain:
 
     def __init__(self, plan: Plan, rank: int | None = None, shake: random.Random | None = None) -> None:
         self.plan, self.shake = plan, shake
-        mine = [stage for stage, place in enumerate(plan.place) if rank in (None, place)]
+        mine = [stage for stage, holder in enumerate(plan.stage_to_rank) if rank in (None, holder)]
         self.weights = {stage: nn.Parameter(_random(0, stage, WIDTH, WIDTH)) for stage in mine}
         self.biases = {stage: nn.Parameter(_random(3, stage, WIDTH)) for stage in mine}
 
@@ -76,8 +76,8 @@ def run_chain(
     plan: Plan,
     links: Links,
     *,
-    posting: Posting,
-    listener: Listener,
+    overlap: bool = True,
+    listener: Listener | None = None,
     seed: int = 0,
     message: MessageFormat | None = None,
 ) -> tuple[dict[int, Tensor], Chain]:
@@ -89,7 +89,7 @@ def run_chain(
         message or ragged(plan.num_microbatches),
         chain.forward,
         parameters=chain.parameters,
-        posting=posting,
-        listener=listener,
+        overlap=overlap,
+        listener=listener or Listener(),
     )
     return executor.run(), chain

@@ -15,12 +15,11 @@ from torch import Tensor
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.pipeline_parallel.actions import Action, Plan, placed_round_robin
-from megatron_core.pipeline_parallel.checks import check
-from megatron_core.pipeline_parallel.executor import Executor, Listener, Posting
+from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.p2p import Links
-from megatron_core.pipeline_parallel.rendezvous import receives_ahead
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, forward_only, interleaved, make_plan
+from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
+from megatron_core.schedules.actions import Action, Plan, round_robin_stages
+from megatron_core.schedules.checks import check
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 
@@ -40,12 +39,11 @@ def _run(plan: Plan, links: Links, seed: int) -> None:
     """Run a plan on this rank, with and without overlap, lengths known and unknown; compare with one process."""
     whole = Chain(plan)
     losses = whole.reference()
-    mine = [stage for stage, rank in enumerate(plan.place) if rank == links.index]
+    mine = [stage for stage, rank in enumerate(plan.stage_to_rank) if rank == links.index]
     grads = []
-    blocking = Posting(overlap=False, ahead=receives_ahead(plan))
-    for posting, message in ((Posting(), None), (blocking, None), (Posting(), UNKNOWN)):
+    for overlap, message in ((True, None), (False, None), (True, UNKNOWN)):
         told = Announcements()
-        found, chain = run_chain(plan, links, posting=posting, listener=told, seed=seed, message=message)
+        found, chain = run_chain(plan, links, overlap=overlap, listener=told, seed=seed, message=message)
         assert found.keys() == (losses.keys() if plan.num_stages - 1 in mine else set())
         for micro, loss in found.items():
             torch.testing.assert_close(loss, losses[micro], **CLOSE)
@@ -81,14 +79,14 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
     Backwards are whole on the even stages and split on the odd ones.
     """
     choice = random.Random(seed)
-    place = placed_round_robin(num_ranks, num_chunks)
+    stage_to_rank = round_robin_stages(num_ranks, num_chunks)
     left = {
         Action(stage, kind, micro)
-        for stage in range(len(place))
+        for stage in range(len(stage_to_rank))
         for kind in ("FIW" if stage % 2 else "FB")
         for micro in range(num_microbatches)
     }
-    plan = Plan((tuple(sorted(left)),), place)  # knows what is split
+    plan = Plan((tuple(sorted(left)),), stage_to_rank)  # knows what is split
     done: set[Action] = set()
     ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
     while left:
@@ -96,19 +94,18 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
         action = choice.choice(ready)
         left.remove(action)
         done.add(action)
-        ranks[place[action.stage]].append(action)
-    return Plan(tuple(map(tuple, ranks)), place)
+        ranks[stage_to_rank[action.stage]].append(action)
+    return Plan(tuple(map(tuple, ranks)), stage_to_rank)
 
 
 def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
     """Whether an action takes the first message of its stream that has not been taken yet."""
     source = plan.source(action)
-    if source is None or plan.place[source.stage] == plan.place[action.stage]:
+    if plan.sender(action) is None:
         return True
-    stream = [a for a in ranks[plan.place[source.stage]] if (a.stage, a.kind) == (source.stage, source.kind)]
-    taken = {
-        plan.source(a) for a in ranks[plan.place[action.stage]] if (a.stage, a.kind) == (action.stage, action.kind)
-    }
+    stream = [a for a in ranks[plan.sender(action)] if (a.stage, a.kind) == (source.stage, source.kind)]
+    here = ranks[plan.stage_to_rank[action.stage]]
+    taken = {plan.source(a) for a in here if (a.stage, a.kind) == (action.stage, action.kind)}
     return next(sent for sent in stream if sent not in taken) == source
 
 
@@ -116,7 +113,7 @@ def _check_evaluation(links: Links, num_ranks: int) -> None:
     """Forwards alone keep no graph and touch no gradient."""
     plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
     expected = Chain(plan).reference()
-    found, chain = run_chain(plan, links, posting=Posting(), listener=Listener())
+    found, chain = run_chain(plan, links)
     assert all(not loss.requires_grad for loss in found.values())
     assert all(parameter.grad is None for parameter in chain.parameters)
     for micro, loss in found.items():
@@ -185,7 +182,7 @@ def test_a_message_of_another_shape_is_refused(length: int, dtype: torch.dtype, 
     assert links.sent == [MESSAGE.shape]
 
 
-def test_an_output_is_let_go_when_it_is_sent() -> None:
+def test_an_output_is_released_when_it_is_sent() -> None:
     """The graph stays, the activations that nothing in it needs do not."""
     plan = interleaved(2, 1, 3)
     outputs: list[weakref.ref] = []
@@ -218,7 +215,7 @@ def test_a_stage_without_anything_to_train_sends_no_gradient_back() -> None:
 
 def test_unknown_lengths_and_sends_that_are_waited_for_exclude_one_another() -> None:
     with pytest.raises(LayoutError, match="overlap_p2p_communication=False"):
-        Executor(interleaved(2, 1, 2), FirstRank(), UNKNOWN, Chain.forward, posting=Posting(overlap=False))
+        Executor(interleaved(2, 1, 2), FirstRank(), UNKNOWN, Chain.forward, overlap=False)
 
 
 def test_lengths_are_those_that_were_said() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import LayoutError
-from megatron_core.pipeline_parallel.actions import placed_round_robin
 from megatron_core.pipeline_parallel.partition import Ends, describe, layers_by_stage, partition
+from megatron_core.schedules.actions import round_robin_stages
 
 
 def sizes(stages: list[range]) -> list[int]:
@@ -151,7 +151,7 @@ def test_a_layout_for_another_number_of_stages() -> None:
 
 
 def test_description() -> None:
-    assert describe(partition(5, 4), placed_round_robin(2, 2)).splitlines() == [
+    assert describe(partition(5, 4), round_robin_stages(2, 2)).splitlines() == [
         "pipeline rank 0: embedding, layer 0 | layer 3",
         "pipeline rank 1: layers 1-2 | layer 4, output",
     ]
@@ -160,8 +160,8 @@ def test_description() -> None:
 
 def test_description_of_stages_without_layers() -> None:
     stages = [range(0), range(0, 2), range(2, 2), range(2, 2), range(2, 3), range(3, 3)]
-    assert describe(stages, placed_round_robin(3, 2)).splitlines() == [
-        "pipeline rank 0: embedding | nothing, hands on",
+    assert describe(stages, round_robin_stages(3, 2)).splitlines() == [
+        "pipeline rank 0: embedding | empty stage",
         "pipeline rank 1: layers 0-1 | layer 2",
-        "pipeline rank 2: nothing, hands on | output",
+        "pipeline rank 2: empty stage | output",
     ]

@@ -118,7 +118,7 @@ def _row(group: Group, truth: Truth, *, sequence_parallel: bool, parallel_input:
     torch.testing.assert_close(layer.weight.grad, part.columns(truth.layer.weight.grad), **EXACT)
     torch.testing.assert_close(x.grad, part.columns(truth.x.grad) if parallel_input else truth.x.grad, **EXACT)
     if sequence_parallel:  # C17: each rank's bias gradient is a part, to be summed
-        assert layer.bias.shard_spec.partial_grad
+        assert layer.bias.shard_spec.partial_axes == ("tp",)
         all_reduce_(layer.bias.grad, group)
     torch.testing.assert_close(layer.bias.grad, truth.layer.bias.grad, **EXACT)
 

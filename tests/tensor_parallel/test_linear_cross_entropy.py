@@ -150,5 +150,5 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_targets_of_another_shape_are_refused() -> None:
     hidden, weight = _random(S, B, WIDTH, seed=3), _weight(LocalGroup(), main_grad=False)
-    with pytest.raises(LayoutError, match=r"hidden \[6, 3, 8\] and target \[3, 6\] do not fit"):
+    with pytest.raises(LayoutError, match=r"hidden \[6, 3, 8\] and target \[3, 6\] do not match"):
         linear_cross_entropy(hidden, weight, _target().t())

@@ -93,9 +93,9 @@ def test_streams_go_on_where_they_were_left() -> None:
 def test_wrong_streams_are_named() -> None:
     tracker = CudaRNGStatesTracker()
     tracker.add("mine", 5)
-    with pytest.raises(ConfigError, match="'mine' exists"):
+    with pytest.raises(ConfigError, match="'mine' already exists"):
         tracker.add("mine", 6)
-    with pytest.raises(ConfigError, match="seed 5"):
+    with pytest.raises(ConfigError, match="seed=5"):
         tracker.add("other", 5)
     with pytest.raises(ConfigError, match=r"no generator state 'other'; known: mine"), tracker.fork("other"):
         raise AssertionError("the context must not be entered")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +21,12 @@ def _keep(
     place: str = "layers.0.mlp",
     p: float = 0.5,
     samples: Tensor = EVERYONE,
-    positions: range = range(LENGTH),
+    positions: Sequence[int] = range(LENGTH),
     backend: str = "auto",
 ) -> Tensor:
     """Where a tensor ``[s, b, h]`` keeps its elements."""
     ones = torch.ones(len(positions), len(samples), CHANNELS)
-    return KeyedDropout(p, seed, place, backend)(ones, samples, first_position=positions.start) != 0
+    return KeyedDropout(p, seed, place, backend)(ones, samples, position_ids=torch.tensor(positions)) != 0
 
 
 @BACKENDS
@@ -44,6 +46,8 @@ def test_every_shard_has_its_part_of_the_same_mask(backend: str) -> None:  # C26
     halves = [range(0, LENGTH // 2), range(LENGTH // 2, LENGTH)]
     by_position = [_keep(positions=half, backend=backend) for half in halves]
     assert torch.equal(torch.cat(by_position), whole)
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1)).tolist()
+    assert torch.equal(_keep(positions=order, backend=backend), whole[order])
     for sample in range(SAMPLES):
         one = _keep(samples=EVERYONE[sample : sample + 1], backend=backend)
         assert torch.equal(one[:, 0], whole[:, sample])

@@ -7,15 +7,23 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_core.tokenizers.byte_symbols import BYTE_SYMBOLS
+
 TEXTS = ["def f(x):\n    return x + 1\n", "the cat and the hat", "Grüße, 世界 🙂", "", "  two  spaces \t tab"]
 
 
-def train_bpe(special: list[str], size: int = 300) -> Tokenizer:
-    """A byte-level BPE over the texts."""
+MISSING = b"\x04\xaa\xc2"
+"""Bytes of UTF-8 that the texts do not hold."""
+DROPPED_TEXTS = ["a\x04b", "th\u00aae c\u00aaat", "\x04", "x\u00aa\x04\u00aa the", "plain"]
+"""Texts with those bytes; without them the letters around them are tokens of their own."""
+
+
+def train_bpe(special: list[str], size: int = 300, without: bytes = b"") -> Tokenizer:
+    """A byte-level BPE over the texts, without tokens for some bytes that are not in them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {BYTE_SYMBOLS[byte] for byte in without})
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
@@ -23,10 +31,10 @@ def train_bpe(special: list[str], size: int = 300) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer_json(folder: Path, special: tuple[str, ...] = ("<|endoftext|>",)) -> Path:
+def write_tokenizer_json(folder: Path, special: tuple[str, ...] = ("<|endoftext|>",), without: bytes = b"") -> Path:
     """A tokenizer.json in the folder."""
     path = folder / "tokenizer.json"
-    train_bpe(list(special)).save(str(path))
+    train_bpe(list(special), without=without).save(str(path))
     return path
 
 

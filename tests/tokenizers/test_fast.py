@@ -10,7 +10,14 @@ import pytest
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import fast
 from megatron_core.tokenizers.fast import TokenizerBackend, TokenizerFiles, disagreement, load_backend, odd_texts
-from tests.tokenizers.corpus import TEXTS, write_gpt2_files, write_sentence_piece, write_tokenizer_json
+from tests.tokenizers.corpus import (
+    DROPPED_TEXTS,
+    MISSING,
+    TEXTS,
+    write_gpt2_files,
+    write_sentence_piece,
+    write_tokenizer_json,
+)
 
 KINDS = ["HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "ByteLevelTokenizer"]
 SPECIAL = ["<|endoftext|>", "x<|endoftext|>y <|endoftext|>", " <|endoftext|>\n"]
@@ -82,6 +89,18 @@ def test_a_tokenizer_that_gigatoken_does_not_read(tmp_path: Path) -> None:
         ConfigError, match=r"gigatoken does not read this tokenizer .*--tokenization-backend tokenizers"
     ):
         load_backend(files, "gigatoken")
+
+
+def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
+    """It has the tokenizer's ids for all texts, also where letters merge over a byte that is dropped."""
+    pytest.importorskip("gigatoken")
+    path = write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|last|>"), without=MISSING + b"\xff")
+    files = TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path))
+    backend, reason = load_backend(files)
+    assert (backend.name, reason) == ("gigatoken", "")
+    for texts in (TEXTS, DROPPED_TEXTS, DROPPED_TEXTS[2:3], [*TEXTS, *DROPPED_TEXTS, *SPECIAL, *odd_texts(files)]):
+        compare(backend, files, texts)
+    assert backend.encode(["th\u00aae"])[0].tolist() == files.load().tokenize("the")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

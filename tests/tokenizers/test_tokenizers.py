@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import (
@@ -18,9 +18,14 @@ from megatron_core.tokenizers import (
     SentencePieceTokenizer,
     TikTokenizer,
     Tokenizer,
+    dropped_bytes,
+    end_ids,
     padding_id,
 )
+from megatron_core.tokenizers.byte_symbols import BYTE_SYMBOLS, count_bytes, missing_bytes
 from tests.tokenizers.corpus import (
+    DROPPED_TEXTS,
+    MISSING,
     TEXTS,
     train_bpe,
     write_gpt2_files,
@@ -126,11 +131,24 @@ def test_hugging_face_end_of_a_turn_is_not_the_end_of_a_document(tmp_path: Path)
     assert padding_id(tokenizer) is None
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("{", "is no JSON"), ("[]", "holds a list, expected an object")])
+def test_hugging_face_ends_of_a_generated_text(tmp_path: Path) -> None:
+    """Those of generation_config.json and of a usual name, but not a usual name that is ordinary text."""
+    write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|im_end|>", "<mine>", "<other>"))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert end_ids(tokenizer) == {0, 1}
+    config = write_names(tmp_path, "generation_config.json", eos_token_id=[2, 0])
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert (tokenizer.eod, end_ids(tokenizer), config in tokenizer.files()) == (0, {0, 1, 2}, True)
+    write_names(tmp_path, "generation_config.json", eos_token_id=3)
+    assert end_ids(HuggingFaceTokenizer(tmp_path)) == {0, 1, 3}
+    assert end_ids(ByteLevelTokenizer()) == {ByteLevelTokenizer().eod}
+
+
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])
 def test_hugging_face_names_file_that_is_broken(content: str, sentence: str, tmp_path: Path) -> None:
     write_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json {sentence}.*or remove it to go without"):
+    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json {sentence}.*or remove it to use the usual names"):
         HuggingFaceTokenizer(tmp_path)
 
 
@@ -252,3 +270,18 @@ def test_null_refuses_ids_past_its_end() -> None:
 def test_no_torch() -> None:
     code = "import sys, megatron_core.tokenizers, megatron_core.datasets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_bytes_without_a_token_are_known_and_counted(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(write_tokenizer_json(tmp_path, without=MISSING + b"\xff"))
+    assert tokenizer.detokenize(tokenizer.tokenize("a\x04b")) == "ab"
+    assert dropped_bytes(tokenizer) == MISSING  # 0xff is in no text
+    assert count_bytes(DROPPED_TEXTS, MISSING) == 1 + 4 + 1 + 5
+    full = HuggingFaceTokenizer(write_tokenizer_json(tmp_path))
+    assert dropped_bytes(full) == dropped_bytes(ByteLevelTokenizer()) == b""
+    letters = {symbol: byte for byte, symbol in BYTE_SYMBOLS.items()}
+    assert letters.keys() == set(pre_tokenizers.ByteLevel.alphabet())
+    spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("\x00 \u00ad\u00ff\x7f")
+    assert bytes(letters[symbol] for symbol in spelt[0][0]) == "\x00 \u00ad\u00ff\x7f".encode()
+    unknown = {"type": "BPE", "unk_token": "<unk>"}
+    assert missing_bytes({}, unknown, {"type": "ByteLevel"}) == missing_bytes({}, {}, {"type": "Metaspace"}) == b""

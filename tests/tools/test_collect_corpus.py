@@ -46,7 +46,7 @@ def test_what_a_folder_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("sub/code.py", "x = 1\n"),
     ]
     printed = capsys.readouterr()
-    assert "left out, not UTF-8: 1 files: latin.txt" in printed.err
+    assert "skipped 1 files that are not UTF-8: latin.txt" in printed.err
     assert "3 documents" in printed.out
 
 
@@ -73,7 +73,7 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
     source = tmp_path / "source"
     fill(source, {"a.png": b"x"})
     output = tmp_path / "corpus.jsonl"
-    with pytest.raises(DataError, match=r"--folder .*source holds no text in files named \*\.txt \*\.md \*\.py"):
+    with pytest.raises(DataError, match=r"--folder .*source has no text in files named \*\.txt \*\.md \*\.py"):
         collect(Settings(folder=str(source), output=str(output)))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -81,5 +81,5 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
 def test_error_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = str(tmp_path / "absent")
     monkeypatch.setattr("sys.argv", ["collect_corpus.py", "--folder", absent, "--output", absent])
-    with pytest.raises(SystemExit, match=r"collect_corpus: --folder .*absent is no folder"):
+    with pytest.raises(SystemExit, match=r"collect_corpus: --folder .*absent is not a folder"):
         main()

@@ -25,7 +25,7 @@ def test_the_doctor_as_users_start_it() -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert f"torch {torch.__version__}" in result.stdout
-    assert "gloo, 2 ranks: all collectives give what they should" in result.stdout
+    assert "gloo, 2 ranks: all collectives work" in result.stdout
     assert "Warning" not in result.stderr
     for op in ("rms_norm", "layer_norm"):
         assert f"{op} on cpu" in result.stdout
@@ -35,44 +35,44 @@ def test_the_doctor_as_users_start_it() -> None:
 
 def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "FOLDER", tmp_path)
-    for cached in (native.library, native.why_not):
+    for cached in (native.library, native.unavailable_reason):
         cached.cache_clear()
     try:
         said = "\n".join([*doctor.kernels(), *doctor.advice()])
     finally:
-        for cached in (native.library, native.why_not):
+        for cached in (native.library, native.unavailable_reason):
             cached.cache_clear()
     assert "rms_norm on cpu, float32 float64 bfloat16 float16: reference (PyTorch), because" in said
     assert "libmegatron_cpu_default.so was not built; install a C++ compiler" in said
     assert "native operations on the CPU: a C++ compiler (GCC or Clang)" in said
 
 
-def test_what_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.use(libraries.cpu, monkeypatch)
-    assert doctor.serving("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
+    assert doctor.selected("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
 
 
-def test_the_parts_that_a_library_serves_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partly_supported_operations_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        LIBRARIES["apex"], "why_not", lambda op, device_type, dtype: (op == "rope" and "no rope") or None
+        LIBRARIES["apex"], "unavailable_reason", lambda op, device_type, dtype: (op == "rope" and "no rope") or None
     )
     said = [line for line in doctor.other_libraries() if "apex" in line]
     assert said == [
-        "--kernel-backend apex, for layer_norm, multi_tensor, rms_norm, softmax, weight_grad on cuda: there; of "
-        "multi_tensor, softmax, weight_grad it takes some calls only, see docs/kernels.md",
+        "--kernel-backend apex, for layer_norm, multi_tensor, rms_norm, softmax, weight_grad on cuda: available; "
+        "multi_tensor, softmax, weight_grad only for some arguments, see docs/kernels.md",
         "--kernel-backend apex, for rope on cuda: no rope",
     ]
 
 
-def test_wrong_and_failed_collectives_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_and_failed_collectives_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [["broadcast"], ["all_reduce", "broadcast"]])
     assert doctor.collectives("cpu") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise RankFailure("rank 1 died without a word")
+        raise RankFailure("rank 1 exited without a result")
 
     monkeypatch.setattr(doctor, "run_ranks", fail)
     good, sentence = doctor.collectives("cpu")
-    assert not good and "rank 1 died without a word" in sentence
+    assert not good and "rank 1 exited without a result" in sentence
     assert doctor.main(doctor.Settings()) == 1
     assert doctor.main(doctor.Settings(collectives=False)) == 0

@@ -49,14 +49,14 @@ def test_command_line(tmp_path: Path) -> None:
     done = run(prefix, "--validate", "--document", -1, 0, "--max-tokens", 100, "--tokenizer-type", "ByteLevelTokenizer")
     assert done.returncode == 0, done.stderr
     for line in (
-        "no fault: index whole, 323 token ids up to 256 checked against a vocabulary of 257",
+        "no fault: index complete, 323 token ids up to 256 checked against a vocabulary of 257",
         "documents  4",
         "tokens     323, as uint16 (2 bytes each)",
         f".bin       {Path(prefix + '.bin').stat().st_size:,} bytes",
         f"made by ByteLevelTokenizer ({prefix}.json)",
         "special ids  eod 256, bos none, eos 256, pad none; documents end with eod",
         "shortest 0, median about 8, mean 80.8, 99% up to about 301, longest 301",
-        f"document 3 (301 tokens)\n{'x' * 100} ... and 201 tokens more",
+        f"document 3 (301 tokens)\n{'x' * 100} ... and 201 more tokens",
         "document 0 (8 tokens)\nthe cat",
     ):
         assert line in done.stdout
@@ -110,7 +110,7 @@ def test_sequences_of_a_document_are_shown_together(tmp_path: Path, capsys: pyte
         builder.add_document([], [])
         builder.finalize(get_idx_path(prefix))
     out = shown(capsys, prefix, document=(0, 1), max_tokens=3)
-    assert "document 0 (5 tokens)\n1 2 3 ... and 2 tokens more" in out and "document 1 (0 tokens)\n" in out
+    assert "document 0 (5 tokens)\n1 2 3 ... and 2 more tokens" in out and "document 1 (0 tokens)\n" in out
 
 
 def test_a_file_that_closes_no_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_a_file_that_closes_no_document(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_ids_out_of_the_tokenizer_are_shown_as_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[104, 300]])
-    assert "(an id is not in the vocabulary; try --validate) 104 300" in shown(capsys, prefix, samples=1, **BYTES)
+    assert "not in the vocabulary; check with --validate) 104 300" in shown(capsys, prefix, samples=1, **BYTES)
 
 
 def test_the_vocabulary_of_the_tokenizer_is_checked_against(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"samples": -1}, "--samples -1 must be at least 0"),
-        ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
-        ({"document": (4,)}, "--document 4: there are 4 documents, 0 to 3"),
-        ({"document": (0, -5)}, "--document -5: there are 4 documents, 0 to 3"),
+        ({"samples": -1}, "--samples -1 is too small; give 0"),
+        ({"max_tokens": 0}, "--max-tokens 0 is too small; give 1"),
+        ({"document": (4,)}, "--document 4 is out of range: .* legal: 0 to 3"),
+        ({"document": (0, -5)}, "--document -5 is out of range: .* legal: 0 to 3"),
     ],
 )
 def test_settings_that_cannot_be_honoured(

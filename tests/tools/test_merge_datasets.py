@@ -1,4 +1,4 @@
-"""Joining token files: the result is that of one run over all documents, and what does not fit together is told."""
+"""Joining token files: the result is that of one run over all documents, and what does not fit together is an error."""
 
 import os
 import subprocess
@@ -122,7 +122,7 @@ def test_headers_that_disagree(tmp_path: Path) -> None:
     make(tmp_path)
     with_header(parts, "c.x", append_eod=True)
     with pytest.raises(
-        DataError, match=r"documents of .*c\.x end with the id 256, and those of .*a have no end-of-doc"
+        DataError, match=r"documents of .*c\.x end with the id 256, but those of .*a have no end-of-doc"
     ):
         merge(given)
     assert not (tmp_path / "all.bin").exists()
@@ -131,7 +131,7 @@ def test_headers_that_disagree(tmp_path: Path) -> None:
 def test_dtypes_that_disagree(tmp_path: Path) -> None:
     parts = make(tmp_path)
     write(parts / "b", [[1]], np.int32)
-    with pytest.raises(DataError, match=r"b holds int32 and .*a uint16; prepare all of them with one tokenizer"):
+    with pytest.raises(DataError, match=r"b holds int32 and .*a uint16; preprocess all of them with the same"):
         merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
 
 
@@ -141,7 +141,7 @@ def test_sequences_without_a_document_are_not_given_to_the_next_file(tmp_path: P
         with IndexedDatasetBuilder(get_bin_path(str(parts / name)), np.uint16) as builder:
             builder.add_item([1, 2])
             builder.finalize(get_idx_path(str(parts / name)))
-    with pytest.raises(DataError, match=r"the last sequences of .*aa belong to no document, and would become part"):
+    with pytest.raises(DataError, match=r"the last sequences of .*aa belong to no document, and would join"):
         merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
     # Where no file has documents, the result has none either.
     merge(Settings(input=(str(parts / "aa"), str(parts / "ab")), output_prefix=str(tmp_path / "all")))
@@ -163,23 +163,23 @@ def test_the_output_is_none_of_the_inputs(tmp_path: Path) -> None:
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:
     output = str(tmp_path / "all")
-    with pytest.raises(ConfigError, match="--input names nothing"):
+    with pytest.raises(ConfigError, match="--input is empty"):
         merge(Settings(input=(), output_prefix=output))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(DataError, match=r"--input .*empty: no \.bin/\.idx pair in it"):
+    with pytest.raises(DataError, match=r"--input .*empty: there is no \.bin/\.idx pair"):
         merge(Settings(input=(str(empty),), output_prefix=output))
     with pytest.raises(DataError, match=r"token file .*absent: expected .*absent\.bin"):
         merge(Settings(input=(str(tmp_path / "absent"),), output_prefix=output))
     parts = make(tmp_path)
-    with pytest.raises(ConfigError, match=r"--input names .*a twice; its documents would come twice"):
+    with pytest.raises(ConfigError, match=r"--input has .*a twice, so that its documents would be dup"):
         merge(Settings(input=(str(parts), str(parts / "a")), output_prefix=output))
     for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
         (parts / f"z{suffix}").write_bytes(b"")
-        with pytest.raises(DataError, match=rf"--input .*parts: z\{suffix} has no z\{other} beside it"):
+        with pytest.raises(DataError, match=rf"--input .*parts: z\{suffix} has no z\{other};"):
             merge(Settings(input=(str(parts),), output_prefix=output))
         (parts / f"z{suffix}").unlink()
-    with pytest.raises(DataError, match="no token in any of the files"):
+    with pytest.raises(DataError, match="there is no token in these files"):
         merge(Settings(input=(write(tmp_path / "n", []), write(tmp_path / "m", [[]])), output_prefix=output))
     assert not Path(get_bin_path(output)).exists()
 

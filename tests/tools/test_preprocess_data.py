@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from megatron_core.datasets import IndexedDataset, read_header
-from megatron_core.datasets.prepare import prepare
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.preprocess import preprocess
 from megatron_core.tokenizers import HuggingFaceTokenizer
-from tests.datasets.prepare.corpora import settings, texts, write_jsonl
+from tests.preprocess.corpora import settings, texts, write_jsonl
 from tests.tokenizers.corpus import TEXTS, write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert (header.documents, header.tokens) == (len(TEXTS), dataset.num_tokens)
     assert f"{len(TEXTS)} documents, {dataset.num_tokens:,} tokens" in done.stdout
     assert "0 broken documents left out, 1 empty texts kept" in done.stdout and "MB/s" in done.stdout
-    assert "tokenization back end: " in done.stderr
+    assert "tokenization backend: " in done.stderr
 
 
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
@@ -84,18 +84,17 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"workers": 0}, "--workers 0 must be at least 1"),
-        ({"partitions": 0}, "--partitions 0 must be at least 1"),
         ({"log_interval": 0}, "--log-interval 0 must be at least 1"),
         ({"json_keys": ("a", "a")}, "--json-keys a a names a key twice"),
         ({"json_keys": ()}, "--json-keys is empty"),
         ({"json_keys": ("a/b",)}, "--json-keys a/b cannot be part of a file name"),
         ({"document_separator": ""}, "--document-separator is empty"),
-        ({"keep_newlines": True}, "--keep-newlines changes how --split-sentences cuts"),
+        ({"keep_newlines": True}, "--keep-newlines has an effect only with --split-sentences"),
     ],
 )
 def test_settings_that_cannot_be_honoured(changes: dict, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        prepare(settings(tmp_path, **changes))
+        preprocess(settings(tmp_path, **changes))
 
 
 def test_append_eod_needs_one(tmp_path: Path) -> None:
@@ -103,19 +102,19 @@ def test_append_eod_needs_one(tmp_path: Path) -> None:
     model = write_tokenizer_json(tmp_path, ("<other>",))
     changes = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model), "append_eod": True}
     with pytest.raises(ConfigError, match="--append-eod: the tokenizer has no end-of-document token"):
-        prepare(settings(tmp_path, **changes))
+        preprocess(settings(tmp_path, **changes))
     assert not list(tmp_path.glob("out*"))
 
 
 def test_inputs_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file has that name"):
-        prepare(settings(tmp_path))
+        preprocess(settings(tmp_path))
     with pytest.raises(DataError, match="--input names no file"):
-        prepare(settings(tmp_path, input=()))
+        preprocess(settings(tmp_path, input=()))
     for content in ('{"text": ""}\n', "", "{\n"):
         (tmp_path / "corpus.jsonl").write_text(content)
         with pytest.raises(DataError, match="no token in it; is there text under --json-keys"):
-            prepare(settings(tmp_path))
+            preprocess(settings(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
@@ -123,5 +122,5 @@ def test_a_foreign_json_file_is_told_before_the_work(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", ["a"])
     (tmp_path / "out_text_document.json").write_text(json.dumps({}))
     with pytest.raises(DataError, match="is no header of a token file"):
-        prepare(settings(tmp_path))
+        preprocess(settings(tmp_path))
     assert not (tmp_path / "out_text_document.bin").exists()

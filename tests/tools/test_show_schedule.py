@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.pipeline_parallel.plan_file import format_plan
-from megatron_core.pipeline_parallel.schedules import SCHEDULES, gpipe, zb_h1, zb_v
-from megatron_core.pipeline_parallel.simulate import Costs, simulate
-from megatron_core.pipeline_parallel.trace import Recording, TraceWriter
+from megatron_core.schedules import SCHEDULES, gpipe, zb_h1, zb_v
+from megatron_core.schedules.plan_file import format_plan
+from megatron_core.schedules.simulate import Costs, simulate
+from megatron_core.schedules.trace import Recording, TraceWriter
 from tools.show_schedule import Settings, main, with_bare_json
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_figures_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = figures(capsys, "--schedule", "zb_h1", "--pipeline-size", "4", "--microbatches", "8")
     assert found["bubble"] == pytest.approx(1 / 9) and found["makespan"] == 27
     assert found["peak_activations"] == [4, 4, 4, 4]
-    assert (found["chunks"], found["receives_ahead"], found["costs"]) == (1, 1, "1,1,1,0")
+    assert (found["chunks"], found["receive_lookahead"], found["costs"]) == (1, 1, "1,1,1,0")
 
 
 def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,9 +77,9 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--microbatches", "0"], "micro-batches = 0"),
         (["--costs", "1,2"], "costs='1,2' must be F,I,W,COMM"),
         (["--plan", "none.txt"], "plan none.txt cannot be read"),
-        (["--compare", "1f1b,gpipe", "--trace", "x.json"], "holds one schedule; leave --compare out"),
+        (["--compare", "1f1b,gpipe", "--trace", "x.json"], "can hold only one schedule; remove --compare"),
         (["--measured", "nowhere"], "rank00000.jsonl is no pipeline trace"),
-        (["--measured", "nowhere", "--plan", "x.txt"], "plan='x.txt' and measured='nowhere': leave one out"),
+        (["--measured", "nowhere", "--plan", "x.txt"], "plan='x.txt' excludes measured='nowhere'; remove one"),
     ],
 )
 def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def traced(tmp_path: Path) -> Path:
     """A trace of three steps of zb_h1 on two ranks, with 20, 10 and 5 ms for each action."""
     plan = zb_h1(2, 3)
     for rank, actions in enumerate(plan.ranks):
-        writer = TraceWriter(tmp_path / "traces", rank, [0, 1], "zb_h1", plan.place)
+        writer = TraceWriter(tmp_path / "traces", rank, [0, 1], "zb_h1", plan.stage_to_rank)
         for step in (1, 2, 3):
             milliseconds = {1: 20, 2: 10, 3: 5}[step]
             ran = simulate(plan, Costs(*[milliseconds] * 3))

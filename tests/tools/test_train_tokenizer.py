@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.datasets.prepare import Limits
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.preprocess import Limits
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.tokenizers.corpus import TEXTS
 from tools import train_tokenizer
@@ -95,15 +95,18 @@ def test_too_few_merges_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"vocab_size": 256}, r"--vocab-size 256 is too small; the 256 bytes and <\|endoftext\|> make 257"),
-        ({"vocab_size": 258, "output": "t.model"}, r"258 is too small; the 256 bytes and <unk> <s> </s> make 259"),
-        ({"special_tokens": ("<a>",), "vocab_size": 257}, r"<\|endoftext\|> <a> make 258"),
-        ({"output": "t.bin"}, r"--output .*t\.bin has the unknown format \.bin; end it with \.json"),
+        ({"vocab_size": 256}, r"--vocab-size 256 is too small; the 256 bytes and <\|endoftext\|> need 257"),
+        ({"vocab_size": 258, "output": "t.model"}, r"258 is too small; the 256 bytes and <unk> <s> </s> need 259"),
+        ({"special_tokens": ("<a>",), "vocab_size": 257}, r"<\|endoftext\|> <a> need 258"),
+        ({"output": "t.bin"}, r"--output .*t\.bin has the unknown format \.bin; use the suffix \.json"),
         ({"output": "t"}, r"the unknown format \(no suffix\)"),
-        ({"special_tokens": ("<a>", "<a>")}, r"--special-tokens <a> <a>: with <\|endoftext\|>.*names <a> twice"),
-        ({"special_tokens": ("</s>",), "output": "t.model"}, r"names </s> twice; leave it out"),
-        ({"special_tokens": ("",)}, "has an empty name"),
-        ({"vocab_size": 100_000, "output": "t.model"}, r"100000 is too large for the text, which gives \d+ pieces at"),
+        ({"special_tokens": ("<a>", "<a>")}, r"--special-tokens <a> <a>: with <\|endoftext\|>.*<a> occurs twice"),
+        ({"special_tokens": ("</s>",), "output": "t.model"}, r"</s> occurs twice; remove it"),
+        ({"special_tokens": ("",)}, "one name is empty"),
+        (
+            {"vocab_size": 100_000, "output": "t.model"},
+            r"100000 is too large for the text, which has at most \d+ pieces",
+        ),
         ({"vocab_size": 260, "output": "t.model"}, r"260 is too small for the text, whose characters.*make \d+; raise"),
     ],
 )
@@ -119,7 +122,7 @@ def test_settings_that_cannot_be_honoured(changes: dict, sentence: str, tmp_path
 def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: Path) -> None:
     given = settings(tmp_path, 290, output, algorithm=algorithm)
     Path(given.input[0]).write_text(content)
-    with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: no text to learn from under --json-keys text; give"):
+    with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: not enough text under --json-keys text; give"):
         train(given)
     assert not Path(given.output).exists()
 
@@ -137,7 +140,7 @@ def test_a_broken_line_is_named(output: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("output", FORMATS)
 def test_a_line_broken_late_is_named(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.datasets.prepare.readers.Limits", partial(Limits, batch_bytes=50))
+    monkeypatch.setattr("megatron_core.preprocess.readers.Limits", partial(Limits, batch_bytes=50))
     test_a_broken_line_is_named(output, tmp_path)
 
 

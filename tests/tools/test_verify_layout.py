@@ -1,4 +1,4 @@
-"""The command that proves layouts."""
+"""The command that compares layouts with one process."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
 
 
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
-    result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "proof.json"))
+    result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "report.json"))
     assert result.status == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if "ε)" in line]
     assert [row[:2] for row in rows] == [["tp2", "sp"], ["pp2", "2"]]
     assert all("holds" in row for row in rows)
-    proof = json.loads((tmp_path / "proof.json").read_text())
-    assert proof["holds"] is True
-    assert proof["dtype"] == "float64"
-    assert [row["layout"] for row in proof["rows"]] == ["tp2 sp", "pp2"]
-    assert proof["rows"][0]["gradient"]["error"] < 1e-12
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["holds"] is True
+    assert report["dtype"] == "float64"
+    assert [row["layout"] for row in report["rows"]] == ["tp2 sp", "pp2"]
+    assert report["rows"][0]["gradient"]["error"] < 1e-12
 
 
 def test_every_layout_of_a_world(verify: Verify) -> None:
@@ -83,28 +83,28 @@ def test_what_the_small_model_has_and_the_given_one_has_not_is_said(verify: Veri
         "--num-layers", "2", "--num-attention-heads", "6", "--hidden-size", "48", "--steps", "1", "--layouts", "tp4"
     )
     assert result.status == 0
-    assert "note: the model as given cannot be trained in 'tp4' (num_attention_heads=6" in result.stdout
+    assert "note: the full-size model cannot be trained in 'tp4' (num_attention_heads=6" in result.stdout
 
 
-def test_the_stages_of_a_run_are_proved_as_they_are(verify: Verify) -> None:
-    """All four layers on the first rank but one; with --layouts that is left out, and said."""
+def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
+    """All four layers on the first rank but one; --layouts ignores that, with a note."""
     flags = ("--num-layers", "4", "--steps", "1", "--pipeline-model-parallel-size", "2")
     flags += ("--pipeline-model-parallel-layout", "Ettt|tL")
     assert verify(*flags).status == 0
-    note = "pipeline_model_parallel_layout=Ettt|tL is left out"
+    note = "pipeline_model_parallel_layout=Ettt|tL is not used"
     assert note in verify(*flags, "--layouts", "tp2").stdout
     options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
     assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
 
 
-def test_the_overlap_of_a_run_is_proved_as_it_is() -> None:
+def test_the_overlap_of_a_run_is_checked_as_it_is() -> None:
     """The word of a layout would gather parameters early, too."""
     flags = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     task = task_of(parse_run_config(flags), Options(world_size=(2,)))
     assert (task.own_settings["overlap_grad_reduce"], task.own_settings["overlap_param_gather"]) == (True, False)
 
 
-def test_a_plan_of_ones_own_is_proved_at_full_size(verify: Verify, tmp_path: Path) -> None:
+def test_a_plan_of_ones_own_is_checked_at_full_size(verify: Verify, tmp_path: Path) -> None:
     (tmp_path / "plan.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     flags = ("--pipeline-model-parallel-size", "2", "--pipeline-plan", str(tmp_path / "plan.txt"))
     assert "add --full-size" in verify(*flags).stderr
@@ -116,25 +116,25 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
     def broken(*args: object) -> None:
         raise ValueError("out of order")
 
-    monkeypatch.setattr("megatron_core.verify.gpt.record_training", broken)
+    monkeypatch.setattr("megatron_core.verify.gpt.train_traced", broken)
     result = verify(*SMALL, "--layouts", "tp2")
     assert result.status == 1
-    assert "one process cannot train this model" in result.stderr and "out of order" in result.stderr
+    assert "training in one process failed" in result.stderr and "out of order" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "there is no layout to prove"),
+        ((), "there is no layout to check"),
         (("--layouts", "tp2 cp4"), "legal: tpN"),
         (("--layouts", "tp2", "--all"), "--all and --layouts exclude one another"),
         (("--all",), "--all needs --world-size"),
         (("--all", "--world-size", "1"), "no layout of --world-size 1 fits"),
-        (("--layouts", "tp2", "--world-size", "2"), "leave --world-size out"),
+        (("--layouts", "tp2", "--world-size", "2"), "remove --world-size"),
         (("--layouts", "v2"), "layout 'v2' cannot be trained"),
-        (("--layouts", "tp2", "--json", "/nowhere/proof.json"), "/nowhere/proof.json cannot be written"),
-        (("--layouts", "tp2", "--steps", "0"), "--steps 0 proves nothing"),
-        (("--world-size", "2", "4"), "several --world-size need --all"),
+        (("--layouts", "tp2", "--json", "/nowhere/report.json"), "/nowhere/report.json cannot be written"),
+        (("--layouts", "tp2", "--steps", "0"), "--steps 0 is too small"),
+        (("--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),
         (("--layouts", "tp2", "--no-such-flag"), "no-such-flag"),
     ],

@@ -67,7 +67,7 @@ def _end(run: Run, how: str) -> None:
 
 
 def _content(run: Run) -> dict[str, np.ndarray]:
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     named = [(n, p) for stage in run.stages.values() for n, p in stage.named_global_parameters()]
     weights = {name: parameter.detach().numpy().copy() for name, parameter in named}
     moments = {f"{p.name} {p.box}": p.memory.numpy().copy() for p in optimizer_pieces(run.optimizer)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_core.training.step import forward_step, run_training_plan, to_device
+from megatron_core.training.driver import forward_backward
+from megatron_core.training.step import count_tokens, forward_step
 from megatron_core.verify.ragged import RaggedDataset
 from tests.runs import tiny_run
 
@@ -16,14 +19,12 @@ PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_
 def _losses(settings: dict) -> list[float]:
     """The loss behind the first end of a document in each sequence, before and after its tokens up to there move."""
     run = tiny_run(fp64=True, init_method_std=0.3, micro_batch_size=4, **settings)
-    (batch,) = to_device(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1), run.world.device)
-    behind = (batch["tokens"] == EOD).cumsum(1) - (batch["tokens"] == EOD).int() > 0
+    (batch,) = run.micro_batches(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1))
+    behind = (batch.tokens == EOD).cumsum(1) - (batch.tokens == EOD).int() > 0
     assert behind.any() and not behind.all(1).any()
-    batch["loss_mask"] = behind.float()
-    moved = torch.where(behind | (batch["tokens"] == EOD), batch["tokens"], (batch["tokens"] + 1) % EOD)
-    return [
-        forward_step(run, [batch | {"tokens": tokens}], 1.0)(0, 0, None).item() for tokens in (batch["tokens"], moved)
-    ]
+    batch = replace(batch, loss_mask=behind.float())
+    moved = torch.where(behind | (batch.tokens == EOD), batch.tokens, (batch.tokens + 1) % EOD)
+    return [forward_step(run, [replace(batch, tokens=tokens)])(0, 0, None).item() for tokens in (batch.tokens, moved)]
 
 
 @pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
@@ -46,19 +47,12 @@ def test_positions_restart_only_if_asked(position_embedding_type: str) -> None:
     assert abs(with_positions / without - 1) > 1e-3
 
 
-def test_documents_stay_on_the_host() -> None:
-    """Attention by documents needs the lengths as numbers; to fetch them would wait for the device."""
-    run = tiny_run(micro_batch_size=4, **PACKED)
-    (batch,) = to_device(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1), torch.device("meta"))
-    assert batch["document_lengths"].device.type == "cpu"
-    assert {tensor.device.type for name, tensor in batch.items() if name != "document_lengths"} == {"meta"}
-
-
 def test_a_step_reaches_every_weight() -> None:
     run = tiny_run(fp64=True, position_embedding_type="rope", init_method_std=0.3, **PACKED)
     run.data_parallel.zero_grad()
-    run_training_plan(run, run.loader(RaggedDataset(61, 16, EOD)).step(0, run.step_after(0).num_microbatches), 1.0)
-    run.data_parallel.finish()
+    batches = run.micro_batches(run.loader(RaggedDataset(61, 16, EOD)).step(0, run.step_after(0).num_microbatches))
+    forward_backward(run, run.plans.training(len(batches)), forward_step(run, batches), count_tokens(batches))
+    run.data_parallel.finish_grad_sync()
     for name, parameter in run.stages[0].named_parameters():
         if "linear_qkv.bias" not in name:
-            assert parameter.main_grad.abs().amax() > 1e-9, name
+            assert parameter.main_grad.abs().amax() > 1e-11, name  # 1e-9 of a sum over up to 128 tokens

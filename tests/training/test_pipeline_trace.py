@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatron_core.pipeline_parallel.executor import Listener
-from megatron_core.pipeline_parallel.trace import MOST_STEPS, read_trace
-from megatron_core.training.evaluate import evaluate
+from megatron_core.schedules.trace import MOST_STEPS, read_trace
 from megatron_core.training.pipeline_trace import clock_of, traced
-from megatron_core.training.step import train_step
+from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -25,7 +24,7 @@ def _train(settings: dict) -> tuple[list[float], list[str]]:
     losses = [train_step(run).loss for _ in range(2)]
     evaluate(run, run.splits.valid, 1)
     losses.append(train_step(run).loss)
-    plan = run.plans.training(run.step_after(0).num_microbatches).plan
+    plan = run.plans.training(run.step_after(0).num_microbatches)
     return losses, [str(action) for action in plan.ranks[run.groups.index("pp")]]
 
 
@@ -48,17 +47,15 @@ def test_every_rank_traces_its_training_steps(tmp_path: Path) -> None:
 
 
 def test_no_trace_no_listener(tmp_path: Path) -> None:
-    run, listener = tiny_run(), Listener()
-    assert run.trace is None
-    with traced(run, listener) as told:
-        assert told is listener
-    run = tiny_run(trace_pipeline=str(tmp_path))
-    for _ in range(MOST_STEPS):
-        with traced(run, listener) as told:
-            assert told is not listener and told.on_last_weights is listener.on_last_weights
-        run.state.iteration += 1
-    with traced(run, listener) as told:
-        assert told is listener, "a full trace costs nothing more"
+    run, listener = tiny_run(trace_pipeline=str(tmp_path)), Listener()
+    assert tiny_run().trace is None
+    with traced(None, 1, listener, run.groups, run.world.device) as given:
+        assert given is listener
+    for step in range(1, MOST_STEPS + 1):
+        with traced(run.trace, step, listener, run.groups, run.world.device) as given:
+            assert given is not listener and given.on_last_weights is listener.on_last_weights
+    with traced(run.trace, MOST_STEPS + 1, listener, run.groups, run.world.device) as given:
+        assert given is listener, "a full trace costs nothing more"
 
 
 def test_the_trace_names_the_plans_file(tmp_path: Path) -> None:

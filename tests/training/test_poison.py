@@ -50,7 +50,7 @@ def _outdated() -> tuple[bool, bool, bool]:
     outside = slice(own.stop, None) if own.start == 0 else slice(0, own.start)
     train_step(run)
     grads = bool(bucket.grads[outside].isnan().all())
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     buffer.all_gather_flat_ = lambda *args, **kwargs: Done()
     bucket.start_gather()
     return grads, bool(bucket.weights[outside].isnan().all()), bool(bucket.weights[own].isfinite().all())

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.parallel import collectives
-from megatron_core.training.evaluate import evaluate
-from megatron_core.training.step import train_step
+from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

@@ -29,7 +29,7 @@ PRECISIONS = {
 
 
 def _digest(run: Run) -> str:
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     content = [p.detach().to(torch.float64).numpy().tobytes() for s in run.stages.values() for p in s.parameters()]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
@@ -38,15 +38,15 @@ def _spoil(run: Run, value: float, split: bool) -> None:
     """Let the next backward leave ``value`` in one element of a parameter that tensor-parallel ranks have parts of, or
     whole copies of."""
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
-    chosen = [p for p in parameters if (spec_of(p).dim is not None) == split]
-    finish = run.data_parallel.finish
+    chosen = [p for p in parameters if bool(spec_of(p).splits) == split]
+    finish = run.data_parallel.finish_grad_sync
 
     def spoiled() -> None:
         chosen[-1].main_grad.view(-1)[0] = value
-        run.data_parallel.finish = finish
+        run.data_parallel.finish_grad_sync = finish
         finish()
 
-    run.data_parallel.finish = spoiled
+    run.data_parallel.finish_grad_sync = spoiled
 
 
 def _skip_one(settings: dict, rank: int, value: float, split: bool) -> tuple:

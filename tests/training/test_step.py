@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_core.datasets import MockDataset, Splits
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
-from megatron_core.training.evaluate import evaluate
 from megatron_core.training.loop import refuse_nan
 from megatron_core.training.setup import Run, set_up
-from megatron_core.training.step import train_step
+from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
 
@@ -149,3 +149,29 @@ def test_data_sets_of_a_script() -> None:
         set_up(config, world)
     with pytest.raises(ConfigError, match="dataloader_type=single and a datasets_provider"):
         set_up(tiny_config(), world, lambda config, tokenizer: mine)
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what a device would be waited for: a number taken from a tensor (item, bool, float, int), or a shape that
+    depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("settings", [{}, {"fp16": True}], ids=["float32", "fp16"])
+def test_a_step_waits_for_the_device_once(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradient norm, loss and the wish to stop are one copy to the host; a whole evaluation has one, too."""
+    run, lists = tiny_run(**settings), []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.shape) or tolist(tensor))
+    with _Waits() as waits:
+        train_step(run)
+        assert (waits.count, lists) == (0, [(3,)])
+        evaluate(run, run.splits.valid, 3)
+    assert (waits.count, lists) == (0, [(3,), (2,)])

@@ -11,18 +11,17 @@ import torch
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.buffer import all_gather_flat_
 from megatron_core.datasets.loader import Batch
-from megatron_core.training.evaluate import evaluate
 from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
-from megatron_core.training.step import train_step
-from megatron_core.transformer import TransformerLayer
+from megatron_core.training.step import evaluate, train_step
+from megatron_core.transformer import SequenceContext, TransformerLayer
 from megatron_core.verify.ragged import RaggedDataset
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 
 def _weights(run: Run) -> list[np.ndarray]:
-    run.data_parallel.finish_gather()
+    run.data_parallel.finish_param_sync()
     return [p.detach().numpy().copy() for stage in run.stages.values() for p in stage.parameters()]
 
 
@@ -163,7 +162,7 @@ def test_dropout_falls_on_the_embedding() -> None:
     run = tiny_run(hidden_dropout=0.5)
     embedding = run.stages[0].embedding
     batch = _first_batch(run)
-    dropped = embedding(batch["tokens"], batch["position_ids"], batch["sample_index"])
+    dropped = embedding(batch["tokens"], torch.arange(16)[None], SequenceContext(sample_index=batch["sample_index"]))
     assert 0.3 < (dropped == 0).float().mean() < 0.7
 
 

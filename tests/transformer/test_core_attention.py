@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.tensor_parallel import KeyedDropout
-from megatron_core.transformer.context import PackedDocuments, SequenceContext
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from tests.runs import tiny_run
 
@@ -23,8 +24,9 @@ def core(backend: str, p: float = 0.0) -> CoreAttention:
         num_attention_heads=HEADS,
         attention_backend="unfused",
         kernel_backend=backend,
+        attention_dropout=p,
     )
-    return CoreAttention(config, KeyedDropout(p, seed=1, place="here"), 0)
+    return CoreAttention(LayerContext(config, ModelParallelConfig(), LocalGroup(), seed=1), 0)
 
 
 def attended(module: CoreAttention, tensors: list[Tensor], **context: object) -> list[Tensor]:
@@ -92,3 +94,60 @@ def test_recomputation_gives_the_same_gradients(backend: str, dtype: str) -> Non
 
     plain, again = gradients(), gradients(recompute_granularity="selective")
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def windowed(window: int, p: float = 0.0, **settings: object) -> CoreAttention:
+    config = ModelConfig(hidden_size=HEADS * SIZE, num_attention_heads=HEADS, attention_dropout=p, **settings)
+    return CoreAttention(LayerContext(config, ModelParallelConfig(), LocalGroup(), 1), 0, window_size=(window - 1, 0))
+
+
+WHOLE = [(24, 24, 1), (24, 24, 5), (24, 24, 6), (24, 24, 13), (24, 24, 24), (24, 24, 30)]
+WITH_CACHE = [(1, 9, 4), (3, 9, 4), (3, 9, 20)]  # documents are of whole sequences
+
+
+@pytest.mark.parametrize(
+    ("context", "queries", "keys", "window"),
+    [(context, *case) for context in ("plain", "documents", "mask") for case in WHOLE]
+    + [(context, *case) for context in ("plain", "mask") for case in WITH_CACHE],
+)
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_a_window_is_what_its_mask_says(backend: str, context: str, queries: int, keys: int, window: int) -> None:
+    """Blocks of queries, masks and the unfused path, also inside documents and beside a mask, against softmax with
+    every pair spelled out."""
+    lengths = [[11, 1, 12], [24]]
+    own = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    hidden = ((own < 0) | (own >= window)).repeat(BATCH, 1, 1, 1)
+    given: dict[str, object] = {}
+    if context == "documents":
+        given["documents"] = PackedDocuments.of(lengths, BATCH, keys, torch.device("cpu"))
+        document = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+        hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
+    elif context == "mask":
+        given["attention_mask"] = (own < 0) | (torch.arange(keys) % 5 == 3) & (own > 0)
+        hidden = hidden | given["attention_mask"]
+
+    def expected(query: Tensor, key: Tensor, value: Tensor, _: SequenceContext) -> Tensor:
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) / SIZE**0.5
+        return torch.einsum("bhst,tbhd->sbhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(2)
+
+    tensors = drawn(queries, keys, torch.float64)
+    found = attended(windowed(window, attention_backend=backend), tensors, **given)
+    for mine, right in zip(found, attended(expected, tensors), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
+
+
+def test_memory_of_a_window_grows_with_the_sequence_not_with_its_square() -> None:
+    """Elements of the tensors that torch's attention is given, for sequences of 64 and of 256 tokens."""
+    sizes = []
+    original = nn.functional.scaled_dot_product_attention
+
+    def counted(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: object) -> Tensor:
+        sizes[-1] += sum(x.numel() for x in args) + (0 if attn_mask is None else attn_mask.numel())
+        return original(*args, attn_mask=attn_mask, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "scaled_dot_product_attention", counted)
+        for length in (64, 256):
+            sizes.append(0)
+            windowed(8)(*drawn(length, length, torch.float32), SequenceContext())
+    assert sizes[1] < 4.5 * sizes[0]

@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
 from megatron_core.models import GPTModel
-from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
-from megatron_core.transformer.context import PackedDocuments, SequenceContext
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 
 VOCABULARY, LENGTH = 53, 24
@@ -186,11 +187,11 @@ def test_memory_grows_with_the_sequence_not_with_its_square() -> None:
             return tensor
 
         query, key, value = (torch.randn(length, 1, 4, 8, requires_grad=True) for _ in range(3))
-        dropout = KeyedDropout(0.0, seed=1, place="")
-        config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+        config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+        core = CoreAttention(LayerContext(config, ModelParallelConfig(), LocalGroup(), seed=1), 0)
         documents = PackedDocuments.of([[8] * (length // 8)], 1, length, torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = CoreAttention(config, dropout, 0)(query, key, value, SequenceContext(documents=documents))
+            output = core(query, key, value, SequenceContext(documents=documents))
         assert output.requires_grad
         return sum(sizes.values())
 

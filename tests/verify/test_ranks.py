@@ -44,7 +44,7 @@ def die() -> None:
 
 
 def test_a_rank_that_dies_is_named_at_once() -> None:
-    with pytest.raises(RankFailure, match="rank 0 died"):
+    with pytest.raises(RankFailure, match="rank 0 exited without a result"):
         run_ranks(2, die)
 
 

@@ -2,6 +2,6 @@
 
 from megatron_core.datasets.megatron_order.build import build_megatron_order
 from megatron_core.datasets.megatron_order.dataset import MegatronOrderedBlend, MegatronOrderedDataset
-from megatron_core.datasets.megatron_order.wanted import samples_wanted
+from megatron_core.datasets.megatron_order.order import samples_wanted
 
 __all__ = ["MegatronOrderedBlend", "MegatronOrderedDataset", "build_megatron_order", "samples_wanted"]

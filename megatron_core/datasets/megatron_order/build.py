@@ -16,9 +16,8 @@ from megatron_core.datasets.megatron_order.blend_index import (
     samples_per_dataset,
 )
 from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.megatron_order.dataset import MegatronOrderedBlend, MegatronOrderedDataset
+from megatron_core.datasets.megatron_order.dataset import NO_PAD, MegatronOrderedBlend, MegatronOrderedDataset
 from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
-from megatron_core.datasets.megatron_order.text import NO_PAD
 from megatron_core.errors import ConfigError, DataError
 
 SURPLUS = 0.005

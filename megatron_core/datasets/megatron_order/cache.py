@@ -5,9 +5,11 @@ import json
 import os
 import secrets
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -20,6 +22,9 @@ FORMAT = 1
 # Files up to this size are compared with their checksum when they are opened (0.03 s for 64 MiB); larger ones, which
 # would be read as a whole for it, by size, type and shape alone.
 CHECKED_BYTES = 2**26
+
+# A file that is being written and has not changed for so long was left by a job that was killed.
+ABANDONED_SECONDS = 3600.0
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,8 +39,8 @@ class IndexCache:
     An entry is a file `KEY-NAME-ARRAY.npy` for each array and, written last, `KEY-NAME-description.txt`: JSON with all
     fields of the key, and the size, checksum, type and shape of each array. KEY is a hash of the fields and of the
     format's version, so another option is another entry. Files are written under names of their own and renamed:
-    processes that build the same entry at once give it the same content, and nobody waits for anybody. What is damaged
-    is built again; where the folder cannot be written, the arrays stay in memory and one sentence on stderr says so.
+    processes that build the same entry at once give it the same content, and none waits for another. A damaged entry
+    is built again; if the folder cannot be written, the arrays stay in memory and one sentence on stderr reports it.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -93,10 +98,15 @@ class IndexCache:
     def _store(self, prefix: str, fields: dict[str, Any], arrays: Arrays) -> None:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob(".*.partial"):
+            # Of a job that was killed: another one that is writing changed its file a moment ago.
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
         described = {}
         for name, array in arrays.items():
             path = self._folder / f"{prefix}-{name}.npy"
-            size, checksum = _write(path, lambda file, array=array: np.save(file, array, allow_pickle=False))
+            size, checksum = _write(path, partial(np.save, arr=array, allow_pickle=False))
             described[name] = {"bytes": size, "crc32": checksum, "dtype": array.dtype.str, "shape": list(array.shape)}
         text = json.dumps({"key": fields, "arrays": described}, indent=4).encode()
         _write(self._folder / f"{prefix}-description.txt", lambda file: file.write(text))
@@ -114,18 +124,18 @@ def say_once(sentence: str) -> None:
 
 
 def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
-    """Write a file aside and rename it; its size, and its checksum if it is small enough to be compared with it."""
+    """Write a file under another name and rename it; its size, and its checksum if it is small enough to be checked."""
     # Unlike a fixed name, this one is no other writer's, in this process, on this node, or on another.
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.partial")
     try:
-        with aside.open("wb") as file:
+        with partial.open("wb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
-        size, checksum = aside.stat().st_size, _checksum(aside)
-        aside.replace(path)
+        size, checksum = partial.stat().st_size, _checksum(partial)
+        partial.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return size, checksum
 

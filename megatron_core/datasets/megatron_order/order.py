@@ -1,16 +1,158 @@
-"""The three indices of Megatron's order of one data set, built or taken from the cache."""
+"""Megatron's order of one data set: its document, sample and shuffle indices, built or taken from the cache."""
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.megatron_order.document_index import build_document_index, plan_epochs
-from megatron_core.datasets.megatron_order.sample_index import build_sample_index, count_samples
-from megatron_core.datasets.megatron_order.shuffle_index import build_shuffle_index
+from megatron_core.errors import DataError
+
+# A last epoch of which less than this share is needed is shuffled by itself, so that its samples come last.
+SEPARATE_BELOW = 0.80
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How often the documents are gone through; `samples_before_last` is None where all epochs are shuffled as one."""
+
+    count: int
+    samples_before_last: int | None
+
+
+def plan_epochs(num_tokens: int, sequence_length: int, num_samples: int | None, extra_tokens: int = 1) -> Epochs:
+    """The fewest epochs of T tokens that give N samples of L tokens, and whether the last of them stands alone.
+
+    E is the smallest with E T >= N L + x. With E > 1, the last epoch gives N - floor(((E - 1) T - x) / L) samples;
+    it is shuffled by itself if that is below int(0.8 floor((T - x) / L)). `num_samples` None stands for one epoch.
+    DataError: no tokens.
+    """
+    if num_tokens < 1:
+        raise DataError(f"the documents hold no tokens, and samples of {sequence_length} were asked for")
+    if num_samples is None:
+        return Epochs(1, None)
+    count = max(1, -(-(num_samples * sequence_length + extra_tokens) // num_tokens))
+    if count == 1:
+        return Epochs(1, None)
+    before = ((count - 1) * num_tokens - extra_tokens) // sequence_length
+    per_epoch = (num_tokens - extra_tokens) // sequence_length
+    separate = num_samples - before < int(SEPARATE_BELOW * per_epoch)
+    return Epochs(count, before if separate else None)
+
+
+def build_document_index(
+    documents: np.ndarray, epochs: int, state: np.random.RandomState, separate_last: bool
+) -> np.ndarray:
+    """The documents, once for each epoch, shuffled: int32 [epochs * len(documents)].
+
+    All epochs are shuffled as one, or with `separate_last` the last one after and apart from those before it. The
+    numbers that are drawn from `state`, and their order, are Megatron-LM's.
+    """
+    parts = (epochs - 1, 1) if separate_last and epochs > 1 else (epochs,)
+    index = np.tile(np.asarray(documents, dtype=np.int32), epochs)
+    stop = 0
+    for part in parts:
+        start, stop = stop, stop + part * len(documents)
+        state.shuffle(index[start:stop])
+    return index
+
+
+# Entries of the document index taken at once, so that all arrays of a block stay in the second-level cache: 3 10^6
+# entries and 975,000 samples took 0.033 s with it and 0.051 s in one piece.
+BLOCK = 2**16
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+def count_samples(num_tokens: int, sequence_length: int, extra_tokens: int, drop_last_partial: bool = True) -> int:
+    """The number of samples in a text: (tokens - x) / L, rounded down, or up where a last partial sample is kept.
+
+    Integers throughout; in 32-bit floating point the count is wrong from 2**24 samples on.
+    """
+    usable = max(0, num_tokens - extra_tokens)
+    return usable // sequence_length if drop_last_partial else -(-usable // sequence_length)
+
+
+def build_sample_index(
+    sizes: np.ndarray, document_index: np.ndarray, sequence_length: int, num_samples: int, extra_tokens: int = 1
+) -> np.ndarray:
+    """The borders of `num_samples` samples of L tokens in the text of the documents in the order of their index.
+
+    Border i lies at token i L of the text. Its row is (entry of the document index, token of that document); with
+    x = `extra_tokens` = 1 the entry is the one that holds token i L, with x = 0 the first one that ends at or after
+    it. Border 0 is (0, 0) even where the first documents are empty. A border past the last token that may begin a
+    sample, that of a partial sample, is (last entry, its length - x).
+
+    sizes: int32 [S], tokens of each document. document_index: int32 [K]. Result: int32 [num_samples + 1, 2]; int64
+    where a row would not fit. DataError: more than the last sample is short of tokens.
+    Source: Megatron-LM, `build_sample_idx`, there a loop over all documents.
+    """
+    largest = max(len(document_index), int(sizes.max(initial=0)))
+    rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if largest <= INT32_MAX else np.int64)
+    side: Literal["left", "right"] = "right" if extra_tokens else "left"
+    total, done = 0, 1
+    for start in range(0, len(document_index), BLOCK):
+        if done > num_samples:
+            break
+        lengths = sizes[document_index[start : start + BLOCK]]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        ends += total
+        total = int(ends[-1])
+        stop = min(num_samples, (total - extra_tokens) // sequence_length) + 1
+        if stop > done:
+            borders = np.arange(done, stop, dtype=np.int64) * sequence_length
+            entries = np.searchsorted(ends, borders, side=side)
+            rows[done:stop, 0] = entries + start
+            rows[done:stop, 1] = borders - ends[entries] + lengths[entries]
+            done = stop
+    if done < num_samples:
+        raise DataError(
+            f"{num_samples} samples of {sequence_length} tokens were asked of {total} tokens, which hold {done - 1}"
+        )
+    if done == num_samples:
+        rows[-1] = len(document_index) - 1, int(sizes[document_index[-1]]) - extra_tokens
+    return rows
+
+
+# From here on a number of a sample, and Megatron's margin above it, does not fit 32 bits.
+TOO_MANY_FOR_UINT32 = np.iinfo(np.uint32).max - 1
+
+
+def build_shuffle_index(first: int, total: int, state: np.random.RandomState) -> np.ndarray:
+    """A permutation of [0, first), then one of [first, total): uint32 [total], int64 from 2**32 - 2 samples on.
+
+    The numbers that are drawn from `state`, and their order, are Megatron-LM's.
+    """
+    index = np.arange(total, dtype=np.uint32 if total < TOO_MANY_FOR_UINT32 else np.int64)
+    state.shuffle(index[:first])
+    if first != total:
+        state.shuffle(index[first:])
+    return index
+
+
+def samples_wanted(
+    *,
+    global_batch_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    eval_interval: int,
+    eval_iters: int,
+) -> tuple[int, int, int]:
+    """Samples of training, validation and test.
+
+    With B = global_batch_size: train_iters B, or train_samples; (train_iters // eval_interval + 1) eval_iters B;
+    eval_iters B. A run that is given in samples has train_iters = train_samples // B. These numbers decide about the
+    epochs, and so about the order: another --train-iters is another order.
+    """
+    if train_samples is not None:
+        iterations = train_samples // global_batch_size
+    else:
+        iterations = train_iters or 0
+        train_samples = iterations * global_batch_size
+    evaluations = iterations // eval_interval + 1
+    return train_samples, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
 
 
 @dataclass(frozen=True)
@@ -56,7 +198,8 @@ def build_order(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, option
     document_index = build_document_index(documents, epochs.count, state, separate)
     total = count_samples(epochs.count * num_tokens, length, extra, options.drop_last_partial)
     sample_index = build_sample_index(sizes, document_index, length, total, extra)
-    shuffle_index = build_shuffle_index(epochs.samples_before_last if separate else total, total, state)
+    first = total if epochs.samples_before_last is None else epochs.samples_before_last
+    shuffle_index = build_shuffle_index(first, total, state)
     return SampleOrder(document_index, sample_index, shuffle_index)
 
 

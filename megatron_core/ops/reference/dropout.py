@@ -1,13 +1,14 @@
 """Dropout whose mask is a function of what it falls on, and Philox, which draws it.
 
 An element belongs to a sample (the global number of its sequence, below 2^48), to a position in the whole sequence, in
-attention weights to a head (0 elsewhere), and to a channel, the last dim. The four words of 32 bits
+attention weights to a head (0 elsewhere), and to a channel, the last dim, which in attention weights is the key's
+position. The four words of 32 bits
 
     philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
 
 have 16 bits for each of eight neighbouring channels, the lower ones of a word first; the key is that of the seed and of
-the place in the model. An element is dropped where its bits are below 2^16 p, rounded to a whole number, and what stays
-is divided by the share that really stays. So no layout changes the mask, and no generator is read. The native bodies
+the module's name. An element is dropped where its bits are below 2^16 p, rounded to a whole number, and what stays
+is divided by the share that really stays. So no layout changes the mask, and no generator is read. The native kernels
 draw the same bits (csrc/common/dropout.h); 32 bits an element would double what they compute.
 """
 
@@ -55,20 +56,33 @@ def scale(p: float) -> float:
 
 
 def keep(
-    shape: tuple[int, ...], p: float, key: int, sample_index: Tensor, first_position: int = 0, first_head: int = 0
+    shape: tuple[int, ...],
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    first_head: int = 0,
 ) -> Tensor:
     """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, stays."""
-    *leading, channels = shape
-    number = lambda n, start=0: torch.arange(start, start + n, device=sample_index.device)  # noqa: E731
-    block = number(-(-channels // 8))
-    if len(leading) == 2:
-        sample, position, head = sample_index[:, None], number(leading[0], first_position)[:, None, None], 0
+    device, weights = sample_index.device, len(shape) == 4
+    length, channels = shape[2 if weights else 0], shape[-1]
+    position = torch.arange(length, device=device) if position_ids is None else position_ids
+    position, sample = torch.atleast_2d(position)[..., None], sample_index[:, None, None]  # [b or 1, s, 1], [b, 1, 1]
+    head: Tensor | int = 0
+    if weights:
+        head = torch.arange(first_head, first_head + shape[1], device=device)[:, None, None] << 16
+        position, sample = position[:, None], sample[:, None]
     else:
-        sample, position = sample_index[:, None, None, None], number(leading[2], first_position)[:, None]
-        head = number(leading[1], first_head)[:, None, None] << 16
+        position, sample = position.transpose(0, 1), sample.transpose(0, 1)
+    block = torch.arange(-(-channels // 8), device=device) if key_positions is None else key_positions >> 3
     words = philox((block, position, sample & LOW, (sample >> 32) + head), key)
     halves = torch.stack([half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)], -1)
-    return halves.flatten(-2)[..., :channels] >= threshold(p)
+    if key_positions is None:
+        halves = halves.flatten(-2)[..., :channels]
+    else:
+        halves = halves.take_along_dim((key_positions & 7).view(*[1] * (len(shape) - 1), -1, 1), -1).squeeze(-1)
+    return halves >= threshold(p)
 
 
 def bias_dropout_add(
@@ -78,11 +92,14 @@ def bias_dropout_add(
     p: float,
     key: int,
     sample_index: Tensor | None,
-    first_position: int,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
     first_head: int,
 ) -> Tensor:
     """y = residual + keep scale (x + bias); what is absent is not added, shapes as in ``ops.bias_dropout_add``."""
     x = x if bias is None else x + bias
     if threshold(p):
-        x = torch.where(keep(x.shape, p, key, sample_index, first_position, first_head), x * scale(p), 0)
+        assert sample_index is not None, "masks are functions of the samples' numbers"
+        kept = keep(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
+        x = torch.where(kept, x * scale(p), 0)
     return x if residual is None else residual + x

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_core.datasets.megatron_order import cache as module
 from megatron_core.datasets.megatron_order.build import cached_blend
-from megatron_core.datasets.megatron_order.cache import IndexCache, key_hash, say_once
+from megatron_core.datasets.megatron_order.cache import ABANDONED_SECONDS, IndexCache, key_hash, say_once
 from megatron_core.datasets.megatron_order.order import OrderOptions, SampleOrder, cached_order, order_key
 
 SIZES = np.array([30, 4, 0, 77, 12, 9], dtype=np.int32)
@@ -222,8 +223,8 @@ def test_a_folder_that_may_not_be_written_is_named_once(
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     save = np.save
 
-    def full(file: object, array: np.ndarray, allow_pickle: bool) -> None:
-        save(file, array[:1], allow_pickle=allow_pickle)
+    def full(file: object, arr: np.ndarray, allow_pickle: bool) -> None:
+        save(file, arr[:1], allow_pickle=allow_pickle)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
@@ -245,3 +246,12 @@ def test_processes_that_build_the_same_at_once(tmp_path: Path) -> None:
             assert [arrays for _, arrays in results] == [expected] * 4
             files = list((tmp_path / str(number)).iterdir())
             assert len(files) == 4 and not any("partial" in path.name for path in files)
+
+
+def test_files_of_killed_jobs_are_removed_and_those_being_written_are_kept(tmp_path: Path) -> None:
+    left, growing = tmp_path / ".x.npy.1-aa.partial", tmp_path / ".x.npy.2-bb.partial"
+    for path in (left, growing):
+        path.write_bytes(b"half")
+    os.utime(left, (0, time.time() - ABANDONED_SECONDS - 60))
+    IndexCache(tmp_path).get("numbers", {"n": 3}, ["x"], lambda: {"x": np.arange(3)})
+    assert not left.exists() and growing.exists()

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_core.datasets.megatron_order import shuffle_index as shuffle_module
-from megatron_core.datasets.megatron_order.document_index import plan_epochs
-from megatron_core.datasets.megatron_order.order import OrderOptions, build_order
-from megatron_core.datasets.megatron_order.shuffle_index import build_shuffle_index
+from megatron_core.datasets.megatron_order import order as shuffle_module
+from megatron_core.datasets.megatron_order.order import OrderOptions, build_order, build_shuffle_index, plan_epochs
 from megatron_core.errors import DataError
 from tests.datasets.megatron_order import reference
 

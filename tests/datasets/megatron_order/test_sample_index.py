@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_core.datasets.megatron_order import sample_index as module
-from megatron_core.datasets.megatron_order.sample_index import build_sample_index, count_samples
+from megatron_core.datasets.megatron_order import order as module
+from megatron_core.datasets.megatron_order.order import build_sample_index, count_samples
 from megatron_core.errors import DataError
 from tests.datasets.megatron_order import reference
 

@@ -1,0 +1,51 @@
+"""Floating-point operations of the model, computed from its sizes.
+
+Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix, without its factor for recomputation, so
+that the utilisation computed from it counts useful work only (Korthikanti et al. 2022, appendix: *model*
+FLOPs). A product of an m x k and a k x n matrix counts 2 m k n; norms, activations, softmax and the
+embedding look-up do not count.
+
+The causal mask is ignored: scores and weighted values count all S keys of each query, as in the paper and in
+older releases of Megatron-LM. Newer ones count half of them, and so print less for long sequences.
+"""
+
+from __future__ import annotations
+
+from megatron_core.config.model import ModelConfig
+
+
+def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> dict[str, int]:
+    """Forward FLOPs of one token, by term, over all layers.
+
+    With h hidden, d channels a head, a heads, g groups, f MLP width, S tokens, V vocabulary (padded), L
+    layers:
+
+        qkv     2 h (a + 2 g) d L    scores  2 S a d L    values  2 S a d L    output  2 a d h L
+        mlp     2 h f (2, gated 3) L                      logits  2 h V, once
+
+    In a layer with a window of W keys S is at most W.
+    """
+    layers, hidden = model.num_layers, model.hidden_size
+    query = model.num_attention_heads * model.head_size
+    key = model.query_groups * model.head_size
+    matrices = 3 if model.gated_linear_unit else 2
+    windows = [model.window_of_layer(layer) for layer in range(layers)]
+    keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
+    return {
+        "qkv": 2 * hidden * (query + 2 * key) * layers,
+        "scores": 2 * keys * query,
+        "values": 2 * keys * query,
+        "output": 2 * query * hidden * layers,
+        "mlp": 2 * hidden * model.ffn_size * matrices * layers,
+        "logits": 2 * hidden * vocab_size,
+    }
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> int:
+    """Forward and backward FLOPs of one token of the whole model.
+
+    Backward takes two products for each one of forward: the input's and the weight's gradient. For a
+    GPT with ``f = 4h`` this is ``72 h^2 L (1 + S / 6h + V / 12hL)``: 6 for each weight in a matrix, plus
+    attention.
+    """
+    return 3 * sum(forward_flops_per_token(model, seq_length, vocab_size).values())

@@ -1,1 +1,0 @@
-"""Other libraries whose equivalents of some operations can be chosen: adapters to them, and what these share."""

@@ -1,0 +1,86 @@
+"""Boxes of indices: which part of a tensor, and where it lies in another one. Integers only, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """The half-open box ``start <= index < stop`` of a tensor."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of this box in its tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds ``outer``."""
+        return self.shifted(tuple(-o for o in outer.start)).index
+
+    def shifted(self, offset: tuple[int, ...]) -> Box:
+        """The box moved by ``offset``."""
+        start = tuple(a + o for a, o in zip(self.start, offset, strict=True))
+        return Box(start, tuple(b + o for b, o in zip(self.stop, offset, strict=True)))
+
+    def flat_ranges(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """This box of a row-major tensor of ``shape`` as ranges of element numbers, in ascending order."""
+        inner = len(shape)
+        while inner and self.start[inner - 1] == 0 and self.stop[inner - 1] == shape[inner - 1]:
+            inner -= 1
+        if inner == 0:
+            yield 0, prod(shape)
+            return
+        row = prod(shape[inner:])
+        outer = Box(self.start[: inner - 1], self.stop[: inner - 1])
+        for number in outer.numbers(shape[: inner - 1]):
+            base = number * shape[inner - 1]
+            yield (base + self.start[inner - 1]) * row, (base + self.stop[inner - 1]) * row
+
+    def numbers(self, shape: tuple[int, ...]) -> Iterator[int]:
+        """The element numbers of this box in a row-major tensor of ``shape``."""
+        if not shape:
+            yield 0
+            return
+        for number in Box(self.start[:-1], self.stop[:-1]).numbers(shape[:-1]):
+            yield from range(number * shape[-1] + self.start[-1], number * shape[-1] + self.stop[-1])
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """The elements ``start ... stop - 1`` of a row-major tensor as boxes, each with its first element's number."""
+    if len(shape) <= 1:
+        yield Box((start,)[: len(shape)], (stop,)[: len(shape)]), start
+        return
+    row = prod(shape[1:])
+    while start < stop:
+        first, within = divmod(start, row)
+        if within == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            yield Box((first,) + (0,) * (len(shape) - 1), (first + rows, *shape[1:])), start
+            start += rows * row
+        else:
+            end = min(stop, (first + 1) * row)
+            for inner, at in flat_boxes(shape[1:], within, within + end - start):
+                yield Box((first, *inner.start), (first + 1, *inner.stop)), first * row + at
+            start = end

@@ -1,0 +1,159 @@
+"""Initial weights as a function of (seed, parameter name, element), of which a rank draws its own part only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.sharding import spec_of
+
+InitMethod = Callable[[Tensor], object]
+CONSTANTS = (nn.init.zeros_, nn.init.ones_)
+CHUNK = 2**16
+"""Elements that are drawn at a time: their temporaries stay in a cache."""
+PER_COUNTER = 8
+"""Elements of one Philox counter: four words of 64 bits, two elements of each."""
+
+
+class Normal:
+    """N(0, std) for each element on its own, so that any part of a tensor can be drawn without the rest."""
+
+    def __init__(self, std: float) -> None:
+        self.std = std
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Draw from torch's generator, as ``torch.nn.init.normal_`` does."""
+        return nn.init.normal_(tensor, std=self.std)
+
+    def draw(self, seed: int, runs: list[tuple[int, int]]) -> np.ndarray:
+        """The elements ``start ... stop - 1`` of each run, one run after another, float32."""
+        words = list(_words(seed, runs))
+        values = _normal_pairs(np.concatenate(words)).reshape(-1)
+        firsts = np.cumsum([0, *(2 * len(own) for own in words[:-1])])
+        kept = [
+            values[first + start % PER_COUNTER :][: stop - start]
+            for first, (start, stop) in zip(firsts, runs, strict=True)
+        ]
+        return np.concatenate(kept) * np.float32(self.std)
+
+
+@torch.no_grad()
+def initialise(parameter: nn.Parameter, init_method: InitMethod) -> None:
+    """Draw the global tensor from torch's CPU generator and keep this rank's part.
+
+    The draw is in float32 on the CPU whatever the parameter's dtype and device, so that ranks which share a seed hold
+    parts of one and the same tensor.
+    """
+    spec = spec_of(parameter)
+    drawn = torch.empty(spec.global_shape, dtype=torch.float32)
+    init_method(drawn)
+    spec.localise(drawn.to(parameter.dtype), parameter.data)
+
+
+@torch.no_grad()
+def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: int, name: str) -> None:
+    """Fill ``parameter`` with values that depend on the seed, the global name and each element's global index alone.
+
+    ``Normal`` and the constants of torch.nn.init fill this rank's part without the rest; any other method may look at
+    the tensor as a whole, so it draws all of it, from a generator of its own.
+    """
+    spec = spec_of(parameter)
+    if not isinstance(init_method, Normal) and init_method not in CONSTANTS:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(name_seed(seed, name))  # the CPU's alone
+            initialise(parameter, init_method)
+        return
+    parameter.data.zero_()
+    for part in spec.parts:
+        target = parameter.data[part.local.index]
+        if isinstance(init_method, Normal):
+            _fill(target, part.whole, spec.global_shape, init_method, name_seed(seed, name))
+        else:
+            init_method(target)
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed from a seed and a name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+
+
+def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal, seed: int) -> None:
+    """Fill ``target``, which is ``box`` of a tensor of ``shape``, a chunk at a time."""
+    whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    flat, at = whole.view(-1), 0
+    for runs in _chunks(box.flat_ranges(shape)):
+        values = torch.from_numpy(init_method.draw(seed, runs))
+        flat[at : at + len(values)] = values.to(flat)
+        at += len(values)
+    if whole is not target:
+        target.copy_(whole)
+
+
+def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The runs in lists of at most ``CHUNK`` elements, long ones cut."""
+    chunk: list[tuple[int, int]] = []
+    size = 0
+    for start, stop in runs:
+        while start < stop:
+            end = min(stop, start + CHUNK - size)
+            chunk.append((start, end))
+            size, start = size + end - start, end
+            if size == CHUNK:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The 64-bit words of each run's elements, from a whole counter to a whole counter.
+
+    Philox 4x64-10 (Salmon et al. 2011): the words of a counter are a function of it and of the key alone.
+    """
+    generator = np.random.Philox(key=seed)
+    state = generator.state
+    for start, stop in runs:
+        first, last = start // PER_COUNTER, -(-stop // PER_COUNTER)
+        state["state"]["counter"][0] = first
+        generator.state = state
+        yield generator.random_raw(4 * (last - first))
+
+
+def _normal_pairs(words: np.ndarray) -> np.ndarray:
+    """Two independent N(0, 1) of each word, ``[n, 2]`` float32: sqrt(-2 log u) times cosine and sine of 2 pi v (Box and
+    Muller 1958), u and v from the upper and the lower 32 bits.
+
+    Logarithm and sine are spelled out in operations that IEEE 754 rounds alike on every machine (relative error 1e-6):
+    libraries differ in the last bit, and copies of a weight on different processors must not.
+    """
+    upper, lower = (words >> np.uint64(32)).astype(np.float32), words.astype(np.uint32)
+    u = (upper + np.float32(0.5)) * np.float32(2.0**-32)
+    mantissa, exponent = np.frexp(u)
+    s = (mantissa - 1) / (mantissa + 1)  # log m = 2 artanh((m - 1) / (m + 1)), here with |s| <= 1/3
+    log = exponent.astype(np.float32) * np.float32(0.6931471805599453) + 2 * s * _polynomial(
+        s * s, (1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1)
+    )
+    radius = np.sqrt(np.maximum(-2 * log, np.float32(0)))
+    quarter = np.uint32(2**30)
+    return np.stack([radius * _cosine(lower), radius * _cosine(lower - quarter)], axis=1)
+
+
+def _cosine(turns: np.ndarray) -> np.ndarray:
+    """cos(2 pi turns / 2^32), by the series of the sine over a quarter of a turn on either side of zero."""
+    distance = np.abs(turns.astype(np.float32) * np.float32(2.0**-32) - np.float32(0.5)) - np.float32(0.25)
+    t = distance * np.float32(2 * np.pi)
+    return t * _polynomial(t * t, (-1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6, 1))
+
+
+def _polynomial(x: np.ndarray, coefficients: tuple[float, ...]) -> np.ndarray:
+    """Horner's rule, the highest power first."""
+    result = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        result *= x
+        result += np.float32(coefficient)
+    return result

@@ -1,0 +1,96 @@
+"""How sequences are cut over the ranks, and the part of a micro-batch that one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """This rank's part of every sequence.
+
+    Two cuts follow one another. The *local* sequence is what attention, matrix products and the loss of this rank work
+    on; without context parallelism it is the whole one. The *residual* sequence is what the rank holds outside the
+    matrix products: with sequence parallelism run ``tp_rank`` of ``tp_size`` equal runs of the local one (Korthikanti
+    et al. 2022, section 4.2.2), else all of it. Whatever depends on where a token stands (embedding, rotary angles,
+    dropout) is given ``positions`` and derives none from a rank.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    sequence_parallel: bool = False
+
+    @classmethod
+    def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> SequenceSplit:
+        """The split in a layout."""
+        return cls(groups.index("tp"), groups.size("tp"), sequence_parallel)
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank's losses count in a sum over all ranks: tensor-parallel ranks compute copies of them."""
+        return self.tp_rank == 0
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Positions, in their sequence of ``length`` tokens, of the local ones: int64 ``[n]``."""
+        return torch.arange(length, device=device)
+
+    def local(self, whole: Tensor) -> Tensor:
+        """The local part of ``[b, s, ...]``."""
+        return whole
+
+    def residual(self, local: Tensor, dim: int = 0) -> Tensor:
+        """The residual part of a local sequence that runs along ``dim``: a view."""
+        length = self.residual_length(local.shape[dim])
+        return local.narrow(dim, self.tp_rank * length, length) if self.sequence_parallel else local
+
+    def residual_length(self, length: int) -> int:
+        """Tokens of the residual part of a sequence of ``length`` tokens, which is what travels between stages."""
+        return length // self.tp_size if self.sequence_parallel else length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch as one rank needs it: ``b`` sequences, ``n`` local tokens of each."""
+
+    tokens: Tensor
+    """``[b, n]`` int64."""
+    labels: Tensor
+    """``[b, n]`` int64, the token that follows each one."""
+    loss_mask: Tensor
+    """``[b, n]``, 1 where a token's loss counts, else 0."""
+    positions: Tensor
+    """``[n]`` int64, where the local tokens stand in their whole sequences."""
+    sample_index: Tensor
+    """``[b]`` int64, the global number of each sequence, which keys its dropout."""
+    residual_length: int
+    """Tokens of each sequence that this rank holds outside the matrix products."""
+    position_ids: Tensor | None = None
+    """``[b, n]`` int64, the positions that embeddings and rotary angles follow; None: ``positions``, in every
+    sequence."""
+    document_lengths: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of the documents in each whole sequence, which see nothing of one another; None: one document each. They
+    stay on the host: attention by documents needs them as numbers, and to fetch them would wait for the device."""
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor], split: SequenceSplit, device: torch.device) -> MicroBatch:
+        """A loader's batch of whole sequences, cut by ``split`` and moved to ``device``."""
+        length = batch["tokens"].shape[1]
+        parts = {
+            name: split.local(batch[name]).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "loss_mask", "position_ids")
+            if name in batch
+        }
+        lengths = batch.get("document_lengths")
+        return cls(
+            **parts,
+            positions=split.positions(length, device),
+            sample_index=batch["sample_index"].to(device, non_blocking=True),
+            residual_length=split.residual_length(parts["tokens"].shape[1]),
+            document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
+        )

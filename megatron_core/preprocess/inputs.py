@@ -1,0 +1,216 @@
+"""Input files: which ones a run reads, and their bytes, decompressed."""
+
+import glob
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import zstandard
+
+from megatron_core.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BUFFER_BYTES = 1 << 18
+# Compressed bytes that are decompressed at once: zstd compresses zeros 17,000 to 1, which is 256 MiB then.
+COMPRESSED_BYTES = 1 << 14
+# Output of this tool, which may be in the folder of the input.
+TOKEN_FILES = (".bin", ".idx", ".partial")
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+class DamagedFileError(DataError):
+    """An input file cannot be read to its end, or holds no documents of the kind that its name says."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file.
+
+    kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on the disk.
+    """
+
+    path: str
+    kind: str
+    compression: str | None
+    size: int
+    mtime_ns: int
+
+
+def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list[Path]:
+    """The files that names, globs and folders stand for, each pattern's in sorted order; DataError if one has none.
+
+    A folder stands for all files in it and in its folders, links to folders among them, those whose name begins with
+    a dot left out. Globs and folders do not stand for token files, nor for `written`, files and folders that the run
+    itself writes.
+    """
+    if not patterns:
+        raise DataError("--input names no file; give files, folders, or globs in quotes")
+    own = {os.path.abspath(path) for path in written}
+    return [path for pattern in patterns for path in _files(pattern, own)]
+
+
+def describe(path: Path) -> Source:
+    """The file's kind, by its suffixes, and its size; DataError for a pipe or a device."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    kind = KINDS.get(suffixes[-1], "text") if suffixes else "text"
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read ({error.strerror}); repair or remove it") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(
+            f"--input {path} is no file but a pipe or a device, which cannot be read in parts or a second time; write "
+            "its content to a file (.gz and .zst are read as they are)"
+        )
+    return Source(str(path), kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def _files(pattern: str, own: Collection[str]) -> list[Path]:
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    names = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern, recursive=True))
+    files = [path for name in names for path in (_inside(name) if Path(name).is_dir() else [Path(name)])]
+    files = [path for path in files if path.suffix not in TOKEN_FILES and not _is_own(path, own)]
+    if not files:
+        raise DataError(f"--input {pattern}: no file has that name; give files, folders, or globs in quotes")
+    return files
+
+
+def _inside(folder: str) -> list[Path]:
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        # A link to a parent folder would never end.
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
+    return found
+
+
+def _is_own(path: Path, own: Collection[str]) -> bool:
+    full = Path(os.path.abspath(path))
+    return bool(own) and any(str(part) in own for part in (full, *full.parents))
+
+
+class Stream:
+    """The uncompressed bytes of an input file, in order; DamagedFileError, with the position, where it is damaged.
+
+    position: of the next byte. raw: bytes of the file on the disk that were read up to now.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.position = 0
+        with self._naming_damage():
+            self._raw = Path(source.path).open("rb", buffering=BUFFER_BYTES)  # noqa: SIM115
+        self._file = _decompressed(self._raw, source.compression)
+
+    def __enter__(self) -> "Stream":
+        """Nothing to do: the file is open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self._file.close()
+        self._raw.close()
+
+    @property
+    def raw(self) -> int:
+        """Bytes of the file on the disk that were read up to now."""
+        return self._raw.tell()
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes, fewer only at the end."""
+        with self._naming_damage():
+            data = self._file.read(size)
+        self.position += len(data)
+        return data
+
+    def readline(self, limit: int) -> bytes:
+        """The rest of the line with its end, or its first `limit` bytes."""
+        with self._naming_damage():
+            data = self._file.readline(limit)
+        self.position += len(data)
+        return data
+
+    def skip_to(self, position: int) -> None:
+        """Go forward to a position, or to the end if the file ends before it."""
+        if self._source.compression is None:
+            self._file.seek(position)
+            self.position = position
+        while self.position < position and self.read(min(BUFFER_BYTES, position - self.position)):
+            pass
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        path, kind = self._source.path, self._source.compression
+        try:
+            yield
+        except EOFError as error:
+            raise DamagedFileError(
+                f"{path} is cut off: its {kind} data ends early, after {self.position:,} bytes of content; copy or "
+                "make it again"
+            ) from error
+        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            raise DamagedFileError(
+                f"{path} is damaged after {self.position:,} bytes of content, or no {kind} file ({error}); make "
+                "it again"
+            ) from error
+        except OSError as error:
+            raise DamagedFileError(
+                f"{path} cannot be read from byte {self.position:,} of its content on ({error.strerror}); copy it again"
+            ) from error
+
+
+class ZstdFile(io.RawIOBase):
+    """The content of all frames of a zstd file; EOFError if the last one is incomplete."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        # The window of `zstd --ultra --long=31`.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame = self._decompressor.decompressobj()
+        self._fresh = True
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with what is decompressed, at most as long as it; 0 at the end."""
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._fresh = self._decompressor.decompressobj(), True
+            data = data or self._raw.read(COMPRESSED_BYTES)
+            if not data:
+                if not self._fresh:
+                    raise EOFError
+                return 0
+            self._fresh = False
+            self._ready = memoryview(self._frame.decompress(data))
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+
+def _decompressed(raw: BinaryIO, compression: str | None) -> BinaryIO:
+    if compression == "gzip":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if compression == "zstd":
+        return io.BufferedReader(ZstdFile(raw), BUFFER_BYTES)
+    return raw

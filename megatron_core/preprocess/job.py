@@ -1,0 +1,275 @@
+"""A whole preprocessing run: from input files to token files.
+
+This process reads compressed files, Parquet files and texts with separators, and writes the output; the workers read
+plain files and tokenize. Memory: each worker holds a batch of documents with its tokens (a quarter of a MiB of text, or
+the longest document), and up to three tasks of its own (4 MiB of text, or their tokens, about half of that) are on the
+way; the rest is the tokenizer (gigatoken's cache of words grows to 150 MB and no further) and 200 bytes for each input
+file. Nothing grows with the number of documents.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from megatron_core.datasets.atomic_write import DiskFullError, partial_path
+from megatron_core.datasets.builder import unfinished
+from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path, write_header
+from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.preprocess.encode import Layout, sentence_splitter
+from megatron_core.preprocess.inputs import DamagedFileError, Source, describe, find_inputs
+from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
+from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
+from megatron_core.preprocess.readers import read_blocks
+from megatron_core.preprocess.report import Interval, Progress, backend_sentence, summary
+from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_settings
+from megatron_core.preprocess.worker import Piece, Worker
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
+
+# The last tasks leave workers idle: with 12 tasks each, 4% of the time at most. Each costs half a millisecond.
+TASKS_PER_WORKER = 12
+SMALL_TASK = 1 << 18
+MOST_PIECES = 1000
+
+# The sample that backends are compared on: the number of positions in the input, and characters of text at each.
+SAMPLE_PLACES = 16
+SAMPLE_CHARACTERS = 1024
+SAMPLE_BYTES = 1 << 14
+
+
+def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> None:
+    """Read, tokenize and write; nothing has its final name before all of it is there.
+
+    An interrupted run leaves `PREFIX.work` and growing files (`.partial`), and the same call continues with them.
+    ConfigError for settings that cannot be used, DataError for input that cannot be read.
+    """
+    check_settings(settings)
+    sources = [describe(path) for path in find_inputs(settings.input, written(settings))]
+    for prefix in settings.prefixes:
+        check_header_path(prefix)
+    work = WorkFolder(settings.output_prefix)
+    try:
+        _Job(settings, sources, limits or Limits(), work).run()
+    finally:
+        work.close()
+
+
+class _Job:
+    """One run in its work folder."""
+
+    def __init__(
+        self, settings: PreprocessSettings, sources: Sequence[Source], limits: Limits, work: WorkFolder
+    ) -> None:
+        self._settings = settings
+        self._sources = sources
+        self._limits = limits
+        self._work = work
+        self._began = time.monotonic()
+        self._fresh = work.fresh
+        self._output: Output | None = None
+        self._remarks = remarks_path(settings)
+
+    def run(self) -> None:
+        """Do all of it; what is left in the work folder after an error is what the same command can continue with."""
+        try:
+            self._run()
+        except (ConfigError, DataError) as error:
+            self._clean_up(error)
+            raise
+        finally:
+            if self._output is not None:
+                self._output.close()
+
+    def _run(self) -> None:
+        settings, work = self._settings, self._work
+        tokenizer = settings.tokenizer_files.load()
+        layout = make_layout(settings, tokenizer)
+        backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)
+        work.adopt(identity(settings, self._sources, tokenizer.fingerprint()))
+        output = self._output = Output(work, self._sources, settings, self._remarks, layout.dtype)
+        resumed = output.state.size
+        if not self._fresh:
+            print(f"{work.path}: continuing after {output.state.documents:,} documents", file=sys.stderr)
+        if not output.state.publishing:
+            print(backend_sentence(backend.name, reason, settings.processes), file=sys.stderr, flush=True)
+            worker = Worker(settings, self._sources, self._limits, work.path, backend, tokenizer, layout)
+            pool = WorkerPool(settings.processes, worker.run, (work.lock,))
+            try:
+                self._append_all(output, pool)
+            finally:
+                pool.stop()
+        output.publish()
+        self._write_headers(output, tokenizer)
+        work.remove()
+        seconds = time.monotonic() - self._began
+        for line in summary(settings.prefixes, output.state, seconds, resumed, backend.name, self._remarks):
+            print(line, flush=True)
+
+    def _append_all(self, output: Output, pool: WorkerPool) -> None:
+        total = sum(source.size for source in self._sources)
+        progress = Progress(total, output.done, self._settings.log_interval)
+        saves = Interval(self._limits.save_seconds)
+        balanced = max(SMALL_TASK, total // (TASKS_PER_WORKER * self._settings.processes))
+        size = min(self._limits.part_bytes, balanced)
+        pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
+        for parts in pool.map(grouped(pieces, self._sources, size)):
+            for part in parts:
+                output.append(part)
+            progress.update(output.done, output.state.documents, output.tokens)
+            if saves.passed():
+                output.save()
+        progress.close()
+        for words in output.state.first:
+            print(words, file=sys.stderr, flush=True)
+        if not output.tokens:
+            raise DataError(
+                f"--input {' '.join(self._settings.input)[:200]}: no token in it; is there text under --json-keys?"
+            )
+
+    def _write_headers(self, output: Output, tokenizer: Tokenizer) -> None:
+        for prefix, extent in zip(self._settings.prefixes, output.state.extents, strict=True):
+            header = DatasetHeader.of(
+                tokenizer,
+                self._settings.tokenizer_type,
+                append_eod=self._settings.append_eod,
+                documents=extent.documents,
+                tokens=extent.tokens,
+            )
+            write_header(prefix, header)
+
+    def _clean_up(self, error: Exception) -> None:
+        """Leave nothing of a run that would fail again if it continued."""
+        output = self._output
+        if isinstance(error, (DiskFullError, WorkerDiedError)):
+            return
+        if isinstance(error, DamagedFileError) and output is not None and output.state.documents:
+            return
+        wrong_data = isinstance(error, DataError) and not isinstance(error, BrokenDocumentError) and output is not None
+        if self._fresh or wrong_data:
+            if output is not None:
+                output.discard()
+            self._work.remove()
+
+
+def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> Layout:
+    """How tokens are stored; ConfigError if the tokenizer lacks what the settings need."""
+    if settings.append_eod and tokenizer.eod is None:
+        raise ConfigError("--append-eod: the tokenizer has no end-of-document token; leave the flag out")
+    if settings.split_sentences:
+        sentence_splitter(settings.keep_newlines)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    return Layout(dtype.__name__, tokenizer.vocab_size, tokenizer.eod if settings.append_eod else None)
+
+
+def choose_backend(
+    settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[Source], folder: Path
+) -> tuple[Backend, str]:
+    """gigatoken, if it is there and gives the tokenizer's ids on a sample; else the tokenizer itself, and why."""
+    backend, reason = load_backend(settings.tokenizer_files, settings.tokenization_backend, tokenizer)
+    if backend.name == TokenizerBackend.name:
+        return backend, reason
+    texts = sample_texts(settings, sources, folder) + odd_texts(settings.tokenizer_files)
+    expected = {text: tokenizer.tokenize(text) for text in texts}
+    differing = disagreement(expected, *backend.encode(list(expected)))
+    if differing is None:
+        return backend, ""
+    reason = f"gigatoken gives other tokens for the text that begins {differing}"
+    if settings.tokenization_backend == "gigatoken":
+        raise ConfigError(f"{reason}; use --tokenization-backend tokenizers")
+    return TokenizerBackend(tokenizer), reason
+
+
+def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder: Path) -> list[str]:
+    """The beginnings of texts at 16 positions spread over the files, 16 thousand characters together."""
+    total = sum(source.size for source in sources)
+    starts = [total * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
+    limits = Limits(batch_bytes=SAMPLE_BYTES)
+    texts: list[str] = []
+    before = 0
+    for source in sources:
+        inside = [start - before for start in starts if before <= start < before + source.size]
+        before += source.size
+        # A compressed file can only be read from its beginning.
+        anywhere = source.kind == "jsonl" and source.compression is None
+        ranges = [(start, start + SAMPLE_BYTES) for start in inside] if anywhere else [(0, None)] * bool(inside)
+        for start, stop in ranges:
+            wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
+            try:
+                for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start, stop):
+                    for text in chain.from_iterable(zip(*block.batch(settings.json_keys).texts, strict=True)):
+                        texts += [text[:wanted]] * (wanted > 0)
+                        wanted -= len(text)
+                    if wanted <= 0:
+                        break
+            except DamagedFileError:
+                pass  # Said when the file's turn comes.
+    return texts
+
+
+def read_pieces(
+    settings: PreprocessSettings,
+    sources: Sequence[Source],
+    limits: Limits,
+    folder: Path,
+    size: int,
+    position: tuple[int, int],
+) -> Iterator[Piece]:
+    """The pieces of all files from a position on; this process reads what can only be read in order.
+
+    size: of the ranges that a plain JSON Lines file is divided into, in bytes.
+    """
+    start = position[1]
+    for number in range(position[0], len(sources)):
+        source = sources[number]
+        if source.kind == "jsonl" and source.compression is None:
+            for begin in range(start, source.size, size):
+                end = begin + size
+                yield Piece(number, begin, end if end < source.size else None, raw=min(end, source.size))
+        elif source.kind == "text" and settings.separator is None:
+            yield Piece(number, raw=source.size)
+        else:
+            try:
+                for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
+                    yield Piece(number, start, block.end, block=block)
+            except DamagedFileError as error:
+                yield Piece(number, damage=str(error))
+        start = 0
+
+
+def grouped(pieces: Iterable[Piece], sources: Sequence[Source], size: int) -> Iterator[list[Piece]]:
+    """Tasks of some pieces each, of `size` bytes or a little more, so that many small files are few tasks."""
+    group: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        group.append(piece)
+        whole = sources[piece.source].size - piece.start
+        held += piece.block.size if piece.block else whole if piece.end is None else piece.end - piece.start
+        if held >= size or len(group) >= MOST_PIECES:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def written(settings: PreprocessSettings) -> list[Path]:
+    """All that a run writes, and the work folder: the output may be in the input's folder."""
+    remarks = remarks_path(settings)
+    paths = [work_path(settings.output_prefix), remarks, partial_path(remarks)]
+    for prefix in settings.prefixes:
+        header = Path(get_header_path(prefix))
+        finished = [Path(get_bin_path(prefix)), Path(get_idx_path(prefix)), header]
+        paths += [
+            *finished,
+            *unfinished(get_bin_path(prefix)),
+            partial_path(get_idx_path(prefix)),
+            partial_path(header),
+        ]
+    return paths
+
+
+def remarks_path(settings: PreprocessSettings) -> Path:
+    """The list of broken and empty documents."""
+    return Path(f"{settings.output_prefix}_problems.txt")

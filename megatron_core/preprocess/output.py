@@ -1,0 +1,349 @@
+"""The output of a run: growing token files, the list of broken documents, and the saved progress."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_core.datasets.atomic_write import (
+    atomic_write,
+    close_quietly,
+    naming_full_disk,
+    partial_path,
+    sync_file,
+)
+from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
+from megatron_core.datasets.indexed import get_bin_path, get_idx_path
+from megatron_core.errors import DataError
+from megatron_core.preprocess.inputs import DamagedFileError, Source
+from megatron_core.preprocess.readers import DOCUMENT_WORDS
+from megatron_core.preprocess.settings import PreprocessSettings
+from megatron_core.preprocess.worker import Part
+
+SHOWN = 5
+
+
+class BrokenDocumentError(DataError):
+    """The first broken document, for `--strict`; without that flag the same run continues."""
+
+
+@dataclass
+class State:
+    """How far the output came.
+
+    position: number of the next file to be read, and where in it. source: number of the last file that was read.
+    lines, raw: of that file, read up to now. remarks: bytes of the list of broken and empty documents. first: the first
+    broken documents, in words. dropped: bytes of text that the tokenizer has no token for. file_start: the state before
+    the file that was read last. publishing: all is written, and the files are being given their names.
+    """
+
+    position: tuple[int, int] = (0, 0)
+    source: int = -1
+    lines: int = 0
+    raw: int = 0
+    remarks: int = 0
+    size: int = 0
+    documents: int = 0
+    broken: int = 0
+    empty: int = 0
+    dropped: int = 0
+    damaged: int = 0
+    extents: list[Extent] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
+    file_start: "State | None" = None
+    publishing: bool = False
+
+    @property
+    def used(self) -> int:
+        """How many of the files were read, whole or in part."""
+        return max(self.position[0], self.source + 1)
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "State":
+        """The state from what `asdict` made of it."""
+        parsed = {
+            "extents": [Extent(**extent) for extent in content["extents"]],
+            "position": tuple(content["position"]),
+            "file_start": content["file_start"] and cls.of(content["file_start"]),
+        }
+        return cls(**{**content, **parsed})
+
+
+class WorkFolder:
+    """`PREFIX.work`, which one process has at a time; `remove` it when the work is done or cannot succeed.
+
+    state: how far an interrupted run came; None if there is none. lock: the descriptor of the folder's lock.
+    """
+
+    def __init__(self, output_prefix: str) -> None:
+        self.path = work_path(output_prefix)
+        self.lock = self._locked()
+        self.state: State | None = None
+        for path in self.path.glob("*.partial"):
+            path.unlink()
+        if not (self.path / "run.json").exists():
+            # Left if the removal of the folder was interrupted.
+            (self.path / "progress.json").unlink(missing_ok=True)
+        elif (self.path / "progress.json").exists():
+            self.state = State.of(json.loads((self.path / "progress.json").read_text(encoding="utf-8")))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is no interrupted run."""
+        return not (self.path / "run.json").exists()
+
+    def adopt(self, run: dict[str, Any]) -> None:
+        """Check that an interrupted run in the folder is this run, or begin one.
+
+        Input files that it has not read yet may differ. DataError: it is another one.
+        """
+        path = self.path / "run.json"
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if changed := differences(before, run, self.state.used if self.state else 0):
+                raise DataError(
+                    f"{self.path} holds an interrupted run with {changed}; give the same again to continue it, choose "
+                    "another --output-prefix, or remove that folder to start over"
+                )
+        self._write("run.json", run)
+
+    def save(self, state: State) -> None:
+        """Save the progress; the output that it counts must be on the disk already."""
+        self._write("progress.json", asdict(state))
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        # First run.json: without it, if this is interrupted, the rest belongs to no run.
+        (self.path / "run.json").unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        os.close(self.lock)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        with atomic_write(self.path / name) as file:
+            file.write(json.dumps(content).encode("ascii"))
+
+    def _locked(self) -> int:
+        path = self.path / "lock"
+        while True:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+            except FileNotFoundError:  # removed in between by a run that ended
+                continue
+            except OSError as error:
+                raise DataError(
+                    f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be made "
+                    f"({error.strerror}); choose a folder that can be written to"
+                ) from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise DataError(
+                    f"{self.path} is in use by another process that writes the same output; wait for it, or choose "
+                    "another --output-prefix"
+                ) from error
+            if path.exists() and os.stat(path).st_ino == os.fstat(lock).st_ino:
+                return lock
+            os.close(lock)
+
+
+def work_path(output_prefix: str) -> Path:
+    """The folder of an unfinished run."""
+    return Path(f"{output_prefix}.work")
+
+
+def identity(settings: PreprocessSettings, sources: Sequence[Source], fingerprint: str) -> dict[str, Any]:
+    """All that decides what a run writes, under the names of the flags."""
+    return {
+        "--json-keys": list(settings.json_keys),
+        "--append-eod": settings.append_eod,
+        "--split-sentences": settings.split_sentences,
+        "--keep-newlines": settings.keep_newlines,
+        "--document-separator": settings.document_separator,
+        "--tokenizer-type": settings.tokenizer_type,
+        "tokenizer fingerprint": fingerprint,
+        "--input": [[source.path, source.size, source.mtime_ns] for source in sources],
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], used: int) -> str:
+    """In words, what two runs differ in, comparing the first `used` input files; empty if in nothing."""
+    found = [
+        f"{name} {before.get(name)}, now {now[name]}"
+        for name in now
+        if name != "--input" and before.get(name) != now[name]
+    ]
+    for number, (was, is_now) in enumerate(zip_longest(before["--input"][:used], now["--input"][:used]), 1):
+        if was != is_now:
+            old, new = was[0] if was else "none", is_now[0] if is_now else "none"
+            changed = f"other --input files (number {number} was {old}, now {new})"
+            return " and ".join([*found, changed if old != new else f"another state of {old}, which has changed since"])
+    return " and ".join(found)
+
+
+class Output:
+    """Appends parts to the token files of every key and to the list of broken and empty documents."""
+
+    def __init__(
+        self, work: WorkFolder, sources: Sequence[Source], settings: PreprocessSettings, remarks: Path, dtype: str
+    ) -> None:
+        self._work = work
+        self._sources = sources
+        self._settings = settings
+        self._prefixes = settings.prefixes
+        self._remarks_path = remarks
+        found = work.state
+        growing = [*map(partial_path, map(get_bin_path, self._prefixes)), partial_path(remarks)]
+        if found is not None and not found.publishing and not all(path.exists() for path in growing):
+            found = None  # The growing files were removed.
+        self.state = found or State()
+        # The files before the current one, and their bytes.
+        self._before = (0, 0)
+        self._writers: list[TokenWriter] = []
+        self._remarks: BinaryIO | None = None
+        if self.state.publishing:
+            return
+        extents: Sequence[Extent | None] = self.state.extents or [None] * len(self._prefixes)
+        self._writers = [
+            TokenWriter(get_bin_path(prefix), dtype, resume=extent)
+            for prefix, extent in zip(self._prefixes, extents, strict=True)
+        ]
+        self._remarks = partial_path(remarks).open("r+b" if found else "wb")
+        self._remarks.truncate(self.state.remarks)
+        self._remarks.seek(self.state.remarks)
+        if settings.strict and self.state.broken:
+            words = next((words for words in self.state.first if words.startswith("broken: ")), "a broken document")
+            raise BrokenDocumentError(f"{words.removeprefix('broken: ')} (--strict)")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all keys together."""
+        return sum(writer.extent.tokens for writer in self._writers)
+
+    @property
+    def done(self) -> int:
+        """Bytes of the input files, on the disk, that were read."""
+        while self._before[0] < self.state.source:
+            number, size = self._before
+            self._before = (number + 1, size + self._sources[number].size)
+        return self._before[1] + self.state.raw
+
+    def append(self, part: Part) -> None:
+        """Append a part.
+
+        BrokenDocumentError: with --strict, the first broken document. DamagedFileError: the file of the part is
+        damaged; without --skip-damaged-files what was written of it is taken back, and the progress saved.
+        """
+        piece, state = part.piece, self.state
+        if piece.source < state.position[0]:
+            return  # Of a damaged file that is left out.
+        if piece.damage:
+            self._leave_out(piece.source, piece.damage)
+            return
+        if piece.source != state.source:
+            self._note_extents()
+            state.file_start = replace(state, file_start=None, first=[*state.first])
+            state.source, state.lines = piece.source, 0
+        for line, kind, sentence in part.remarks:
+            word = DOCUMENT_WORDS[self._sources[piece.source].kind]
+            self._remark(kind, f"{self._sources[piece.source].path}, {word} {state.lines + line} {sentence}")
+        for encoded in part.encoded:
+            for writer, found in zip(self._writers, encoded, strict=True):
+                writer.append(found.tokens, found.lengths, found.counts)
+        state.lines += part.lines
+        state.documents += part.documents
+        state.size += part.size
+        state.dropped += part.dropped
+        state.raw = part.raw
+        state.position = (piece.source + 1, 0) if piece.end is None else (piece.source, piece.end)
+
+    def save(self) -> None:
+        """Put all that was appended on the disk, and save the progress."""
+        for writer in self._writers:
+            writer.sync()
+        self._note_extents()
+        sync_file(self._open_remarks)
+        self._work.save(self.state)
+
+    def publish(self) -> None:
+        """Write the indices and give all files their names; called again after an interruption, it does the rest."""
+        if not self.state.publishing:
+            for prefix, writer in zip(self._prefixes, self._writers, strict=True):
+                writer.write_index(get_idx_path(prefix))
+            self.state.publishing = True
+            self._note_extents()
+            sync_file(self._open_remarks)
+            self._work.save(self.state)
+            self.close()
+        for prefix in self._prefixes:
+            publish_pair(get_bin_path(prefix), get_idx_path(prefix))
+        if partial_path(self._remarks_path).exists():
+            os.replace(partial_path(self._remarks_path), self._remarks_path)
+        if not self.state.remarks:
+            self._remarks_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the growing files and leave them as they are."""
+        for writer in self._writers:
+            writer.close()
+        if self._remarks is not None:
+            close_quietly(self._remarks)
+
+    def discard(self) -> None:
+        """Remove the growing files."""
+        self.close()
+        for writer in self._writers:
+            writer.discard()
+        paths: list[str | Path] = [self._remarks_path, *map(get_idx_path, self._prefixes)]
+        for path in paths:
+            partial_path(path).unlink(missing_ok=True)
+
+    @property
+    def _open_remarks(self) -> BinaryIO:
+        assert self._remarks is not None, "open until the output is published"
+        return self._remarks
+
+    def _note_extents(self) -> None:
+        self.state.extents = [writer.extent for writer in self._writers]
+        self.state.remarks = self._open_remarks.tell()
+
+    def _remark(self, kind: str, words: str) -> None:
+        with naming_full_disk(self._open_remarks):
+            self._open_remarks.write(f"{kind}: {words}\n".encode("utf-8", errors="backslashreplace"))
+        if kind == "empty":
+            self.state.empty += 1
+            return
+        if self._settings.strict and kind == "broken":
+            raise BrokenDocumentError(f"{words} (--strict)")
+        self.state.broken += kind == "broken"
+        self.state.damaged += kind == "damaged"
+        if len(self.state.first) < SHOWN:
+            self.state.first.append(f"{kind}: {words}")
+
+    def _leave_out(self, source: int, damage: str) -> None:
+        """Take back what was written of a damaged file, and raise, or go on with the next one."""
+        before = self.state.file_start
+        if self.state.source == source and before is not None:
+            self.state = before
+            for writer, extent in zip(self._writers, self.state.extents, strict=True):
+                writer.cut(extent)
+            self._open_remarks.truncate(self.state.remarks)
+            self._open_remarks.seek(self.state.remarks)
+        self.state.position = (source, 0)
+        if not self._settings.skip_damaged_files:
+            self.save()
+            raise DamagedFileError(
+                f"{damage}; the work up to this file is kept, the same command continues when the file is repaired or "
+                "taken out of --input, or with --skip-damaged-files"
+            )
+        self._remark("damaged", damage)
+        self.state.position = (source + 1, 0)

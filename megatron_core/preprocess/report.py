@@ -1,0 +1,119 @@
+"""Messages of a run: the backend, the progress, and the summary."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_core.preprocess.output import State
+
+# Without a terminal: a log file should not have a line for every half second of a day.
+LINE_SECONDS = 10.0
+BAR_SECONDS = 0.5
+
+
+class Interval:
+    """Says when a number of seconds has passed since it last said so."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last = time.monotonic()
+
+    def passed(self) -> bool:
+        """Whether it is time again."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+class Progress:
+    """MB/s, documents, tokens and the time left: a bar on a terminal, otherwise a line every 10 seconds.
+
+    total: bytes of the input files on the disk. done: those that an earlier run did.
+    """
+
+    def __init__(self, total: int, done: int, log_interval: int) -> None:
+        self._total = total
+        self._start_done = done
+        self._start = time.monotonic()
+        self._start_documents: int | None = None
+        self._interval = log_interval
+        self._next = 0
+        self._line = Interval(LINE_SECONDS)
+        # The bar's own thread would only look for bars that stand still.
+        tqdm.monitor_interval = 0
+        terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, initial=done, unit="B", unit_scale=True, mininterval=BAR_SECONDS, disable=not terminal
+        )
+
+    def update(self, done: int, documents: int, tokens: int) -> None:
+        """Show how many bytes, documents and tokens are done."""
+        if self._start_documents is None:
+            self._start_documents = documents
+        if self._bar.disable:
+            if self._line.passed():
+                print(self._sentence(done, documents, tokens), file=sys.stderr, flush=True)
+        else:
+            if documents >= self._next:
+                self._next = documents + self._interval
+                rate = (documents - self._start_documents) / self.seconds
+                counts = f"{documents:,} documents, {rate:,.0f} documents/s, {tokens:,} tokens"
+                self._bar.set_postfix_str(counts, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return max(1e-9, time.monotonic() - self._start)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+    def _sentence(self, done: int, documents: int, tokens: int) -> str:
+        speed = (done - self._start_done) / self.seconds
+        rate = (documents - (self._start_documents or 0)) / self.seconds
+        left = tqdm.format_interval((self._total - done) / speed) if speed else "?"
+        return (
+            f"{done / max(1, self._total):.1%}: {documents:,} documents, {tokens:,} tokens, {speed / 1e6:.1f} MB/s, "
+            f"{rate:,.0f} documents/s, {left} left"
+        )
+
+
+def backend_sentence(name: str, reason: str, workers: int) -> str:
+    """Which backend is used, and why it is not the faster one."""
+    why = f" ({reason})" if reason else ""
+    return f"tokenization backend: {name}{why}, {workers} worker{'s' if workers > 1 else ''}"
+
+
+def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int, name: str, remarks: Any) -> list[str]:
+    """The lines that a finished run ends with.
+
+    seconds: of this run. resumed: bytes of text that an earlier run did.
+    """
+    lines = [
+        f"{prefix}: {extent.documents:,} documents, {extent.tokens:,} tokens"
+        for prefix, extent in zip(prefixes, state.extents, strict=True)
+    ]
+    size = state.size - resumed
+    lines.append(
+        f"{state.documents:,} documents, {sum(extent.tokens for extent in state.extents):,} tokens, "
+        f"{state.size / 1e6:,.1f} MB; {size / 1e6:,.1f} MB in {seconds:.3g} s, {size / seconds / 1e6:,.1f} MB/s, "
+        f"by {name}"
+    )
+    if state.dropped:
+        lines.append(
+            f"{state.dropped:,} bytes of text left out: the tokenizer has no token for them, and the text around them "
+            "is tokenized as if they were not there"
+        )
+    if state.broken or state.empty or state.damaged:
+        damaged = f"{state.damaged:,} damaged files and " if state.damaged else ""
+        lines.append(
+            f"{damaged}{state.broken:,} broken documents left out, {state.empty:,} empty texts kept; all in {remarks}"
+        )
+    return lines

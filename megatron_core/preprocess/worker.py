@@ -1,0 +1,153 @@
+"""What worker processes do: read a range of a file, or take text that was read for them, and tokenize it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_core.errors import DataError, MegatronError
+from megatron_core.preprocess.encode import Encoded, Layout, encode, refused, sentence_splitter
+from megatron_core.preprocess.inputs import DamagedFileError, Source
+from megatron_core.preprocess.readers import Batch, Block, read_blocks
+from megatron_core.preprocess.settings import Limits, PreprocessSettings
+from megatron_core.tokenizers import Tokenizer, dropped_bytes
+from megatron_core.tokenizers.byte_symbols import count_bytes
+from megatron_core.tokenizers.fast import Backend, TokenizerBackend
+
+# Long enough to show a difference, short enough that comparing it takes a third of a millisecond.
+PROBE_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of one input file, in the order of the files and in them.
+
+    source: number of the file. start: where the piece begins, in bytes of content (Parquet: rows). end: where the next
+    piece begins; None if it is in the next file. raw: bytes of the file on the disk that were read before. block: what
+    was read; None if the worker is to read it. damage: why the file cannot be read from here on.
+    """
+
+    source: int
+    start: int = 0
+    end: int | None = None
+    raw: int = 0
+    block: Block | None = None
+    damage: str = ""
+
+
+@dataclass
+class Part:
+    """What becomes of some batches of a piece: `Encoded` for each key of each batch, and counts over all of them.
+
+    raw: bytes of the file, on the disk, that were read up to its end. size: bytes of text. remarks: line, kind
+    ("broken", "empty") and sentence of what is to be said of documents. dropped: bytes that have no token.
+    """
+
+    piece: Piece
+    raw: int = 0
+    size: int = 0
+    lines: int = 0
+    documents: int = 0
+    dropped: int = 0
+    encoded: list[list[Encoded]] = field(default_factory=list)
+    remarks: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+class Worker:
+    """Tokenizes pieces.
+
+    tokenizer: what the ids of one text of each task are compared with, in case that the backend is another one.
+    """
+
+    def __init__(
+        self,
+        settings: PreprocessSettings,
+        sources: Sequence[Source],
+        limits: Limits,
+        folder: Path,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> None:
+        self._settings = settings
+        self._sources = sources
+        self._limits = limits
+        self._folder = folder
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._dropped = dropped_bytes(tokenizer)
+        self._splitter = sentence_splitter(settings.keep_newlines) if settings.split_sentences else None
+
+    def run(self, pieces: Sequence[Piece]) -> list[Part]:
+        """A part for each piece; DataError if the backend gives other ids than the tokenizer."""
+        compared = self._backend.name == TokenizerBackend.name
+        parts = []
+        for piece in pieces:
+            part = Part(replace(piece, block=None), raw=piece.raw)
+            try:
+                for block in self._blocks(piece):
+                    batch, encoded = self._encode(block.batch(self._settings.json_keys))
+                    self._add(part, block, batch, encoded)
+                    compared = compared or self._compare(batch, encoded[0])
+            except DamagedFileError as error:
+                part.piece = replace(part.piece, damage=str(error))
+            parts.append(part)
+        return parts
+
+    def _blocks(self, piece: Piece) -> Iterable[Block]:
+        if piece.damage or piece.block:
+            return [piece.block] if piece.block else []
+        keys, separator = self._settings.json_keys, self._settings.separator
+        source = self._sources[piece.source]
+        return read_blocks(source, keys, separator, self._limits, self._folder, piece.start, piece.end)
+
+    def _encode(self, batch: Batch) -> tuple[Batch, list[Encoded]]:
+        """The batch without documents that the tokenizer refuses, and the ids of each key."""
+
+        def all_keys(batch: Batch) -> list[Encoded]:
+            return [encode(texts, self._backend, self._layout, self._splitter) for texts in batch.texts]
+
+        try:
+            return batch, all_keys(batch)
+        except MegatronError:
+            wrong: dict[int, str] = {}
+            for texts in batch.texts:
+                wrong |= refused(texts, self._backend)
+            if not wrong:
+                raise
+        kept = [number for number in range(len(batch.numbers)) if number not in wrong]
+        broken = batch.broken + [(batch.numbers[number], sentence) for number, sentence in wrong.items()]
+        left = [[texts[number] for number in kept] for texts in batch.texts]
+        batch = replace(batch, numbers=[batch.numbers[n] for n in kept], texts=left, broken=sorted(broken))
+        return batch, all_keys(batch)
+
+    def _add(self, part: Part, block: Block, batch: Batch, encoded: list[Encoded]) -> None:
+        remarks = [(number, "broken", sentence) for number, sentence in batch.broken]
+        for key, found in zip(self._settings.json_keys, encoded, strict=True):
+            empty = np.flatnonzero(found.counts == 0).tolist()
+            remarks += [(batch.numbers[number], "empty", f"has no text under {key!r}") for number in empty]
+        part.remarks += [(part.lines + number, kind, sentence) for number, kind, sentence in sorted(remarks)]
+        part.lines += batch.lines
+        part.documents += len(batch.numbers)
+        part.size += batch.size
+        part.dropped += sum(count_bytes(texts, self._dropped) for texts in batch.texts)
+        part.raw = block.raw
+        part.encoded.append(encoded)
+
+    def _compare(self, batch: Batch, encoded: Encoded) -> bool:
+        """Compare the ids of one document with the tokenizer's; False if none in the batch is short enough."""
+        for number, text in enumerate(batch.texts[0]):
+            if len(text) > PROBE_CHARACTERS or not encoded.counts[number]:
+                continue
+            right = encode([text], TokenizerBackend(self._tokenizer), self._layout, self._splitter).tokens
+            first = int(encoded.counts[:number].sum())
+            start = int(encoded.lengths[:first].sum(dtype=np.int64))
+            if not np.array_equal(encoded.tokens[start : start + len(right)], right):
+                raise DataError(
+                    f"gigatoken gives other tokens than the tokenizer for the text {text[:60]!r}; use "
+                    "--tokenization-backend tokenizers"
+                )
+            return True
+        return False

@@ -1,0 +1,102 @@
+"""Checks of a plan before it runs: completeness, order, deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from megatron_core.errors import LayoutError
+from megatron_core.schedules.actions import Action, Plan
+
+
+def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
+    """All that is wrong with a plan, in sentences; nothing if it can run.
+
+    Every F is there once, and for every stage and micro-batch either one B or one I and one W; each on the rank that
+    holds its stage; every dependency is met before it is needed, so that no rank waits forever; and messages between
+    two stages are taken in the order in which they are sent. Such a plan runs whether sends are waited for or not:
+    see ``Plan.receive_lookahead``.
+    """
+    found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan)]
+    yield from found
+    yield from _stuck(plan)
+    if not found:  # else there is no telling which message is whose
+        yield from order_problems(plan)
+
+
+def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
+    """Return ``plan`` if it is sound; ``LayoutError`` with every problem otherwise."""
+    found = list(problems(plan, num_microbatches, forward_only=forward_only))
+    if found:
+        raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found))
+    return plan
+
+
+def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator[str]:
+    """What is missing, unknown, doubled, or split and whole at once."""
+    seen = Counter(action for actions in plan.ranks for action in actions)
+    wanted: set[Action] = set()
+    for stage in range(plan.num_stages):
+        for micro in range(num_microbatches):
+            kinds = "F" if forward_only else "F" + _backward_kinds(seen, stage, micro)
+            wanted.update(Action(stage, kind, micro) for kind in kinds)
+    yield from (f"{action} is missing" for action in sorted(wanted - set(seen)))
+    for action in sorted(set(seen) - wanted):
+        whole = Action(action.stage, "B", action.micro)
+        if action.kind in "IW" and whole in wanted:
+            yield f"{action} stands beside {whole}; a backward is either B, or I and W"
+        else:
+            yield f"{action} is not part of this step"
+    yield from (f"{action} is there {count} times" for action, count in sorted(seen.items()) if count > 1)
+
+
+def _backward_kinds(seen: Counter[Action], stage: int, micro: int) -> str:
+    """B, unless the plan has an I or W, and no B, of this stage and micro-batch."""
+    split = any(Action(stage, kind, micro) in seen for kind in "IW")
+    return "IW" if split and Action(stage, "B", micro) not in seen else "B"
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    for stage, rank in enumerate(plan.stage_to_rank):
+        if not 0 <= rank < len(plan.ranks):
+            yield f"stage {stage} is on rank {rank}, but the plan has ranks 0 to {len(plan.ranks) - 1}"
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            right = plan.stage_to_rank[action.stage] if action.stage < plan.num_stages else rank
+            if right != rank:
+                yield f"{action} is on rank {rank}, but stage {action.stage} is on rank {right}"
+
+
+def _stuck(plan: Plan) -> Iterator[str]:
+    """Run the plan with all costs zero; name what each rank waits for when nothing can go on."""
+    done: set[Action] = set()
+    position = [0] * len(plan.ranks)
+    for rank, action in plan.walk():
+        done.add(action)
+        position[rank] += 1
+    for rank, actions in enumerate(plan.ranks):
+        if position[rank] < len(actions):
+            action = actions[position[rank]]
+            missing = next(need for need in plan.needs(action) if need not in done)
+            yield f"rank {rank} waits forever before {action}, which needs {missing}"
+
+
+def order_problems(plan: Plan) -> Iterator[str]:
+    """Where a rank takes messages from one stage to another in an order other than the one they are sent in.
+
+    Between two stages, not between two ranks: on a V, neighbours exchange activations of one chunk and gradients of
+    the other over the same link, and a rank may take one before the other. Each is received in the order of sending.
+    """
+    position = {action: at for actions in plan.ranks for at, action in enumerate(actions)}
+    for receiver, actions in enumerate(plan.ranks):
+        latest: dict[tuple[int, bool], Action] = {}
+        for action in actions:
+            source, sender = plan.source(action), plan.sender(action)
+            if source is None or sender is None:
+                continue
+            stream = source.stage, source.kind == "F"
+            before = latest.get(stream)
+            if before is not None and position[before] > position[source]:
+                yield f"rank {receiver} takes {before} before {source}, but rank {sender} sends {source} first"
+            else:
+                latest[stream] = source

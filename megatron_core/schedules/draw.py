@@ -1,0 +1,149 @@
+"""Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them into a picture.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.simulate import Timeline, peak_activations
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; they differ in brightness, too.
+COLOURS = {"F": "#56b4e9", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_PALEST = 0.55  # share of white in the shade of the last chunk
+_RESET = "\x1b[0m"
+_MOST_COLUMNS = 8  # of the shortest action: wider boxes say no more
+
+
+def shade(colour: str, chunk: int, num_chunks: int) -> str:
+    """The colour of a chunk: later chunks are paler."""
+    white = _PALEST * chunk / max(num_chunks - 1, 1)
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(colour[1:]))
+
+
+def kinds(plan: Plan) -> list[str]:
+    """The kinds of action that a plan has, in the order of the legend."""
+    present = {action.kind for actions in plan.ranks for action in actions}
+    return [kind for kind in COLOURS if kind in present]
+
+
+def digits(time: float) -> str:
+    """A time in as many digits as anybody reads: four, or all before the point."""
+    return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
+
+
+def summary(timeline: Timeline) -> str:
+    """Bubble, makespan and peak memory on one line."""
+    peaks = peak_activations(timeline.plan)
+    return (
+        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {digits(timeline.makespan)}, "
+        f"peak activations {max(peaks):g} micro-batches"
+    )
+
+
+def picture(
+    timeline: Timeline, title: str, *, width: int = 100, colour: bool = False, longest: float | None = None
+) -> str:
+    """One line a rank over time, with the micro-batch's number in each box and the rank's peak memory at the end.
+
+    ``width`` is the terminal's, in columns. In colour the kind of an action is its box's colour, with paler shades
+    for later chunks; plain, a box begins with the kind's letter, in lower case on odd chunks. ``longest`` is the
+    makespan that fills the width, so that pictures have one scale; without it, boxes have whole columns if they can.
+    """
+    plan = timeline.plan
+    peaks = peak_activations(plan)
+    labels = [f"rank {rank} " for rank in range(len(plan.ranks))]
+    margin = max(map(len, labels))
+    ends = [f" {peak:g}" for peak in peaks]
+    columns = _columns(timeline, width - margin - max(len("peak"), *map(len, ends)) - 1, longest)
+    lines = [title, " " * (margin + columns) + " peak"]
+    for rank, label in enumerate(labels):
+        lines.append(label.ljust(margin) + _row(timeline, rank, columns, colour) + ends[rank])
+    return "\n".join([*lines, _legend(plan, colour), summary(timeline)])
+
+
+def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
+    """Columns for the whole time: a share of the room, or whole ones for the shortest action if there is room."""
+    if longest:
+        return max(round(room * timeline.makespan / longest), 1)
+    times = (timeline.end[action] - timeline.start[action] for action in timeline.end)
+    shortest = min((time for time in times if time > 0), default=timeline.makespan)
+    if not shortest:
+        return room
+    units = timeline.makespan / shortest
+    each = min(int(room / units), _MOST_COLUMNS)
+    return round(each * units) if each else max(room, 1)
+
+
+def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
+    """A rank's boxes, idle time between them."""
+    first = min(timeline.start.values())
+    scale = columns / timeline.makespan if timeline.makespan else 0.0
+    text, at = "", 0
+    for action in timeline.plan.ranks[rank]:
+        begin = max(round((timeline.start[action] - first) * scale), at)
+        end = max(round((timeline.end[action] - first) * scale), begin)
+        text += (" " if colour else ".") * (begin - at) + _box(timeline.plan, action, end - begin, colour)
+        at = end
+    return text + (" " if colour else ".") * (columns - at)
+
+
+def _box(plan: Plan, action: Action, width: int, colour: bool) -> str:
+    """An action in ``width`` columns, its number left out where it does not fit."""
+    number = str(action.micro)
+    chunk = plan.chunks[action.stage]
+    if not colour:
+        letter = action.kind.lower() if chunk % 2 else action.kind
+        return (letter + number if len(number) < width else letter).ljust(width, "-")[:width]
+    # The thin bar at a box's left edge parts it from its neighbour of the same colour.
+    label = ("\u258f" + number.center(width - 1) if len(number) < width else "").ljust(width)[:width]
+    return _paint(label, shade(COLOURS[action.kind], chunk, plan.num_chunks))
+
+
+def _paint(text: str, colour: str) -> str:
+    """Black on a colour of the 256 that terminals know: a cube of six steps of red, green and blue."""
+    red, green, blue = (_cube_step(part) for part in bytes.fromhex(colour[1:]))
+    return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}{_RESET}" if text else ""
+
+
+def _cube_step(part: int) -> int:
+    steps = (0, 95, 135, 175, 215, 255)
+    return min(range(6), key=lambda step: abs(steps[step] - part))
+
+
+def _legend(plan: Plan, colour: bool) -> str:
+    """What the colours, or letters, stand for."""
+    if colour:
+        words = [f"{_paint('  ', COLOURS[kind])} {NAMES[kind]}" for kind in kinds(plan)]
+        return "  ".join(words) + (", later chunks paler" if plan.num_chunks > 1 else "")
+    words = [f"{kind} {NAMES[kind]}" for kind in kinds(plan)]
+    return ", ".join(words) + (", odd chunks in lower case" if plan.num_chunks > 1 else "")
+
+
+def chrome_trace(
+    timeline: Timeline, *, microseconds: float = 1000.0, label: str = "", first: int = 0
+) -> dict[str, Any]:
+    """The timeline in Chrome's trace format, for chrome://tracing or Perfetto: one thread a rank.
+
+    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` stands before
+    the ranks' names, and ``first`` is rank 0's number: with them, the events of several timelines go into one trace.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, actions in enumerate(timeline.plan.ranks):
+        name, number = {"name": f"{label}pipeline rank {rank}"}, first + rank
+        events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": number, "args": name})
+        for action in actions:
+            start, end = timeline.start[action], timeline.end[action]
+            events.append(
+                {
+                    "name": str(action),
+                    "cat": NAMES[action.kind],
+                    "ph": "X",
+                    "ts": start * microseconds,
+                    "dur": (end - start) * microseconds,
+                    "pid": number,
+                    "tid": number,
+                    "args": {"stage": action.stage, "micro": action.micro, "chunk": timeline.plan.chunks[action.stage]},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

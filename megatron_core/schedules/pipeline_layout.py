@@ -1,0 +1,72 @@
+"""The notation of ``--pipeline-model-parallel-layout``: ``Et*3|(tt|)*29,m|L``.
+
+``E`` is the embedding, ``t`` a transformer layer, ``L`` the output layer and the loss, ``m`` a layer of multi-token
+prediction; ``|`` separates stages; ``*n`` repeats the letter, the ``|`` or the group in parentheses before it; commas
+and spaces are decoration. The notation is Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_core.errors import ConfigError
+
+LETTERS = {"E": "embedding", "t": "transformer layer", "L": "output and loss", "m": "multi-token prediction"}
+MOST = 100_000
+"""Letters and separators that repetitions may make; no model has as many layers."""
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """The letters of each stage: ``Et*2|(t|)*2L`` -> ``("Ett", "t", "t", "L")``; a stage may be empty.
+
+    The letters are not counted here. Errors: ``ConfigError`` with the position of what cannot be read.
+    """
+    parts: list[str] = []
+    outer: list[tuple[int, list[str]]] = []
+    left = MOST
+    for index, token in _tokens(text):
+        if token == "(":
+            outer.append((index, parts))
+            parts = []
+        elif token == ")" and not outer:
+            raise _fault(text, index, "closes nothing", "remove it, or open it with '('")
+        elif token == ")":
+            group, (_, parts) = "".join(parts), outer.pop()
+            parts.append(group)
+        elif token[0] == "*":
+            # A thing that was repeated is followed by "", so that it is not repeated again.
+            if not parts or not parts[-1]:
+                raise _fault(text, index, "repeats nothing", "put it behind a letter, a '|' or a group in parentheses")
+            left -= _times(text, index, token) * len(parts[-1])
+            if left < 0:
+                raise _fault(text, index, f"makes more than {MOST} parts", "repeat less")
+            parts += [parts.pop() * int(token[1:]), ""]
+        else:
+            parts.append(token)
+    if outer:
+        raise _fault(text, outer[-1][0], "is never closed", "add ')'")
+    return tuple("".join(parts).split("|"))
+
+
+def _tokens(text: str) -> Iterator[tuple[int, str]]:
+    """Each letter, separator, parenthesis and ``*n``, and where it begins."""
+    for match in re.finditer(r"\*[0-9]*|.", text, re.DOTALL):
+        token = match[0]
+        if token[0] not in "*(|)" and token not in LETTERS and token not in (",", " "):
+            known = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
+            raise _fault(text, match.start(), "has no meaning", f"legal: {known}, |, *n, parentheses, commas")
+        if token not in (",", " "):
+            yield match.start(), token
+
+
+def _times(text: str, index: int, token: str) -> int:
+    if token == "*":
+        raise _fault(text, index, "has no number behind it", "say how often, as in t*3")
+    return int(token[1:]) if len(token) <= len(str(MOST)) + 1 else MOST + 1
+
+
+def _fault(text: str, index: int, what: str, way_out: str) -> ConfigError:
+    return ConfigError(
+        f"pipeline_model_parallel_layout={text}: {text[index]!r} at position {index + 1} {what}; {way_out}"
+    )

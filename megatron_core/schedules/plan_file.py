@@ -1,0 +1,84 @@
+"""A plan as a text file: one line of actions for each rank.
+
+    # two ranks, two micro-batches; what follows a # is a comment
+    stage_to_rank: round_robin
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+
+The line ``stage_to_rank:`` may come before the ranks. It is ``round_robin`` (also without the line), ``v`` (rank r
+holds stages r and 2p - 1 - r) or each stage's rank in turn, as in ``stage_to_rank: 0 1 1 0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_core.errors import LayoutError
+from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file; ``LayoutError`` with file and line for what cannot be read."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LayoutError(f"pipeline plan {path} cannot be read: {error}") from error
+    return plan_from_text(lines, str(path))
+
+
+def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
+    """The plan in lines of text; ``name`` is what messages call it."""
+    ranks: list[tuple[Action, ...]] = []
+    header = "round_robin"
+    for number, line in enumerate(lines, 1):
+        text = line.split("#", 1)[0].strip()
+        try:
+            if text.startswith("stage_to_rank:"):
+                if ranks:
+                    raise LayoutError("stage_to_rank: belongs before the first rank's line")
+                header = text.removeprefix("stage_to_rank:").strip()
+            elif text:
+                ranks.append(tuple(map(Action.parse, text.split())))
+        except LayoutError as error:
+            raise LayoutError(f"{name}:{number}: {error}") from error
+    if not ranks:
+        raise LayoutError(f"{name} has no actions; write one line for each pipeline rank, such as 0F0 0F1 0B0 0B1")
+    return Plan(tuple(ranks), _stage_to_rank(header, ranks, name))
+
+
+def format_plan(plan: Plan) -> str:
+    """The text of a plan, as ``read_plan`` reads it."""
+    size = len(plan.ranks)
+    header = " ".join(map(str, plan.stage_to_rank))
+    if plan.stage_to_rank == round_robin_stages(size, plan.num_chunks):
+        header = "round_robin"
+    elif plan.stage_to_rank == v_shaped_stages(size):
+        header = "v"
+    return "\n".join([f"stage_to_rank: {header}", *(" ".join(map(str, actions)) for actions in plan.ranks)]) + "\n"
+
+
+def _stage_to_rank(header: str, ranks: list[tuple[Action, ...]], name: str) -> tuple[int, ...]:
+    """Which rank holds which stage."""
+    size, stages = len(ranks), 1 + max(action.stage for actions in ranks for action in actions)
+    actions = sum(map(len, ranks))
+    if stages > actions:
+        raise LayoutError(
+            f"{name} has {actions} actions and names stage {stages - 1}; stages are numbered from 0 without gaps"
+        )
+    if header == "v":
+        return v_shaped_stages(size)
+    if header == "round_robin":
+        if stages % size:
+            raise LayoutError(
+                f"{name}: {stages} stages do not go round {size} ranks; "
+                f"give each line as many stages, or begin with stage_to_rank: v, or stage_to_rank: 0 1 ..."
+            )
+        return round_robin_stages(size, stages // size)
+    words = header.split()
+    if not words or not all(word.isdecimal() and int(word) < size for word in words):
+        raise LayoutError(
+            f"{name}: stage_to_rank: {header!r} is not legal; legal: round_robin, v, "
+            f"or the rank (0 to {size - 1}) of each stage in turn"
+        )
+    return tuple(map(int, words))

@@ -1,0 +1,170 @@
+"""When the actions of training steps ran: what ranks write under --trace-pipeline, and how it is read again.
+
+The folder has a file for each rank, ``rank00003.jsonl``. Its first line says who writes, each further one is a step:
+
+    {"rank": 3, "pipeline": [1, 3], "schedule": "1f1b", "stage_to_rank": [0, 1], "host": "node0"}
+    {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023], ["1B0", 0.023, 0.045]]}
+
+A start is taken once the action's input is there, an end once its result is: waiting is not work. Both are seconds
+after ``began``, the host's monotonic clock when this rank left a barrier of all ranks at the step's beginning. Ranks
+on one host share that clock, which makes their times comparable to the microsecond; between hosts the barrier is
+taken for the same moment, which is right to within the latency of the network.
+
+Only the first ``MOST_STEPS`` steps are kept: files stay small, and a long run pays nothing after them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron_core.errors import ConfigError
+from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.checks import check
+from megatron_core.schedules.simulate import StageCosts, Timeline
+
+MOST_STEPS = 20
+_MILLISECONDS = 1000.0
+
+
+class Recording:
+    """One step of one rank, timed by ``clock`` in seconds; an executor's listener calls ``begin`` and ``end``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.began = self._begun = clock()
+        self.actions: list[tuple[Action, float, float]] = []
+        """What ran, with its start and end, in this order."""
+
+    def begin(self, action: Action) -> None:
+        """The input of ``action`` is there."""
+        self._begun = self._clock()
+
+    def end(self, action: Action) -> None:
+        """The result of ``action`` is there."""
+        self.actions.append((action, self._begun, self._clock()))
+
+
+class TraceWriter:
+    """One rank's file, overwritten by every run."""
+
+    def __init__(
+        self, folder: str | Path, rank: int, pipeline: Sequence[int], schedule: str, stage_to_rank: Sequence[int]
+    ):
+        """``pipeline`` has the global ranks of this rank's pipeline, in the order of the plan's."""
+        self._path = _path(folder, rank)
+        self._left = MOST_STEPS
+        header = {"rank": rank, "pipeline": list(pipeline), "schedule": schedule, "stage_to_rank": list(stage_to_rank)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write("w", header | {"host": platform.node()})
+        except OSError as error:
+            raise ConfigError(
+                f"trace_pipeline={str(folder)!r} cannot be written: {error}; give another folder"
+            ) from None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many steps have been written as are kept."""
+        return self._left == 0
+
+    def write(self, step: int, recording: Recording) -> None:
+        """Append a step."""
+        began = recording.began
+        actions = [[str(a), round(start - began, 6), round(end - began, 6)] for a, start, end in recording.actions]
+        self._write("a", {"step": step, "began": round(began, 6), "actions": actions})
+        self._left -= 1
+
+    def _write(self, mode: str, entry: dict[str, Any]) -> None:
+        with self._path.open(mode, encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured steps of one pipeline."""
+
+    schedule: str
+    """Its name, or that of the plan's file."""
+    timelines: dict[int, Timeline]
+    """By step; times are in milliseconds, each step's from its own beginning."""
+
+    @property
+    def typical(self) -> int:
+        """The step of the median makespan."""
+        return sorted(self.timelines, key=lambda step: self.timelines[step].makespan)[len(self.timelines) // 2]
+
+
+def read_trace(folder: str | Path, rank: int = 0) -> Measured:
+    """What was measured in the pipeline of a global rank. ``ConfigError`` for files that cannot be read."""
+    header, _ = _read(folder, rank)
+    files = [_read(folder, member) for member in header["pipeline"]]
+    for member, (other, _) in zip(header["pipeline"], files, strict=True):
+        if other | {"rank": rank, "host": header["host"]} != header:
+            paths = f"{_path(folder, member)} is of another run than {_path(folder, rank)}"
+            raise ConfigError(f"{paths}; trace again into an empty folder")
+    one_host = len({other["host"] for other, _ in files}) == 1
+    common = sorted(set.intersection(*(set(steps) for _, steps in files)))
+    if not common:
+        raise ConfigError(f"{folder} has no step that all ranks have finished; trace a run of one step or more")
+    stage_to_rank = tuple(header["stage_to_rank"])
+    timelines = {step: _timeline([steps[step] for _, steps in files], stage_to_rank, one_host) for step in common}
+    return Measured(header["schedule"], timelines)
+
+
+def measured_costs(timeline: Timeline) -> StageCosts:
+    """What a step's actions took: means by stage and kind, and the median time of a message that was waited for."""
+    times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for action, end in timeline.end.items():
+        times[action.stage, action.kind].append(end - timeline.start[action])
+    return StageCosts({key: fmean(found) for key, found in times.items()}, median(_messages(timeline) or [0.0]))
+
+
+def _messages(timeline: Timeline) -> list[float]:
+    """From the end of an action to the start of the one behind it, for ranks that had nothing else to do meanwhile."""
+    plan, found = timeline.plan, []
+    for actions in plan.ranks:
+        for before, action in pairwise(actions):
+            source = plan.source(action)
+            if source is None or plan.sender(action) is None or timeline.end[before] > timeline.end[source]:
+                continue
+            found.append(max(timeline.start[action] - timeline.end[source], 0.0))
+    return found
+
+
+def _path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"rank{rank:05d}.jsonl"
+
+
+def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """A file's header, and its steps by number."""
+    path = _path(folder, rank)
+    try:
+        header, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        missing = {"rank", "pipeline", "schedule", "stage_to_rank", "host"} - set(header)
+        if missing:
+            raise ValueError(f"the first line lacks {', '.join(sorted(missing))}")
+        return header, {entry["step"]: entry for entry in steps}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no pipeline trace: {error}; write one with --trace-pipeline {folder}") from error
+
+
+def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:
+    """One step from its entries in all ranks' files; the plan is what they ran, checked for completeness."""
+    first = min(entry["began"] for entry in entries)
+    ranks, start, end = [], {}, {}
+    for entry in entries:
+        later = entry["began"] - first if one_host else 0.0
+        actions = [Action.parse(name) for name, _, _ in entry["actions"]]
+        for action, (_, begin, stop) in zip(actions, entry["actions"], strict=True):
+            start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
+        ranks.append(tuple(actions))
+    plan = Plan(tuple(ranks), stage_to_rank)
+    return Timeline(check(plan, plan.num_microbatches), start, end)

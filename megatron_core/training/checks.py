@@ -1,0 +1,165 @@
+"""Checks while a run trains: replicas that differ end it, parameters that do not train are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.replicas import Replicas
+from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.training.setup import Run
+from megatron_core.training.step import StepResult
+
+
+class RunChecks:
+    """The replica check and the untrained-parameter check. Every rank calls ``start`` before its first step and
+    ``after_step`` after each.
+
+    Errors: ``MegatronError``, the same one on all ranks together, if replicas differ.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.interval = run, run.config.monitor.replica_check_interval
+        named = [pair for stage in run.stages.values() for pair in stage.named_global_parameters()]
+        self.replicas = Replicas(named, run.groups, run.world.device)
+        self.untrained = UntrainedParameterCheck(run.data_parallel, run.optimizer, run.world.device)
+        self._equal_at: int | None = None
+        self._initial: Tensor | None = None
+        """Hashes of the weights before the first step; None once they have been compared."""
+        self._took_step = self._used_lr = False
+
+    def start(self) -> None:
+        """Compare the replicas as they were initialised or loaded."""
+        if self.interval is not None:
+            self._initial = self._compare()
+
+    def after_step(self, result: StepResult) -> None:
+        """Run the checks that are due after a step."""
+        if not result.skipped:
+            if not self._took_step:
+                self._note_missing_gradients()
+            self._took_step = True
+            self._used_lr = self._used_lr or result.learning_rate > 0.0
+        if self._is_due():
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare the replicas, unless that has been done since the last step: also before a checkpoint is written."""
+        if self.interval is None or self._equal_at == self.run.state.iteration:
+            return
+        now = self._compare()
+        if self._initial is not None and self._used_lr:
+            self._note_unmoved(self._initial, now)
+            self._initial = None
+
+    def _is_due(self) -> bool:
+        """Whether replicas are compared now: every ``interval`` steps and at the end, if there are any."""
+        if self.interval is None or (self._initial is None and self.run.world.size == 1):
+            return False
+        iteration = self.run.state.iteration
+        return iteration % self.interval == 0 or iteration == self.run.total_iterations
+
+    def _compare(self) -> Tensor:
+        """Hashes of all parameters; an error if replicas differ."""
+        self.run.data_parallel.finish_param_sync()
+        hashes, iteration = self.replicas.hashes(), self.run.state.iteration
+        differences = self.replicas.differences(hashes)
+        if differences:
+            raise MegatronError(_sentence(differences, iteration, self._equal_at, self.interval))
+        self._equal_at = iteration
+        return hashes
+
+    def _note_missing_gradients(self) -> None:
+        self._note(
+            f"parameters without a gradient in step {self.run.state.iteration}, the first one",
+            self.untrained.without_gradient(),
+            "The loss does not depend on them, or an operation on the way has no backward: they will not learn. Fix "
+            "the model, or freeze them with requires_grad_(False) if that is meant",
+        )
+
+    def _note_unmoved(self, before: Tensor, now: Tensor) -> None:
+        self._note(
+            f"parameters that at iteration {self.run.state.iteration} still are what they were when this process began",
+            self.untrained.unmoved(self.replicas.named, before, now),
+            "They get no gradient, or the optimizer does not reach them. Fix the model, or freeze them with "
+            "requires_grad_(False) if that is meant; where the learning rate is too small to show in their precision, "
+            "there is nothing to fix",
+        )
+
+    def _note(self, what: str, names: list[str], advice: str) -> None:
+        if names and self.run.world.rank == 0:
+            print(f"note: {what}: {listed(names)}. {advice}", flush=True)
+
+
+def _sentence(differences: list[str], iteration: int, equal_at: int | None, interval: int | None) -> str:
+    found = "; ".join(differences)
+    if equal_at is None:
+        return (
+            f"replicas differ before the first step, at iteration {iteration}: {found}. These ranks "
+            "were initialised from different seeds or read different files; give all ranks the same flags, the same "
+            "code and the same --load folder"
+        )
+    return (
+        f"replicas differ at iteration {iteration}: {found}. They were equal at iteration {equal_at}: "
+        "load a checkpoint from then or before (--load, --ckpt-step), and test the hardware of these ranks if it "
+        f"happens again; replica_check_interval={interval} can be lowered to find the step"
+    )
+
+
+class UntrainedParameterCheck:
+    """Which parameters of a run do not train; all ranks ask together and get the names of all stages."""
+
+    def __init__(self, data_parallel: DataParallel, optimizer: Optimizer, device: torch.device) -> None:
+        self.buckets, self.groups = data_parallel.buckets, data_parallel.groups
+        self.optimizer, self.device = optimizer, device
+        self.names = [name for bucket in self.buckets for name in bucket.names]
+        self.index_of = {p: i for i, p in enumerate(p for bucket in self.buckets for p in bucket.parameters)}
+
+    def without_gradient(self) -> list[str]:
+        """Parameters whose gradient in the last step is zero in every element, on every rank.
+
+        Each rank looks at its shards, where sums are complete; a tied weight's is summed over both of its stages.
+        """
+        reached = torch.zeros(len(self.names), dtype=torch.int32, device=self.device)
+        for bucket in self.buckets:
+            for _, parameter, start, stop, at in bucket.pieces():
+                reached[self.index_of[parameter]] = bucket.grad_shard[at : at + stop - start].any()
+        return self._names_without(reached)
+
+    def unmoved(self, named: Sequence[tuple[str, nn.Parameter]], before: Tensor, now: Tensor) -> list[str]:
+        """Parameters whose hashes (``before`` and ``now``, in the order of ``named``) have changed on no rank."""
+        moved = torch.zeros(len(self.names), dtype=torch.int32, device=self.device)
+        changed = (before != now).tolist()
+        for (_, parameter), has_changed in zip(named, changed, strict=False):  # hashes of shared rows come after
+            if has_changed and parameter in self.index_of:
+                moved[self.index_of[parameter]] = 1
+        for parameter in self._moved_below_rounding():
+            moved[self.index_of[parameter]] = 1
+        return self._names_without(moved)
+
+    def _moved_below_rounding(self) -> Iterable[nn.Parameter]:
+        """16-bit weights that are still the rounded main weights, though those have moved."""
+        for bucket, tensors in self.optimizer.tensors():
+            if "main" in tensors:
+                yield from _hidden_moves(bucket, tensors["main"])
+
+    def _names_without(self, flags: Tensor) -> list[str]:
+        """Names whose flag is 0 on all ranks that hold a part or a copy, of all pipeline stages."""
+        all_reduce_(flags, self.groups.group("tp-dp-cp"), maximum=True)
+        names = [name for name, flag in zip(self.names, flags.tolist(), strict=True) if not flag]
+        texts = gather_texts("\n".join(names), self.groups.group(WORLD), self.device)
+        return list(dict.fromkeys(name for text in texts for name in text.splitlines()))
+
+
+def _hidden_moves(bucket: Bucket, main: Tensor) -> Iterable[nn.Parameter]:
+    for _, parameter, start, stop, at in bucket.pieces():
+        wide, narrow = main[at : at + stop - start], bucket.weight_shard[at : at + stop - start]
+        if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
+            yield parameter

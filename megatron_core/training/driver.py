@@ -1,0 +1,168 @@
+"""One optimizer step of any model: forward and backward under a plan, complete gradients, norm, update.
+
+Training, evaluation and the parity command all run through here; what differs between them is the forward function and
+the hooks. A step waits for the device once: what it reports and the norm that the update needs are fetched together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.data_parallel import DataParallel
+from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener, MessageFormat
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.schedules.actions import Plan
+from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+
+
+@dataclass(kw_only=True)
+class Trainable:
+    """This rank's part of a model with all that a step of it needs."""
+
+    groups: ParallelGroups
+    split: SequenceSplit
+    links: Links
+    message: MessageFormat
+    """What travels between stages, but for the lengths of micro-batches that differ."""
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    deferrable: Sequence[nn.Parameter]
+    """Parameters whose weight gradients a split backward may compute later."""
+    overlap_p2p: bool = True
+    """Whether messages between stages travel while the ranks compute."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What else happens in a step."""
+
+    around_plan: Callable[[Listener], AbstractContextManager[Listener]] = nullcontext
+    """Entered for forward and backward, with the executor's listener; its value is the listener to use."""
+    before_update: Callable[[], None] = lambda: None
+    """Called when gradients are complete and summed over all ranks, and not yet clipped."""
+
+
+NO_HOOKS = StepHooks()
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did; the same on every rank."""
+
+    loss: float
+    """Sum of the losses of all micro-batches / number of terms."""
+    grad_norm: float
+    """Global gradient norm before clipping, without the loss scale."""
+    skipped: bool
+    """Whether the weights stayed because a gradient was not finite."""
+    stop: bool
+    """Whether some rank asked to stop."""
+    auxiliary_losses: Mapping[str, float]
+    """The means of the losses that layers added, over the global batch, without their coefficients."""
+
+
+def take_step(
+    model: Trainable,
+    plan: Plan,
+    forward: ForwardStep,
+    terms: Tensor,
+    lr: float,
+    *,
+    lengths: Mapping[int, int] | None = None,
+    auxiliary: AuxiliaryLosses | None = None,
+    stop: bool = False,
+    hooks: StepHooks = NO_HOOKS,
+) -> StepOutcome:
+    """Take one step on the sum of all losses divided by the number of their terms, in the whole global batch.
+
+    ``forward(stage, micro, hidden)`` gives the sum of a micro-batch's losses on the last stage; ``terms`` is a float64
+    scalar, how many terms the losses of this rank's micro-batches have. ``lengths`` are those of messages by
+    micro-batch; ``auxiliary`` collects the losses that layers add, and has the same names on every rank; ``stop`` is
+    this rank's wish, which all ranks learn.
+    """
+    data, optimizer = model.data_parallel, model.optimizer
+    scale = optimizer.loss_scale.scale
+    data.zero_grad()
+    losses = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
+    data.finish_grad_sync()
+    hooks.before_update()
+    auxiliary = auxiliary or AuxiliaryLosses((), 0)
+    added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
+    report = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop)), *added])
+    all_reduce_(report, model.groups.group(WORLD))
+    norm, loss, wishes, *means = torch.stack([optimizer.gradient_norm(), *report]).tolist()  # the step's one wait
+    skipped = optimizer.step(lr, norm)
+    data.start_param_sync()
+    return StepOutcome(loss, norm, skipped, wishes > 0.0, dict(zip(auxiliary.names, means, strict=True)))
+
+
+def forward_backward(
+    model: Trainable,
+    plan: Plan,
+    forward: ForwardStep,
+    terms: Tensor,
+    *,
+    lengths: Mapping[int, int] | None = None,
+    auxiliary: AuxiliaryLosses | None = None,
+    hooks: StepHooks = NO_HOOKS,
+) -> list[Tensor]:
+    """Forward and backward of all micro-batches; losses times the loss scale / number of terms in the global batch.
+
+    The number of terms is known before backward, so that no average is ever taken of averages; it stays on the device.
+    """
+    total = terms.clone()
+    all_reduce_(total, model.groups.group("dp-cp"))
+    total.clamp_min_(1.0)
+    scale = model.optimizer.loss_scale.scale
+    factor = scale / total
+    if auxiliary is not None:
+        auxiliary.tokens, auxiliary.loss_scale = total, scale
+    last = plan.num_stages - 1
+
+    def scaled(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = forward(stage, micro, hidden)
+        return output * factor.to(output.dtype) if stage == last else output
+
+    data = model.data_parallel
+    listener = Listener(on_last_backward=data.enable_grad_sync, on_last_weights=data.start_grad_sync)
+    with hooks.around_plan(listener) as listener:
+        return run_plan(model, plan, scaled, lengths=lengths, listener=listener)
+
+
+def run_plan(
+    model: Trainable,
+    plan: Plan,
+    forward: ForwardStep,
+    *,
+    lengths: Mapping[int, int] | None = None,
+    listener: Listener | None = None,
+) -> list[Tensor]:
+    """Run a plan, whether it has backwards or not; what ``forward`` gives on the last stage, if it is on this rank."""
+    message = replace(model.message, lengths=lengths or {})
+    executor = Executor(
+        plan,
+        model.links,
+        message,
+        forward,
+        parameters=model.deferrable,
+        overlap=model.overlap_p2p,
+        listener=listener or Listener(),
+    )
+    return list(executor.run().values())
+
+
+def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
+    """Sum of ``losses`` as a float64 scalar; 0 on ranks without the last stage, or whose losses are copies."""
+    if not losses or not model.split.owns_loss:
+        return torch.zeros((), dtype=torch.float64, device=model.data_parallel.device)
+    return torch.stack(list(losses)).sum(dtype=torch.float64)

@@ -1,0 +1,180 @@
+"""What one rank of a world of any size would hold: built on torch's meta device, with no other process and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.config.rules_data import SOURCES
+from megatron_core.config.validate import check
+from megatron_core.errors import LayoutError
+from megatron_core.models import GPTModel
+from megatron_core.models.build import build_stages
+from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel_state import grid_of
+from megatron_core.pipeline_parallel.partition import describe
+from megatron_core.planner import peak_activation_bytes
+from megatron_core.schedules.actions import Plan
+from megatron_core.schedules.simulate import peak_activations
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tensor_parallel.layers import vocabulary_per_rank
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.training.data import vocabulary_size
+from megatron_core.training.plans import Plans
+from megatron_core.training.setup import data_parallel_of
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """A rank with its layout, its stages on the meta device and the plan of a step of the whole global batch."""
+
+    config: RunConfig
+    groups: ParallelGroups
+    vocab_size: int
+    plan: Plan
+    layers: list[range]
+    stages: dict[int, GPTModel]
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int, rank: int = 0) -> RankEstimate:
+        """Rank ``rank`` of a world of ``world_size`` ranks, built as training builds it.
+
+        Errors: ``ConfigError`` for a configuration that cannot run there, ``LayoutError`` for a rank outside the world.
+        """
+        config = _without_data(config)
+        check(config, world_size)
+        if not 0 <= rank < world_size:
+            raise LayoutError(f"rank={rank} is outside a world of {world_size} ranks; legal: 0 to {world_size - 1}")
+        copies = config.parallel.data_parallel_size(world_size)
+        micros = config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies)
+        plan = Plans(config, copies).training(micros)
+        groups = ParallelGroups(
+            grid_of(config.parallel, world_size), rank, ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1])
+        )
+        vocab_size = config.data.vocab_size or vocabulary_size(config, tokenizer_of(config.data))
+        layers, stages = build_stages(
+            config, groups, vocab_size, META, stage_to_rank=plan.stage_to_rank, initialise=False
+        )
+        return cls(config, groups, vocab_size, plan, layers, stages, micros)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of the parameters on this rank, padding of the vocabulary included."""
+        return sum(p.numel() for stage in self.stages.values() for p in stage.parameters())
+
+    @cached_property
+    def model_parameters(self) -> int:
+        """Elements of the parameters of the whole model, each counted once."""
+        parallel = ModelParallelConfig(device=META, perform_initialization=False)
+        config = self.config
+        model = GPTModel(config.model, self.vocab_size, config.max_positions, parallel=parallel, tp_group=LocalGroup())
+        return sum(prod(spec_of(parameter).global_shape) for parameter in model.parameters())
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer in the buffers that training makes, and of activations by formula.
+
+        Call it once: the parameters become views of the buffers.
+        """
+        data_parallel = data_parallel_of(self.config.parallel, self.stages, self.groups, META)
+        backend = self.config.model.kernel_backend
+        optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
+        state = [tensor for _, named in optimizer.tensors() for tensor in named.values()]
+        return {
+            "weights": sum(bucket.weights.nbytes for bucket in data_parallel.buckets),
+            "gradients": sum(bucket.grads.nbytes for bucket in data_parallel.buckets),
+            "optimizer": sum(tensor.nbytes for tensor in state),
+            "activations": round(self._by_pipeline_rank[self.groups.index("pp")]),
+        }
+
+    @cached_property
+    def _by_pipeline_rank(self) -> tuple[float, ...]:
+        tp, unit = self.groups.size("tp"), self.config.model.make_vocab_size_divisible_by
+        padded = vocabulary_per_rank(self.vocab_size, unit, tp) * tp
+        return peak_activation_bytes(self.config, self.plan, self.layers, padded)
+
+    @property
+    def micros_held(self) -> float:
+        """The most micro-batches whose activations this rank holds at once, of all its layers."""
+        return peak_activations(self.plan)[self.groups.index("pp")]
+
+
+def _without_data(config: RunConfig) -> RunConfig:
+    """``config`` with what only training itself needs: a source of tokens, a length, and kernels for the device."""
+    data, training = config.data, config.training
+    if data.dataloader_type != "external" and not any(getattr(data, source) for source in SOURCES):
+        data = replace(data, mock_data=True)
+    if training.train_iters is None and training.train_samples is None:
+        training = replace(training, train_iters=1)
+    return replace(config, data=data, training=training, model=replace(config.model, kernel_backend="reference"))
+
+
+def describe_rank(config: RunConfig, world_size: int, rank: int = 0) -> str:
+    """The report of ``--dry-run``: settings, groups, layers, parameters and bytes of one rank."""
+    found = RankEstimate.of(config, world_size, rank)
+    return "\n\n".join((_settings(config), _groups(found), _layers(found), _memory(found)))
+
+
+def _settings(config: RunConfig) -> str:
+    defaults = RunConfig().flat()
+    changed = {name: value for name, value in config.flat().items() if value != defaults[name]}
+    lines = ["settings that differ from their defaults", *(f"  {name}: {value}" for name, value in changed.items())]
+    return "\n".join(lines)
+
+
+def _groups(found: RankEstimate) -> str:
+    groups, config = found.groups, found.config
+    layout = Layout.of(config.parallel, config.model.num_layers, groups.grid.world_size)
+    lines = [f"groups of rank {groups.rank} of {groups.grid.world_size}, layout {layout} {groups.prefix}"]
+    names: dict[tuple[int, ...], list[str]] = {}
+    for axes in COMBINATIONS:
+        names.setdefault(tuple(groups.ranks(axes)), []).append(axes)
+    for ranks, same in names.items():
+        if len(ranks) > 1:
+            lines.append(f"  {' = '.join(same)}: index {ranks.index(groups.rank)} of {len(ranks)}: {_shortened(ranks)}")
+    return "\n".join(lines if len(lines) > 1 else [lines[0], "  none of more than one rank"])
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order; of many the first three and the last."""
+    few = [*map(str, ranks[:3]), "...", str(ranks[-1])] if len(ranks) > 5 else map(str, ranks)
+    return " ".join(few)
+
+
+def _layers(found: RankEstimate) -> str:
+    text = describe(found.layers, found.plan.stage_to_rank)
+    return "\n".join(["layers", *(f"  {line}" for line in text.splitlines())])
+
+
+def _memory(found: RankEstimate) -> str:
+    sizes = found.bytes_by_kind
+    notes = {
+        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}",
+        "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
+    }
+    lines = ["memory of this rank"]
+    for kind, size in (*sizes.items(), ("total", sum(sizes.values()))):
+        lines.append(f"  {kind:12} {readable_bytes(size):>9}  {notes.get(kind, '')}".rstrip())
+    return "\n".join(lines)
+
+
+def readable_bytes(size: float) -> str:
+    """Three significant digits and a binary unit: ``13.2 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    decimals = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{decimals}f} {units[0]}"

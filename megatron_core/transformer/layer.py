@@ -1,0 +1,39 @@
+"""One layer: attention and MLP, each with its norm before it, and its dropout and residual sum after it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.layer_spec import LayerSpec
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
+
+    Each += also adds the bias of the matrix product before it, all in one pass over x. ``layer_number`` is global and
+    counts from 0, whatever stage the layer is on; ``spec`` has the constructors of its parts.
+    """
+
+    def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
+        super().__init__()
+        size, p, partial_grad = context.config.hidden_size, context.config.hidden_dropout, context.sequence_parallel
+        self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)
+        self.self_attention = spec.self_attention(context, layer_number)
+        self.attention_dropout = context.dropout(p, f"layers.{layer_number}.attention")
+        self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context, size, partial_grad=partial_grad)
+        self.mlp = spec.mlp(context, layer_number)
+        self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
+        output, bias = self.self_attention(self.input_layernorm(hidden), context)
+        hidden = self._add(hidden, output, bias, self.attention_dropout, context)
+        output, bias = self.mlp(self.pre_mlp_layernorm(hidden), context)
+        return self._add(hidden, output, bias, self.mlp_dropout, context)
+
+    def _add(
+        self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
+    ) -> Tensor:
+        return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)

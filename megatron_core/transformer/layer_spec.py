@@ -1,0 +1,56 @@
+"""What each layer of the model is made of, chosen from the configuration in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.transformer.attention import SelfAttention
+from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.mlp import MLP
+from megatron_core.transformer.norm import Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The constructors of a layer's parts, named as the parts are (Megatron's ``TransformerLayerSubmodules``).
+
+    Each is called with the model's ``LayerContext``; attention and MLP also with the layer's global number from 0,
+    norms with their size and ``partial_grad``, as ``Norm``.
+    """
+
+    self_attention: Callable[[LayerContext, int], nn.Module]
+    """``forward(hidden, context)`` as ``SelfAttention``'s."""
+    mlp: Callable[[LayerContext, int], nn.Module]
+    """``forward(hidden, context)`` as ``MLP``'s; ``context`` is a ``SequenceContext``, which takes auxiliary losses."""
+    input_layernorm: Callable[..., nn.Module] = Norm
+    pre_mlp_layernorm: Callable[..., nn.Module] = Norm
+    auxiliary_losses: tuple[str, ...] = ()
+    """Names of the auxiliary losses that the layer adds, so that every rank knows those of all layers."""
+
+
+LayerSpecs = Callable[[ModelConfig, int], LayerSpec]
+"""From a configuration and a layer's global number, from 0, to what that layer is made of."""
+
+
+def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
+    """The layers of this project's own models; a ``LayerSpecs`` for others starts from this one with
+    ``dataclasses.replace``."""
+    return LayerSpec(
+        self_attention=partial(
+            SelfAttention,
+            core_attention=partial(CoreAttention, window_size=config.window_of_layer(layer_number)),
+            qk_layernorm=Norm if config.qk_layernorm else None,
+        ),
+        mlp=MLP,
+    )
+
+
+def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
+    """The auxiliary losses of all layers of the model, in the same order on every rank."""
+    return tuple(sorted({name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}))

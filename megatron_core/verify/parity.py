@@ -1,0 +1,200 @@
+"""Parity: an experiment under many layouts against the same experiment in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_core.config.layout import Layout
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.texts import listed
+from megatron_core.verify.compare import (
+    EPSILON,
+    FLOAT64_BOUND,
+    NOISE_FACTOR,
+    Bounds,
+    Errors,
+    beyond,
+    relative_errors,
+)
+from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from megatron_core.verify.trace import RankTrace, Trace, assemble
+
+
+class Experiment(Protocol):
+    """A training that may be run under any layout."""
+
+    def __call__(self, layout: Layout, dtype: str) -> RankTrace:
+        """Train in a world of ``layout.world_size`` ranks, of which this process is one, and return its trace.
+
+        Weights, batches and everything random must be functions of names and numbers that no layout changes.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest relative error among quantities of a kind, and where it is."""
+
+    error: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one layout."""
+
+    layout: str
+    ranks: int
+    seconds: float
+    loss: Worst | None = None
+    gradient: Worst | None = None
+    norm: Worst | None = None
+    weight: Worst | None = None
+    faults: tuple[str, ...] = ()
+    """Why the layout does not hold; empty if it does."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return not self.faults
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The rows of all layouts."""
+
+    dtype: str
+    backend: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all layouts hold; False if there is none."""
+        return bool(self.rows) and all(row.holds for row in self.rows)
+
+    @property
+    def bound(self) -> str:
+        """The rule that was applied, as text."""
+        if self.dtype == "float64":
+            return f"relative errors against one process; at most {FLOAT64_BOUND:.0e} each"
+        return (
+            f"relative errors against one process in float64; each at most {NOISE_FACTOR:g} times the largest "
+            f"of {1 + REORDERED_RUNS} runs of one process in {self.dtype}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return {
+            "dtype": self.dtype,
+            "epsilon": EPSILON[self.dtype],
+            "backend": self.backend,
+            "bound": self.bound,
+            "holds": self.holds,
+            "rows": [asdict(row) | {"holds": row.holds} for row in self.rows],
+        }
+
+
+def check_parity(
+    experiment: Experiment,
+    layouts: Iterable[Layout | str],
+    *,
+    dtype: str = "float64",
+    device: str = "cpu",
+    on_row: Callable[[Row], None] = lambda row: None,
+    timeout: float = 300.0,
+) -> ParityReport:
+    """Run ``experiment`` in one process and under each of ``layouts``, and compare.
+
+    ``dtype`` is float64, float32 or bfloat16; ``device`` cpu (gloo) or cuda (NCCL, a GPU for each rank). ``on_row``
+    is called with each row. A layout that fails to run is a row that does not hold.
+    Errors: ``RankFailure`` if one process cannot run the experiment; ``ConfigError`` if what it does there would show
+    nothing: a loss that is not finite, or a parameter whose gradients are all 0.
+    """
+    if dtype not in EPSILON:
+        raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
+    wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    runner = _Runner(experiment, device, timeout)
+    report = ParityReport(dtype, "gloo" if device == "cpu" else "nccl")
+    baseline = runner.trace(Layout(), "float64")
+    _refuse_trivial(baseline)
+    noise: Errors | None = None
+    if dtype != "float64":
+        began = time.perf_counter()
+        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=device, timeout=timeout)
+        report.rows.append(_row(Layout(), began, errors, ()))
+        on_row(report.rows[-1])
+    bounds = Bounds(dtype, noise)
+    for layout in wanted:
+        row = runner.row(layout, dtype, baseline, bounds)
+        report.rows.append(row)
+        on_row(row)
+    return report
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Where experiments run."""
+
+    experiment: Experiment
+    device: str
+    timeout: float
+
+    def trace(self, layout: Layout, dtype: str) -> Trace:
+        """The experiment's trace under a layout."""
+        traces = run_ranks(layout.world_size, self.experiment, layout, dtype, device=self.device, timeout=self.timeout)
+        return assemble(traces)
+
+    def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:
+        """Run a layout and judge it."""
+        began = time.perf_counter()
+        try:
+            found = self.trace(layout, dtype)
+        except RankFailure as failure:
+            lines = str(failure).strip().splitlines()
+            return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
+        errors = relative_errors(found, baseline)
+        return _row(layout, began, errors, (*found.faults, *beyond(errors, bounds)))
+
+
+def _refuse_trivial(baseline: Trace) -> None:
+    """Zeros agree with zeros in every layout."""
+    if not np.isfinite(baseline.losses).all():
+        raise ConfigError(f"in one process the losses are {baseline.losses}; nothing can be compared with them")
+    still: dict[str, bool] = {}
+    for label, values in baseline.tensors.items():
+        step, _, name = label.partition(".")
+        if step.startswith("grad"):
+            still[name] = still.get(name, True) and not values.any()
+    names = [name for name, is_still in still.items() if is_still]
+    if names:
+        raise ConfigError(
+            f"in one process the gradients of {listed(names)} are 0 in every step, so that no layout could get them "
+            "wrong; let the loss depend on them, or freeze them with requires_grad_(False)"
+        )
+
+
+def _row(layout: Layout, began: float, errors: Errors, faults: tuple[str, ...]) -> Row:
+    return Row(
+        layout=str(layout),
+        ranks=layout.world_size,
+        seconds=time.perf_counter() - began,
+        loss=_worst(errors, "loss"),
+        gradient=_worst(errors, "grad"),
+        norm=_worst(errors, "norm"),
+        weight=_worst(errors, "weight"),
+        faults=faults,
+    )
+
+
+def _worst(errors: Errors, kind: str) -> Worst | None:
+    ours = {name: error for name, error in errors.items() if name.startswith(kind)}
+    if not ours:
+        return None
+    where = max(ours, key=lambda name: ours[name])
+    return Worst(ours[where], where)

@@ -1,0 +1,93 @@
+"""What a training leaves behind that must not depend on the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megatron_core.checkpoint import Piece, parameter_pieces, pieces_of
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.parallel.sharding import spec_of
+
+Part = tuple[str, tuple[int, ...], tuple[slice, ...], np.ndarray]
+"""Name and shape of a global tensor, the box of it that a rank holds, and the values there in float64."""
+
+
+@dataclass
+class RankTrace:
+    """One rank's losses and gradient norms by step, and its parts of the global tensors.
+
+    Tensors are named ``grad0.NAME`` (gradients of the first step, complete and not yet clipped), ``grad1.NAME``, ...
+    and ``weight.NAME`` (after the last step).
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def add_gradients(self, data_parallel: DataParallel, step: int) -> None:
+        """Copy the final gradients of ``step``, from 0, as this rank's shards have them."""
+        for bucket in data_parallel.buckets:
+            self._add(f"grad{step}", _gradient_pieces(bucket))
+
+    def add_weights(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Copy the weights of this rank's stages."""
+        for module in modules:
+            named = getattr(module, "named_global_parameters", module.named_parameters)
+            self._add("weight", parameter_pieces(named()))
+
+    def _add(self, label: str, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+            values = piece.memory.detach().to("cpu", torch.float64).numpy().copy()
+            self.parts.append((f"{label}.{piece.name.removeprefix('model.')}", piece.global_shape, box, values))
+
+
+def _gradient_pieces(bucket: Bucket) -> Iterable[Piece]:
+    for name, parameter, start, stop, at in bucket.pieces():
+        flat = bucket.grad_shard[at : at + stop - start]
+        yield from pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat)
+
+
+@dataclass
+class Trace:
+    """The traces of all ranks put together."""
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, np.ndarray]
+    faults: list[str]
+    """What is wrong before any comparison: ranks that disagree, copies that differ, elements that no rank holds."""
+
+
+def assemble(traces: Sequence[RankTrace]) -> Trace:
+    """Whole tensors from the parts of all ranks.
+
+    Copies of an element must be equal to the bit: they come out of one and the same sum.
+    """
+    first = traces[0]
+    faults = [
+        f"rank {rank} reports another {what} than rank 0"
+        for rank, other in enumerate(traces)
+        for what, ours, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms))
+        if not np.array_equal(ours, theirs, equal_nan=True)
+    ]
+    tensors: dict[str, np.ndarray] = {}
+    known: dict[str, np.ndarray] = {}
+    differing: dict[str, None] = {}
+    for trace in traces:
+        for name, shape, box, values in trace.parts:
+            full = tensors.setdefault(name, np.zeros(shape))
+            seen = known.setdefault(name, np.zeros(shape, dtype=bool))
+            if not np.array_equal(full[box][seen[box]], values[seen[box]], equal_nan=True):
+                differing[name] = None
+            full[box], seen[box] = values, True
+    if differing:
+        faults.append(f"ranks hold different copies of {', '.join(sorted(differing))}")
+    incomplete = [name for name, seen in known.items() if not seen.all()]
+    if incomplete:
+        faults.append(f"no rank holds some elements of {', '.join(sorted(incomplete))}")
+    return Trace(first.losses, first.norms, tensors, faults)

@@ -1,0 +1,122 @@
+"""Going on by the config.yaml that a run keeps beside its checkpoints, and what may differ from a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core.checkpoint import Box, Piece, save_checkpoint, writer
+from megatron_core.config import RunConfig
+from megatron_core.config.file import read_config
+from megatron_core.config.validate import problems
+from megatron_core.errors import CheckpointError
+from megatron_core.models import gpt
+from megatron_core.parallel import World
+from megatron_core.training import pretrain, setup
+from tests.checkpoint.runs import SMALL, save_run, start, stored
+
+ROPE = {"num_layers": 1, "position_embedding_type": "rope", "eval_iters": 0}
+NARROW = {"norm_epsilon": 9.999999747378752e-06}  # 1e-5 in float32, as other programs store it
+
+
+def run_job(settings: dict) -> None:
+    pretrain(RunConfig.from_flat(SMALL | ROPE | settings), World(0, 1, 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_config_beside_the_checkpoints_goes_on(resumes: bool, tmp_path: Path) -> None:
+    """A fine-tuning that ends at iteration 2 of 4 goes on to the very weights and moments of one that does not."""
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    run_job({"save": str(base), "train_iters": 3, "save_interval": 1})
+    once = {"finetune": True, "no_load_optim": True, "ckpt_step": 2, "exit_on_missing_checkpoint": False}
+    changed = {"rotary_base": 500.0, "changed_model_settings": ("rotary_base",)}
+    run_job({"load": str(base), "save": str(tuned), "train_iters": 4, "save_interval": 2} | once | changed)
+    expected = stored(tuned / "iter_0000004")
+    shutil.rmtree(tuned / "iter_0000004")
+    config = read_config(tuned / "config.yaml")
+    if not resumes:
+        shutil.rmtree(tuned)
+        with pytest.raises(CheckpointError, match="tuned' holds no checkpoint"):
+            run_job(config.flat())
+        return
+    (tuned / "latest_checkpointed_iteration.txt").write_text("2")
+    assert list(problems(config, 1)) == []
+    run_job(config.flat())
+    found = stored(tuned / "iter_0000004")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_settings_that_change_the_function_are_named(finetune: bool, tmp_path: Path) -> None:
+    trained = ROPE | NARROW | {"swiglu": True, "disable_bias_linear": True}
+    save_run(start(trained | {"save": str(tmp_path)}))
+    load = trained | {"load": str(tmp_path), "finetune": finetune, "norm_epsilon": 1e-5, "hidden_dropout": 0.3}
+    start(load)
+    other = {"rotary_base": 500.0, "swiglu": False, "geglu": True}
+    with pytest.raises(CheckpointError) as error:
+        start(load | other)
+    assert "  - rotary_base=500.0, but the checkpoint was trained with rotary_base=10000.0\n" in str(error.value)
+    assert str(error.value).endswith("add --changed-model-settings rotary_base swiglu geglu")
+    with pytest.raises(CheckpointError, match=r"settings swiglu geglu$"):
+        start(load | other | {"changed_model_settings": ("rotary_base",)})
+    start(load | other | {"changed_model_settings": tuple(other)})
+
+
+def _refuse(*args: object, **settings: object) -> None:
+    raise AssertionError("this is not needed")
+
+
+def test_nothing_is_drawn_that_a_checkpoint_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing writes is NaN here, and rows that pad the vocabulary are zero all the same."""
+    saved = start(ROPE | {"save": str(tmp_path)})
+    save_run(saved)
+    monkeypatch.setattr(gpt, "initialise_by_name", _refuse)
+    try:
+        run = start(ROPE | {"load": str(tmp_path), "poison_buffers": True})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, other in zip(run.stages[0].parameters(), saved.stages[0].parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert not run.stages[0].embedding.word_embeddings.weight[101:].any()
+    with pytest.raises(AssertionError, match="not needed"):
+        start(ROPE | {"load": str(tmp_path / "nowhere"), "exit_on_missing_checkpoint": False})
+    monkeypatch.setattr(setup, "build_stages", _refuse)
+    with pytest.raises(CheckpointError, match="nowhere' holds no checkpoint"):
+        start(ROPE | {"load": str(tmp_path / "nowhere")})
+
+
+def _peak_growth(work: Callable[[], object]) -> int:
+    """By how many bytes this process's memory grows at most."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    before = status("VmRSS:")
+    work()
+    return status("VmHWM:") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of memory")
+def test_saving_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of a matrix split by columns, and of parts of one buffer; safetensors' own reader finds them."""
+    monkeypatch.setattr(writer, "PART_BYTES", 2**20)
+    wide = torch.arange(2**24, dtype=torch.float32).view(4096, 4096)
+    columns, half = wide[:, 1024:3072], torch.ones((), dtype=torch.bfloat16)
+    pieces = [
+        Piece("columns", (4096, 2048), Box((0, 0), (4096, 2048)), columns, owned=True),
+        Piece("half", (), Box((), ()), half, owned=True),
+        Piece("rows", (4096, 4096), Box((0, 0), (4096, 4096)), wide, owned=True),
+    ]
+    write = partial(save_checkpoint, tmp_path, 1, pieces, {}, rank=0, agree=lambda ok: ok)
+    assert _peak_growth(write) < 16 * 2**20
+    found = stored(tmp_path / "iter_0000001")
+    assert torch.equal(found["columns"], columns) and torch.equal(found["rows"], wide)
+    assert found["half"].dtype == torch.bfloat16 and found["half"] == 1.0

@@ -1,0 +1,270 @@
+"""Every document is read once wherever reading begins, and what is wrong with one, or with a file, is named."""
+
+import gzip
+import json
+import random
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_core.datasets.atomic_write import DiskFullError
+from megatron_core.preprocess import Limits
+from megatron_core.preprocess.inputs import DamagedFileError, Stream, describe
+from megatron_core.preprocess.readers import parse, read_blocks
+from tests.preprocess.corpora import file_size_limit, write_packed
+
+Document = tuple[int, str | None]
+DATA = random.Random(0).randbytes(600_000) + b"end\n"
+
+
+def read(
+    path: Path,
+    limits: Limits | None = None,
+    separator: str | None = None,
+    cuts: list[int] | None = None,
+    restart: int | None = None,
+) -> list[Document]:
+    """Number and text of each document, None for a broken one.
+
+    cuts: ranges that the file is read in. restart: after so many blocks the file is read again from there on.
+    """
+    source, found, lines = describe(path), [], 0
+    ranges = list(zip([0, *(cuts or [])], [*(cuts or []), None], strict=True))
+    for start, stop in ranges:
+        for number, block in enumerate(
+            read_blocks(source, ("text",), separator, limits or Limits(), path.parent, start, stop), 1
+        ):
+            batch = block.batch(("text",))
+            found += [(lines + place, text) for place, text in zip(batch.numbers, batch.texts[0], strict=True)]
+            found += [(lines + place, None) for place, _ in batch.broken]
+            lines += batch.lines
+            if number == restart:
+                ranges.append((block.end, None))
+                break
+    return sorted(found, key=lambda item: item[0])
+
+
+LINES = st.lists(st.sampled_from(["", " ", '{"text": "abc"}', '{"text": ""}', '{"text": "' + "x" * 50 + '"}', "{"]))
+
+
+@settings(deadline=None)  # a busy machine
+@given(LINES, st.booleans(), st.lists(st.integers(1, 200), max_size=4), st.sampled_from(["", ".gz"]), st.integers(1, 9))
+def test_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: bool, cuts: list[int], suffix: str, restart: int
+) -> None:
+    content = ("\n".join(lines) + ("\n" if end and lines else "")).encode()
+    path = write_packed(tmp_path_factory.mktemp("lines") / f"a.jsonl{suffix}", content)
+    expected = [
+        (n, json.loads(line)["text"] if line != "{" else None) for n, line in enumerate(lines, 1) if line.strip()
+    ]
+    assert read(path, Limits(batch_bytes=40), cuts=sorted(cuts)) == expected
+    assert read(path, Limits(batch_bytes=40), restart=restart) == expected
+
+
+@settings(deadline=None)  # a busy machine
+@given(
+    st.text("ab|", max_size=60),
+    st.sampled_from(["|", "||", "ab", "aba"]),
+    st.sampled_from(["", ".gz"]),
+    st.integers(1, 9),
+)
+def test_text_with_separators(
+    tmp_path_factory: pytest.TempPathFactory, content: str, separator: str, suffix: str, restart: int
+) -> None:
+    path = write_packed(tmp_path_factory.mktemp("text") / f"a.txt{suffix}", content.encode())
+    documents = content.split(separator)
+    if not documents[-1]:
+        documents.pop()
+    expected = list(enumerate(documents, 1))
+    assert read(path, Limits(batch_bytes=5), separator) == expected
+    assert read(path, Limits(batch_bytes=5), separator, restart=restart) == expected
+
+
+def test_text_without_a_separator_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for content, limits, expected in (
+        ("\ufeffone\r\n\r\ntwo\n".encode(), Limits(), "one\r\n\r\ntwo\n"),
+        (b"", Limits(), ""),
+        (b"x\xff", Limits(), None),
+        (b"x" * 11, Limits(document_bytes=10), None),
+    ):
+        path.write_bytes(content)
+        assert read(path, limits) == [(1, expected)]
+
+
+@pytest.mark.parametrize("cuts", [[], [10], [40], [41], [60, 120], [100, 130]])
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_long_line_is_left_out_wherever_the_file_is_divided(cuts: list[int], end: str, tmp_path: Path) -> None:
+    exact = '{"text": "' + "x" * 48 + '"}'
+    lines = ['{"text": "a"}', '{"text": "' + "x" * 49 + '"}', exact, '{"text": "' + "x" * 900 + '"}', '{"text": "b"}']
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + end)
+    for batch_bytes in (5, 30, 60):
+        found = read(path, Limits(batch_bytes=batch_bytes, document_bytes=60), cuts=cuts)
+        assert found == [(1, "a"), (2, None), (3, "x" * 48), (4, None), (5, "b")]
+
+
+def test_a_long_text_is_left_out_and_the_next_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for size in (11, 65_535, 65_536, 300_000):
+        path.write_text("a--" + "-x" * (size // 2) + "x" + "--b--" + "y" * 10)
+        expected = [(n, text if len(text) <= 10 else None) for n, text in enumerate(path.read_text().split("--"), 1)]
+        for restart in (None, 1, 2):
+            assert read(path, Limits(document_bytes=10, batch_bytes=1), "--", restart=restart) == expected
+
+
+def test_the_time_for_a_long_text_is_in_proportion_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"word " * 8_000_000 + b"--last")
+    begun = time.process_time()
+    found = read(path, separator="--")
+    # 0.3 s; where what was read before is copied at each read, 5 s.
+    assert time.process_time() - begun < 2.5
+    assert [(number, len(text)) for number, text in found] == [(1, 40_000_000), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b"{", "is no JSON"),
+        (b'{"text": "a"} {"text": "b"}', "is no JSON"),
+        (b'{"text": "\xff"}', "is no JSON"),
+        (b'{"a":' * 200_000, "is no JSON"),
+        (b"[" * 200_000, "begins a JSON array"),
+        (b'[{"text": "a"}]', "begins a JSON array, expected an object such as"),
+        (b"\xef\xbb\xbf [", "begins a JSON array"),
+        (b'"text"', "holds a string, expected an object"),
+        (b'{"body": "x"}', "has no key 'text'; its keys: body; choose with --json-keys"),
+        (b'{"text": 5}', "has a number under 'text', expected a string"),
+        (b'{"text": ["a"]}', "has an array under 'text'"),
+        (rb'{"text": "\ud800"}', "has half of a surrogate pair"),
+        (rb'{"text": "x\udc00"}', "has half of a surrogate pair"),
+    ],
+)
+def test_faults_of_lines_are_named(line: bytes, sentence: str) -> None:
+    batch = parse(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}', ("text",))
+    assert batch.texts == [("a", "b")] and batch.numbers == [1, 4] and batch.lines == 4
+    ((number, found),) = batch.broken
+    assert number == 3 and found.startswith(sentence) and "\n" not in found
+
+
+def test_what_json_allows_is_read() -> None:
+    lines = [rb'{"text": "a\u0000\n\ud83d\ude42"}', b'{"text": "old", "text": "new"}\r', b'\xef\xbb\xbf{"text": "bom"}']
+    lines += [b' \t{"n": NaN, "te\\u0078t": "key"} ', b'{"text": null}']
+    assert parse(b"\n".join(lines), ("text",)).texts == [("a\x00\n\U0001f642", "new", "bom", "key", "")]
+    assert parse(b'{"a": "1", "b": "2"}\n{"a": "1"}\n', ("a", "b")).texts == [("1",), ("2",)]
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": "b"}]', '\n[\n  {"text": "a"},\n  {"text": "b"}\n]\n'])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_that_is_one_array_is_named_with_a_way_to_convert_it(content: str, suffix: str, tmp_path: Path) -> None:
+    path = write_packed(tmp_path / f"a.json{suffix}", content.encode())
+    with pytest.raises(
+        DamagedFileError, match=r"holds a JSON array, expected one object a line .* jq -c '\.\[\]' .*a\."
+    ):
+        read(path)
+
+
+ROWS = ["a", None, "", "Gr\u00fc\u00dfe", "x" * 100] * 20
+
+
+def write_parquet(path: Path, column: pyarrow.Array) -> Path:
+    """A file of row groups of 7 rows."""
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(len(column)), "text": column}), path, row_group_size=7)
+    return path
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
+def test_parquet_rows(kind: pyarrow.DataType, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.array(ROWS, kind))
+    expected = [(n, row or "") for n, row in enumerate(ROWS, 1)]
+    assert read(path) == read(path, Limits(batch_bytes=20)) == expected
+    for restart in (1, 3, 20):
+        assert read(path, Limits(batch_bytes=200), restart=restart) == expected
+    assert read(path, cuts=[10])[-90:] == [(n + 90, row or "") for n, row in enumerate(ROWS, 1) if n > 10]
+
+
+def test_compressed_parquet_and_the_copy_of_an_older_file(tmp_path: Path) -> None:
+    packed = tmp_path / "a.parquet.gz"
+    for rows in (["old"] * 3, ["new"] * 4):
+        packed.write_bytes(gzip.compress(write_parquet(tmp_path / "plain", pyarrow.array(rows)).read_bytes()))
+        assert read(packed) == list(enumerate(rows, 1))
+    for copy in tmp_path.glob("*.parquet"):
+        copy.unlink()
+    with file_size_limit(100), pytest.raises(DiskFullError, match=r"\.partial: the file may not become larger here"):
+        read(packed)
+    assert read(packed) == list(enumerate(rows, 1))
+
+
+def test_broken_rows_are_left_out(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.array([b"a", b"\xff", b"b" * 20], pyarrow.binary()))
+    assert read(path, Limits(document_bytes=10)) == [(1, "a"), (2, None), (3, None)]
+
+
+def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.array(["abc" * 50] * 20))
+    for key, sentence in (
+        ("body", "has no column 'body'; its columns: n, text; choose"),
+        ("n", "has int64 in column 'n'"),
+    ):
+        with pytest.raises(DamagedFileError, match=rf"a\.parquet {sentence}"):
+            list(read_blocks(describe(path), [key], None, Limits(), tmp_path))
+    data = path.read_bytes()
+    path.write_bytes(data[:600] + bytes(200) + data[800:])
+    with pytest.raises(DamagedFileError, match=r"a\.parquet is damaged in row group \d, behind row \d+ "):
+        read(path)
+    path.write_bytes(data[:-20])
+    with pytest.raises(DamagedFileError, match=r"a\.parquet is cut off, or no Parquet file"):
+        read(path)
+
+
+def compressed(kind: str, *pieces: bytes) -> bytes:
+    """The pieces, each compressed by itself."""
+    compress = {"gz": gzip.compress, "zst": zstandard.compress, "txt": bytes}[kind]
+    return b"".join(compress(piece) for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "txt"])
+def test_streams_of_several_members(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(compressed(kind, DATA[:10], b"", DATA[10:300_000], DATA[300_000:]))
+    with Stream(describe(path)) as stream:
+        assert stream.read(7) == DATA[:7]
+        stream.skip_to(400_000)
+        assert (stream.position, stream.read(5)) == (400_000, DATA[400_000:400_005])
+        stream.skip_to(600_000)
+        assert stream.readline(100) == b"end\n" and stream.read(1) == b"" and stream.position == len(DATA)
+        assert stream.raw == path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_damaged_and_empty_streams(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    data = compressed(kind, DATA[:1000], DATA[1000:])
+    for content, sentence in [
+        *((data[:-cut], r"is cut off: its \w+ data ends early, after [\d,]+ bytes") for cut in (1, 5, 100_000)),
+        (b"no compressed data at all", "is damaged after 0 bytes of content, or no"),
+        (compressed(kind, DATA)[:1000] + bytes(2000), "is (damaged|cut off)"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(DamagedFileError, match=rf"a\.{kind} {sentence}"), Stream(describe(path)) as stream:
+            while stream.read(1 << 16):
+                pass
+    for content in (b"", compressed(kind, b"", b"")):
+        path.write_bytes(content)
+        with Stream(describe(path)) as stream:
+            assert stream.read(1) == b""
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = write_packed(tmp_path / "a.jsonl", b"{}\n")
+    source = describe(path)
+    path.unlink()
+    with pytest.raises(DamagedFileError, match=r"a\.jsonl cannot be read from byte 0 .*\(No such file or directory\)"):
+        Stream(source)

@@ -1,0 +1,89 @@
+"""Stages whose work is a sleep of known length: what they measure is the order and the overlap of the work alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.simulate import Timeline
+from megatron_core.schedules.trace import Recording, TraceWriter
+
+MESSAGE = MessageFormat((1,), torch.float32, torch.device("cpu"))
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps ``seconds`` for F, for I and for W, which it puts off as ``tensor_parallel.linear`` does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        time.sleep(seconds)
+        ctx.weight, ctx.seconds = weight, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        queue = getattr(ctx.weight, "grad_queue", None)
+        if queue is not None and queue.is_collecting:
+            queue.put(lambda: time.sleep(ctx.seconds))
+        else:
+            time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+def trace_sleeps(folder: Path, plans: dict[str, Plan], seconds: float, steps: int) -> None:
+    """Run each plan on this rank for some steps; traces go to a folder for each, by its name.
+
+    F, I and W of a stage take ``seconds`` each.
+    """
+    groups = ParallelGroups(Grid(pp=dist.get_world_size()), dist.get_rank())
+    links = Links(groups)
+    for name, plan in plans.items():
+        writer = TraceWriter(folder / name, groups.rank, groups.ranks("pp"), name, plan.stage_to_rank)
+        for step in range(1, steps + 1):
+            dist.barrier()
+            recording = Recording(time.monotonic)
+            _run(plan, links, seconds, recording)
+            writer.write(step, recording)
+
+
+def _run(plan: Plan, links: Links, seconds: float, recording: Recording) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+
+    def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+        y = Sleep.apply(torch.ones(1) if x is None else x, weight, seconds)
+        return y.sum() if stage == plan.num_stages - 1 else y
+
+    listener = Listener(on_begin=recording.begin, on_end=recording.end)
+    Executor(plan, links, MESSAGE, forward, parameters=[weight], listener=listener).run()
+
+
+def undisturbed(timelines: Collection[Timeline]) -> Timeline:
+    """What several measured steps have in common: each action's shortest time and shortest delay of all steps.
+
+    The delay is what lies between the moment at which a rank could begin the action, because the one before it is done
+    and what it needs has been computed, and the moment at which it did. Other processes on the machine delay an action
+    in some steps; an executor that waits where the plan does not delays it in every step.
+    """
+    plan = next(iter(timelines)).plan
+    before = {action: earlier for actions in plan.ranks for earlier, action in pairwise(actions)}
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    for _, action in plan.walk():
+        needs = [need for need in (before.get(action), *plan.needs(action)) if need is not None]
+        possible = [max((t.end[need] for need in needs), default=0.0) for t in timelines]
+        delay = min(t.start[action] - soonest for t, soonest in zip(timelines, possible, strict=True))
+        start[action] = max((end[need] for need in needs), default=0.0) + delay
+        end[action] = start[action] + min(t.end[action] - t.start[action] for t in timelines)
+    return Timeline(plan, start, end)

@@ -1,0 +1,152 @@
+"""A rank on the meta device has the parameters and buffers that training makes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.config.cli import DryRun, parse_command_line
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner import state_bytes_per_parameter
+from megatron_core.training.dry_run import RankEstimate, describe_rank, readable_bytes
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_config, tiny_run
+
+ROOT = Path(__file__).resolve().parents[2]
+GQA = {"group_query_attention": True, "num_query_groups": 2, "tensor_model_parallel_size": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 pp2, tied": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2 dp2 zero1, bf16": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True},
+    "tp4, shared keys, small buckets": GQA | {"ddp_bucket_size": 1000, "fp16": True},
+}
+
+
+def _allocated(settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """Parameters of this rank, and the bytes of the storages that its weights, gradients and optimizer lie in."""
+    run = tiny_run(**settings)
+    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    kinds = {
+        "weights": parameters,
+        "gradients": [p.main_grad for p in parameters],
+        "optimizer": [tensor for _, named in run.optimizer.tensors() for tensor in named.values()],
+    }
+    sizes = {}
+    for kind, tensors in kinds.items():
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        sizes[kind] = sum(storages.values())
+    return sum(p.numel() for p in parameters), sizes
+
+
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_rank_is_what_training_allocates(settings: dict[str, Any]) -> None:
+    real = run_ranks(4, _allocated, settings)
+    for rank, (parameters, sizes) in enumerate(real):
+        found = RankEstimate.of(tiny_config(**settings), 4, rank)
+        assert found.parameters == parameters
+        assert {kind: found.bytes_by_kind[kind] for kind in sizes} == sizes
+        assert all(p.is_meta for stage in found.stages.values() for p in stage.parameters())
+    assert not dist.is_initialized()
+
+
+def test_parameters_of_the_model_are_those_of_one_process() -> None:
+    run = tiny_run()
+    padding = (64 - 61) * 32
+    counted = sum(p.numel() for p in run.stages[0].parameters()) - padding
+    for settings in LAYOUTS.values():
+        if "num_query_groups" not in settings:
+            assert RankEstimate.of(tiny_config(**settings), 4, 3).model_parameters == counted
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_buffers_are_the_planners_bytes_a_parameter(sharded: bool) -> None:
+    config = tiny_config(bf16=True, use_distributed_optimizer=sharded, hidden_size=64, global_batch_size=16)
+    found = RankEstimate.of(config, 8, 5)
+    state = sum(found.bytes_by_kind[kind] for kind in ("weights", "gradients", "optimizer"))
+    each = state_bytes_per_parameter("bfloat16", 8, sharded=sharded)
+    padding = 18 * 2 * 8 * 8  # two buckets, of matrices and of vectors, each padded to 8 ranks x 8 elements
+    assert found.parameters * each <= state <= found.parameters * each + padding
+
+
+def test_rank_of_16384_of_a_405b_model(tmp_path: Path) -> None:
+    """Llama 3.1 405B (Grattafiori et al. 2024, table 3): in one process, without data, in little memory."""
+    config = tmp_path / "405b.yaml"
+    config.write_text(
+        "num_layers: 126\nhidden_size: 16384\nnum_attention_heads: 128\ngroup_query_attention: true\n"
+        "num_query_groups: 8\nffn_hidden_size: 53248\nswiglu: true\nnormalization: RMSNorm\ndisable_bias_linear: true\n"
+        "position_embedding_type: rope\nuntie_embeddings_and_output_weights: true\nvocab_size: 128256\n"
+        "hidden_dropout: 0.0\nattention_dropout: 0.0\nseq_length: 8192\nbf16: true\nglobal_batch_size: 2048\n"
+        "tensor_model_parallel_size: 8\nsequence_parallel: true\npipeline_model_parallel_size: 16\n"
+        "use_distributed_optimizer: true\nkernel_backend: native\n"
+    )
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n"
+        # Of this process; getrusage counts what the process was before it became another program, too.
+        "    peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
+        "    print(f'peak {peak} KiB')\n"
+    )
+    arguments = ["--dry-run", "--world-size", "16384", "--rank", "12345", "--config", str(config)]
+    starter = f"import sys; sys.argv = ['pretrain_gpt.py', *{arguments!r}]\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-c", starter],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    layer = (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) // 8 + 2 * 16384
+    assert f"{8 * layer:,} parameters of 405,853,388,800" in text
+    assert "groups of rank 12345 of 16384, layout tp8 pp16 dp128 sp zero1 [pp12 dp7 tp1]" in text
+    assert "  dp = dp-cp = edp: index 7 of 128: 12289 12297 12305 ... 13305" in text
+    assert "  pipeline rank 12: layers 95-102" in text
+    weights, optimizer = 2 * 8 * layer, 12 * 8 * layer / 128
+    for kind, size in (("weights", weights), ("gradients", 2 * weights), ("optimizer", optimizer)):
+        assert f"  {kind:12} {readable_bytes(size):>9}" in text
+    assert "by formula, 4 of 16 micro-batches held" in text
+    assert int(text.split("peak ")[1].split(" KiB")[0]) < 1_000_000
+
+
+def test_report_names_what_was_changed_and_groups_of_more_than_one() -> None:
+    text = describe_rank(tiny_config(tensor_model_parallel_size=2), 4, 3)
+    assert "  tensor_model_parallel_size: 2\n" in text and "pipeline_model_parallel_size" not in text
+    assert "  tp = tp-pp = tp-cp = etp = etp-ep = etp-ep-pp: index 1 of 2: 2 3\n" in text
+    assert describe_rank(tiny_config(), 1).count("none of more than one rank") == 1
+
+
+def test_flags() -> None:
+    config, dry = parse_command_line(["--dry-run", "--world-size", "8", "--rank", "3", "--num-layers", "4"])
+    assert dry == DryRun(dry_run=True, world_size=8, rank=3) and config.model.num_layers == 4
+    assert parse_command_line([])[1] == DryRun()
+    with pytest.raises(ConfigError, match="no effect without dry_run; add --dry-run"):
+        parse_command_line(["--rank", "3"])
+
+
+def test_rank_and_layout_that_do_not_exist() -> None:
+    with pytest.raises(LayoutError, match="rank=4 is outside a world of 4 ranks; legal: 0 to 3"):
+        RankEstimate.of(tiny_config(), 4, 4)
+    with pytest.raises(ConfigError, match="world_size=6"):
+        RankEstimate.of(tiny_config(tensor_model_parallel_size=4), 6)
+
+
+def test_three_digits() -> None:
+    shown = [readable_bytes(size) for size in (999, 1024, 13.24 * 2**30, 999.6 * 2**20, 250 * 2**40)]
+    assert shown == ["999 B", "1.00 KiB", "13.2 GiB", "0.98 GiB", "250 TiB"]
+
+
+def test_nothing_is_allocated_for_the_model() -> None:
+    before = torch.get_rng_state()
+    RankEstimate.of(tiny_config(), 1)
+    assert torch.equal(torch.get_rng_state(), before)
