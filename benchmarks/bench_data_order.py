@@ -97,7 +97,7 @@ def main() -> int:
     for name, seconds in measure(tyro.cli(Settings, description=__doc__)):
         print(f"{name}: {seconds:.3f} s", flush=True)
         rows.append(Row(name, seconds, "s"))
-    append("bench_data_order", rows, rival=f"numpy {np.__version__}")
+    append("bench_data_order", rows, peer=f"numpy {np.__version__}")
     return 0
 
 

@@ -2,8 +2,8 @@
 
 Float32 main weights with moments, gradients and a bfloat16 copy of the weights, in some flat tensors. In every round
 each contender takes its turn, some calls after one that is not timed, and medians over all rounds are compared. Prints
-milliseconds, the ratio to the rival of the same work, and the bandwidth that the bytes which have to move make of it,
-beside a measured copy. Appends to benchmarks/results.csv; ``ratio`` there is the time to the rival's.
+milliseconds, the ratio to the peer of the same work, and the bandwidth that the bytes which have to move make of it,
+beside a measured copy. Appends to benchmarks/results.csv; ``ratio`` there is the time to the peer's.
 
     python -m benchmarks.bench_optimizer
 """
@@ -56,7 +56,7 @@ class Work:
     name: str
     bytes_each: int
     """What has to move for each parameter."""
-    rival: str
+    peer: str
     """The contender that the others are compared with."""
     contenders: dict[str, Callable[[], object]]
 
@@ -161,7 +161,7 @@ def report(works: list[Work], times: dict[tuple[str, str], float], settings: Set
     for work in works:
         for name in work.contenders:
             took = times[work.name, name]
-            ratio, rate = took / times[work.name, work.rival], work.bytes_each * settings.parameters / took
+            ratio, rate = took / times[work.name, work.peer], work.bytes_each * settings.parameters / took
             where = f"{threads}t" if settings.device == "cpu" else settings.device
             cells = f"{took * 1e3:9.2f} {ratio:7.2f} {rate / 1e9:9.1f} {rate / copy_rate:8.2f}"
             print(f"{work.name:14} {where:5} {name:8} {cells}", flush=True)

@@ -161,7 +161,7 @@ def compare(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> 
 def main() -> int:
     """Measure, print, append."""
     settings = tyro.cli(Settings, description=__doc__)
-    rival = f"gigatoken {version('gigatoken')}, tokenizers {version('tokenizers')}"
+    peer = f"gigatoken {version('gigatoken')}, tokenizers {version('tokenizers')}"
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(settings.corpus or make_corpus(Path(folder, "corpus.jsonl"), settings.megabytes * 10**6))
         texts = read_texts(corpus)
@@ -172,7 +172,7 @@ def main() -> int:
         rows = compare(settings, corpus, tokenizer, "gigatoken")
         rows += compare(settings, few, tokenizer, "tokenizers")
     print(f"preprocessed by gigatoken {rows[2].value / rows[4].value:.1f} times as fast as tokenizers alone")
-    append("bench_preprocess", rows, rival=rival)
+    append("bench_preprocess", rows, peer=peer)
     return 0
 
 

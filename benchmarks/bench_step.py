@@ -176,12 +176,12 @@ def main() -> int:
     for name, entry in found.items():
         rate = entry.tokens_per_second
         of_peak = rate * per_token / (peak * entry.world_size)
-        rival = found.get(f"transformers {name}")
-        ratio = rate / rival.tokens_per_second if rival else None
+        peer = found.get(f"transformers {name}")
+        ratio = rate / peer.tokens_per_second if peer else None
         shown = f"{ratio:.2f}" if ratio else ""
         print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{shown:>17}")
         rows.append(Row(name, rate, "tokens/s", of_peak, entry.memory, ratio))
-    append("bench_step", rows, rival=f"transformers {transformers.__version__}")
+    append("bench_step", rows, peer=f"transformers {transformers.__version__}")
     return 0
 
 

@@ -28,14 +28,14 @@ class Row:
     memory_bytes: int | None = None
     """The largest peak of a process."""
     ratio: float | None = None
-    """``value`` to the rival's, or what else the benchmark says."""
+    """``value`` to the peer's, or what else the benchmark says."""
 
 
-def append(benchmark: str, rows: Iterable[Row], *, rival: str | None = None, device: str | None = None) -> None:
-    """Add rows, with what they were measured with; ``rival`` as ``NAME VERSION``, ``device`` the GPU's name."""
+def append(benchmark: str, rows: Iterable[Row], *, peer: str | None = None, device: str | None = None) -> None:
+    """Add rows, with what they were measured with; ``peer`` as ``NAME VERSION``, ``device`` the GPU's name."""
     processor = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
     machine = f"{processor}, {platform.system()}, {os.cpu_count()} cores, {device or '1 thread a rank'}"
-    versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {rival}" if rival else "")
+    versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {peer}" if peer else "")
     columns = ("date", "benchmark", *(field.name for field in fields(Row)), "machine", "versions")
     new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:

@@ -258,13 +258,13 @@ def test_packages_only_hand_names_on() -> None:
     found = []
     for path in LIBRARY:
         if path.name == "__init__.py":
-            found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not hands_on(node)]
+            found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not only_exports(node)]
     assert found == []
 
 
-def hands_on(node: ast.stmt) -> bool:
+def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(hands_on, node.body))
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(only_exports, node.body))
     if isinstance(node, ast.Assign):
         return ast.unparse(node.targets[0]) in ("__all__", "_HOMES")
     if isinstance(node, ast.FunctionDef):

@@ -65,7 +65,7 @@ def document_lengths(tokens: np.ndarray, eod: int) -> np.ndarray:
 
 
 def restarted_positions(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Places in their documents of the `tokens` [b, s], from 0: int64 [b, s]."""
+    """Positions in their documents of the `tokens` [b, s], from 0: int64 [b, s]."""
     positions = np.arange(tokens.shape[1], dtype=np.int64)
     return positions - np.maximum.accumulate(np.where(_begins(tokens, eod), positions, 0), axis=1)
 

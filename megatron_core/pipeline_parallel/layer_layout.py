@@ -65,15 +65,15 @@ class PipelineParallelLayerLayout:
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = None) -> None:
         """Raise ``LayoutError`` unless one embedding comes first, one loss last, and the layers add up."""
         flat, found = self.flatten_layout, []
-        for layer, index, place in ((LayerType.embedding, 0, "first"), (LayerType.loss, -1, "last")):
+        for layer, index, end in ((LayerType.embedding, 0, "first"), (LayerType.loss, -1, "last")):
             if flat.count(layer) != 1 or flat[index] is not layer:
-                found.append(f"it has {flat.count(layer)} {layer.name}, not one that comes {place}")
+                found.append(f"it has {flat.count(layer)} {layer.name}, not one that comes {end}")
         wanted = {LayerType.decoder: num_layers, LayerType.mtp: mtp_num_layers or 0, LayerType.encoder: 0}
         for layer, count in wanted.items():
             if flat.count(layer) != count:
                 found.append(f"it has {flat.count(layer)} {layer.name} layers, not {count}")
         if found:
-            raise LayoutError(f"the pipeline layout {self} cannot be used: {'; '.join(found)}. Mend the layout")
+            raise LayoutError(f"the pipeline layout {self} cannot be used: {'; '.join(found)}. Change the layout")
 
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None

@@ -58,8 +58,8 @@ def test_overlap_changes_no_bit(settings: dict, others: list[dict]) -> None:  # 
     for other in others:
         for (numbers, weights), (expected, whole) in zip(run_ranks(2, _train, other, True), plain, strict=True):
             assert numbers == expected, other
-            for found, truth in zip(weights, whole, strict=True):
-                np.testing.assert_array_equal(found, truth, err_msg=str(other))
+            for found, baseline in zip(weights, whole, strict=True):
+                np.testing.assert_array_equal(found, baseline, err_msg=str(other))
 
 
 class Backwards(nn.Module):

@@ -64,16 +64,16 @@ def runs(ids: Sequence[int], border: int) -> list[list[int]]:
 def restored(ids: list[int], tokenizer: Tokenizer) -> tuple[str, str]:
     """How a document or fragment is arranged, read from its sentinels, and its text in its old order."""
     prefix, middle, suffix, _ = (tokenizer.tokenize(name)[0] for name in SENTINELS)
-    places = {i: ids.index(i) for i in (prefix, middle, suffix) if i in ids}
-    if not places:
+    positions = {i: ids.index(i) for i in (prefix, middle, suffix) if i in ids}
+    if not positions:
         return "plain", tokenizer.detokenize(ids)
-    assert len(places) == 3 and ids[0] == prefix and sum(i in places for i in ids) == 3
+    assert len(positions) == 3 and ids[0] == prefix and sum(i in positions for i in ids) == 3
     text = lambda start, stop=None: tokenizer.detokenize(ids[start:stop])  # noqa: E731
-    after_suffix, after_middle = text(places[suffix] + 1, places[middle]), text(places[middle] + 1)
-    if places[suffix] == 1:
+    after_suffix, after_middle = text(positions[suffix] + 1, positions[middle]), text(positions[middle] + 1)
+    if positions[suffix] == 1:
         # PSM with an empty prefix looks the same, and gives the same text.
         return "SPM", after_middle + after_suffix
-    return "PSM", text(1, places[suffix]) + after_middle + after_suffix
+    return "PSM", text(1, positions[suffix]) + after_middle + after_suffix
 
 
 def text_of(sample: Sample) -> list[int]:
@@ -143,7 +143,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index(tokenizer: Tokenizer) -> 
     forward, backward = wrapped(texts, tokenizer), wrapped(texts, tokenizer)
     expected = [text_of(forward[i]) for i in range(20)]
     assert [text_of(backward[i]) for i in reversed(range(20))] == expected[::-1]  # C30
-    assert len({tuple(text) for text in expected}) > 10, "the same text is rearranged anew at every place"
+    assert len({tuple(text) for text in expected}) > 10, "the same text is rearranged anew at every position"
     assert [text_of(wrapped(texts, tokenizer, seed=6)[i]) for i in range(20)] != expected
 
 

@@ -61,9 +61,9 @@ def test_indices_and_tokens_are_megatrons(num_samples: int | None, extra: bool, 
     assert data.shuffle_index.tolist() == shuffle
     stream = [token for number in order for token in DOCUMENTS[number]]
     assert len(data) == len(shuffle)
-    for place, number in enumerate(shuffle):
+    for position, number in enumerate(shuffle):
         text = stream[number * 6 : number * 6 + 6 + extra]
-        item = data[place]
+        item = data[position]
         assert item["tokens"].tolist() == text[:6]
         assert item["labels"].tolist() == (text[1:] if extra else [*text[1:], 0])
         assert item["loss_mask"].tolist() == ([1.0] * 6 if extra else [1.0] * 5 + [0.0])
@@ -100,12 +100,12 @@ def test_documents_of_a_sample_are_separated(positions: bool, attention: bool, t
     item = data[0]
     tokens = item["tokens"].tolist()
     assert tokens.count(EOD) > 2
-    document, place = [], []  # the number of each token's document, and its place in it
+    document, position = [], []  # the number of each token's document, and its position in it
     for token in [EOD, *tokens][:-1]:
         start = token == EOD
         document.append((document[-1] if document else 0) + start)
-        place.append(0 if start else place[-1] + 1)
-    assert item["position_ids"].tolist() == (place if positions else list(range(15)))
+        position.append(0 if start else position[-1] + 1)
+    assert item["position_ids"].tolist() == (position if positions else list(range(15)))
     for row in range(15):  # C45
         for column in range(15):
             other = attention and document[row] != document[column]

@@ -1,4 +1,4 @@
-"""Files whose places do not fit 32 bits; they have a hole on the disk and take no room there."""
+"""Files whose offsets do not fit 32 bits; they have a hole on the disk and take no room there."""
 
 import struct
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_places_beyond_32_bits_are_checked(tmp_path: Path) -> None:
     prefix = make(tmp_path)
     path = Path(get_idx_path(prefix))
     content = bytearray(path.read_bytes())
-    # What a place counted in 32 bits would have become.
+    # What an offset counted in 32 bits would have become.
     content[34 + 4 * 4 + 16 : 34 + 4 * 4 + 24] = struct.pack("<q", 2 * LONG - 2**32)
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"large\.idx: sequence 2 begins at byte -2 .*expected {2 * LONG}"):  # C46

@@ -13,7 +13,7 @@ FILES, SAMPLES, LENGTH = 1000, 10**6, 64
 
 
 def sparse_file(prefix: Path) -> str:
-    """A file of 10^6 samples in 5 documents, which takes no place on the disk."""
+    """A file of 10^6 samples in 5 documents, which takes no room on the disk."""
     lengths = [SAMPLES * LENGTH // 5] * 4 + [SAMPLES * LENGTH // 5 + 1]
     Path(get_idx_path(str(prefix))).write_bytes(index_by_hand(lengths, 2, range(6), code=8))
     with open(get_bin_path(str(prefix)), "wb") as file:

@@ -20,14 +20,14 @@ LENGTH = 9
 
 
 def naive(tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Lengths of the documents and the place of each token in its own."""
-    lengths, places = [0], []
+    """Lengths of the documents and the position of each token in its own."""
+    lengths, positions = [0], []
     for number, token in enumerate(tokens):
-        places.append(lengths[-1])
+        positions.append(lengths[-1])
         lengths[-1] += 1
         if token == EOD and number + 1 < len(tokens):
             lengths.append(0)
-    return lengths, places
+    return lengths, positions
 
 
 rows = st.integers(1, LENGTH).flatmap(
@@ -40,7 +40,7 @@ def test_documents_are_those_of_a_loop(tokens: list[list[int]]) -> None:
     expected = [naive(row) for row in tokens]
     lengths = document_lengths(np.array(tokens), EOD)
     assert [[n for n in row if n] for row in lengths.tolist()] == [own for own, _ in expected]
-    assert restarted_positions(np.array(tokens), EOD).tolist() == [places for _, places in expected]
+    assert restarted_positions(np.array(tokens), EOD).tolist() == [positions for _, positions in expected]
     assert lengths.dtype == np.int64
     assert lengths.shape == (len(tokens), max(len(own) for own, _ in expected))
 
@@ -69,7 +69,7 @@ def test_batches_have_what_was_asked_for(positions: bool, attention: bool) -> No
         expected = [naive(row) for row in batch["tokens"].tolist()]
         assert ("position_ids" in batch) == positions
         if positions:
-            assert batch["position_ids"].tolist() == [places for _, places in expected]
+            assert batch["position_ids"].tolist() == [positions for _, positions in expected]
         assert ("document_lengths" in batch) == attention
         if attention:
             assert [[n for n in row if n] for row in batch["document_lengths"].tolist()] == [own for own, _ in expected]

@@ -40,7 +40,7 @@ def test_epochs_and_seeds_give_other_orders() -> None:
 
 
 def test_places_are_well_spread() -> None:
-    """Mean and correlation with the place, of 20,000 numbers: five standard deviations of a random order."""
+    """Mean and correlation with the position, of 20,000 numbers: five standard deviations of a random order."""
     size = 20_000
     order = np.array([*KeyedPermutation(size, (3, 1))], dtype=np.float64)
     correlation = np.corrcoef(np.arange(size), order)[0, 1]
@@ -58,9 +58,9 @@ def test_no_fixed_point_stays_for_all_keys() -> None:
 
 def test_bounds() -> None:
     permutation = KeyedPermutation(5, (0,))
-    for place in (-1, 5):
+    for position in (-1, 5):
         with pytest.raises(IndexError):
-            permutation[place]
+            permutation[position]
     with pytest.raises(ValueError):
         KeyedPermutation(0, (0,))
 

@@ -1,4 +1,4 @@
-"""docs/pipeline.md tells the truth: its outputs are the tool's, its numbers the simulator's, its example runs."""
+"""docs/pipeline.md is right: its outputs are the tool's, its numbers the simulator's, its example runs."""
 
 from __future__ import annotations
 

@@ -34,13 +34,13 @@ def _outputs(settings: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_losses_are_the_cross_entropy_of_the_gathered_logits(tied: bool, impl: str) -> None:  # C20 C21
     """Logits are whole, losses come from their parts; the gradient tells where one was taken for the other."""
     settings = {"untie_embeddings_and_output_weights": not tied}
-    (truth,) = run_ranks(1, _outputs, settings)
+    (baseline,) = run_ranks(1, _outputs, settings)
     settings |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": impl}
     for layout in ({"sequence_parallel": True}, {}):
         results = run_ranks(4, _outputs, settings | layout | {"tensor_model_parallel_size": 4})
         for found in results:
-            for ours, expected in zip(found[:2], truth[:2], strict=True):
+            for ours, expected in zip(found[:2], baseline[:2], strict=True):
                 np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-12)
         rows = np.concatenate([gradient for *_, gradient in results])
-        np.testing.assert_allclose(rows[:VOCABULARY], truth[2][:VOCABULARY], rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(rows[:VOCABULARY], baseline[2][:VOCABULARY], rtol=1e-9, atol=1e-11)
         assert not rows[VOCABULARY:].any(), "gradient of padding"

@@ -50,7 +50,7 @@ def _train(settings: dict) -> tuple[list[Held], int]:
 
 
 def _check(name: str, spec: ShardSpec | None, local: np.ndarray, whole: np.ndarray, covered: np.ndarray) -> None:
-    """Compare what a rank holds with the place that is declared for it, and mark that place as covered."""
+    """Compare what a rank holds with the position that is declared for it, and mark that position as covered."""
     assert spec is not None, f"{name} does not say how it is split"
     assert (spec.global_shape, spec.local_shape) == (whole.shape, local.shape), name
     close = {"rtol": 1e-9, "atol": 1e-9, "err_msg": name}
@@ -66,11 +66,11 @@ def test_parameters_lie_where_they_are_declared(case: str) -> None:  # C16
     """One process has the whole tensors; a part that is declared elsewhere than it works would train otherwise."""
     ranks, model, layout = CASES[case]
     alone, _ = run_ranks(1, _train, model)[0]
-    truth = {name: whole[: spec.global_shape[0]] for name, spec, whole in alone}
+    baseline = {name: whole[: spec.global_shape[0]] for name, spec, whole in alone}
     results = run_ranks(ranks, _train, model | layout)
-    covered = {name: np.zeros(whole.shape, dtype=bool) for name, whole in truth.items()}
+    covered = {name: np.zeros(whole.shape, dtype=bool) for name, whole in baseline.items()}
     for held, _ in results:
         for name, spec, local in held:
-            _check(name, spec, local, truth[name], covered[name])
+            _check(name, spec, local, baseline[name], covered[name])
     assert [name for name, seen in covered.items() if not seen.all()] == []
-    assert sum(owned for _, owned in results) == sum(prod(whole.shape) for whole in truth.values())
+    assert sum(owned for _, owned in results) == sum(prod(whole.shape) for whole in baseline.values())

@@ -37,7 +37,7 @@ def test_tags_and_values(tmp_path):
     } <= found.keys()
     assert found["lm loss"][0] == (1, 2.0) and math.isnan(found["lm loss"][1][1])
     assert found["lm loss vs samples"][0] == (4, 2.0)
-    assert [place for place, _ in found["grad-norm"]] == [1]
+    assert [step for step, _ in found["grad-norm"]] == [1]
     assert found["lm loss validation ppl"] == [(2, 1.0)]
     assert found["throughput"][0][1] == 2.5
 

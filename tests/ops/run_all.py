@@ -45,9 +45,9 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
     """The operations on lists of tensors, which begin at 16 bytes or do not; whether all that comes out is finite."""
     finite = True
-    for place in (off_16_bytes, torch.clone):
-        grads, copies = ([place(torch.randn(size).to(dtype)) for size in sizes] for _ in range(2))
-        weights, averages, squares = ([place(torch.rand(size)) for size in sizes] for _ in range(3))
+    for allocate in (off_16_bytes, torch.clone):
+        grads, copies = ([allocate(torch.randn(size).to(dtype)) for size in sizes] for _ in range(2))
+        weights, averages, squares = ([allocate(torch.rand(size)) for size in sizes] for _ in range(3))
         norm = ops.squared_norm(grads, backend="native")
         ops.scale_(grads, 0.5, backend="native")
         rates = {"lr": 1e-3, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}

@@ -80,9 +80,9 @@ def reference_scaled(x: Tensor, factor: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_number_that_is_not_finite_shows(kernels: str, dtype: torch.dtype, value: float) -> None:  # C64
-    for place in (0, 5000, 16390):
+    for offset in (0, 5000, 16390):
         tensors = Flat(SIZES, dtype).tensors
-        tensors[-1][place] = value
+        tensors[-1][offset] = value
         found = squared_norm(tensors, backend="native").item()
         assert math.isnan(found) if math.isnan(value) else found == math.inf
 
@@ -247,7 +247,7 @@ def test_adamw_takes_no_notice_of_threads(cpu_kernels: None, dtype: torch.dtype)
 
 
 def test_a_weight_does_not_depend_on_its_place(kernels: str) -> None:  # C11
-    """Copies of a tied or replicated weight lie at other places of other ranks' buffers."""
+    """Copies of a tied or replicated weight lie at other offsets of other ranks' buffers."""
     whole = Training([203], copy=torch.bfloat16)
     whole.run(1, "native")
     (grad,), lists = whole.gradients(2), [*whole.state, whole.copies.tensors]

@@ -87,8 +87,8 @@ def several_splits(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> lis
     for axis in draw(st.sets(st.sampled_from(sorted(sizes)))):
         dim = draw(st.integers(0, len(shape) - 1))
         splits.append(Split(dim, axis, draw(covers(shape[dim], sizes[axis]))))
-    places = product(*(range(size) for size in sizes.values()))
-    return [ShardSpec(shape, tuple(splits), tuple(zip(sizes, place, strict=True))) for place in places]
+    coordinates = product(*(range(size) for size in sizes.values()))
+    return [ShardSpec(shape, tuple(splits), tuple(zip(sizes, coordinate, strict=True))) for coordinate in coordinates]
 
 
 @st.composite

@@ -37,11 +37,11 @@ def grids(draw: st.DrawFn) -> Grid:
 @settings(deadline=None, max_examples=60)
 @given(grids())
 def test_rank_and_coordinates_are_inverse(grid: Grid) -> None:
-    places = [grid.coordinates(rank) for rank in grid.ranks()]
+    coordinates = [grid.coordinates(rank) for rank in grid.ranks()]
     for view in VIEWS:
-        assert [grid.rank(**{axis: at[axis] for axis in view}) for at in places] == list(grid.ranks())
+        assert [grid.rank(**{axis: at[axis] for axis in view}) for at in coordinates] == list(grid.ranks())
         assert prod(grid.size(axis) for axis in view) == grid.world_size
-    assert all(0 <= at[axis] < grid.size(axis) for at in places for axis in AXES)
+    assert all(0 <= at[axis] < grid.size(axis) for at in coordinates for axis in AXES)
 
 
 @settings(deadline=None, max_examples=60)

@@ -27,7 +27,7 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 @dataclass
-class Truth:
+class Baseline:
     """One process's layer, its input, the output's gradient, and all results."""
 
     x: Tensor
@@ -36,7 +36,7 @@ class Truth:
     y: Tensor
 
     @classmethod
-    def compute(cls) -> Truth:
+    def compute(cls) -> Baseline:
         layer = nn.Linear(IN, OUT, dtype=torch.float64)
         with torch.no_grad():
             layer.weight.copy_(_random(OUT, IN, seed=1))
@@ -72,59 +72,59 @@ class Parts:
         return x.detach().clone().requires_grad_()
 
 
-def _column(group: Group, truth: Truth, *, sequence_parallel: bool, gather: bool, skip_bias: bool) -> None:
+def _column(group: Group, baseline: Baseline, *, sequence_parallel: bool, gather: bool, skip_bias: bool) -> None:
     part = Parts(group)
     layer = ColumnParallelLinear(
         IN,
         OUT,
         config=_config(sequence_parallel=sequence_parallel),
-        init_method=lambda full: full.copy_(truth.layer.weight),
+        init_method=lambda full: full.copy_(baseline.layer.weight),
         gather_output=gather,
         skip_bias_add=skip_bias,
         tp_group=group,
     )
-    _set_bias(layer, part.rows(truth.layer.bias))
-    x = part.leaf(part.rows(truth.x) if sequence_parallel else truth.x)
+    _set_bias(layer, part.rows(baseline.layer.bias))
+    x = part.leaf(part.rows(baseline.x) if sequence_parallel else baseline.x)
     y, bias = layer(x)
     assert (bias is layer.bias) if skip_bias else (bias is None)
     y = y + bias if skip_bias and not gather else y
-    expected = truth.y - truth.layer.bias if skip_bias and gather else truth.y
+    expected = baseline.y - baseline.layer.bias if skip_bias and gather else baseline.y
     torch.testing.assert_close(y, expected if gather else part.columns(expected), **EXACT)
-    y.backward(truth.grad_y if gather else part.columns(truth.grad_y))
-    torch.testing.assert_close(layer.weight.grad, part.rows(truth.layer.weight.grad), **EXACT)
+    y.backward(baseline.grad_y if gather else part.columns(baseline.grad_y))
+    torch.testing.assert_close(layer.weight.grad, part.rows(baseline.layer.weight.grad), **EXACT)
     if not (skip_bias and gather):
-        torch.testing.assert_close(layer.bias.grad, part.rows(truth.layer.bias.grad), **EXACT)
-    torch.testing.assert_close(x.grad, part.rows(truth.x.grad) if sequence_parallel else truth.x.grad, **EXACT)
+        torch.testing.assert_close(layer.bias.grad, part.rows(baseline.layer.bias.grad), **EXACT)
+    torch.testing.assert_close(x.grad, part.rows(baseline.x.grad) if sequence_parallel else baseline.x.grad, **EXACT)
 
 
-def _row(group: Group, truth: Truth, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool) -> None:
+def _row(group: Group, baseline: Baseline, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool) -> None:
     part = Parts(group)
     layer = RowParallelLinear(
         IN,
         OUT,
         config=_config(sequence_parallel=sequence_parallel),
-        init_method=lambda full: full.copy_(truth.layer.weight),
+        init_method=lambda full: full.copy_(baseline.layer.weight),
         input_is_parallel=parallel_input,
         skip_bias_add=skip_bias,
         tp_group=group,
     )
-    _set_bias(layer, truth.layer.bias)
-    x = part.leaf(part.columns(truth.x) if parallel_input else truth.x)
+    _set_bias(layer, baseline.layer.bias)
+    x = part.leaf(part.columns(baseline.x) if parallel_input else baseline.x)
     y, bias = layer(x)
     assert (bias is layer.bias) if skip_bias else (bias is None)
     y = y + bias if skip_bias else y
-    torch.testing.assert_close(y, part.rows(truth.y) if sequence_parallel else truth.y, **EXACT)
-    y.backward(part.rows(truth.grad_y) if sequence_parallel else truth.grad_y)
-    torch.testing.assert_close(layer.weight.grad, part.columns(truth.layer.weight.grad), **EXACT)
-    torch.testing.assert_close(x.grad, part.columns(truth.x.grad) if parallel_input else truth.x.grad, **EXACT)
+    torch.testing.assert_close(y, part.rows(baseline.y) if sequence_parallel else baseline.y, **EXACT)
+    y.backward(part.rows(baseline.grad_y) if sequence_parallel else baseline.grad_y)
+    torch.testing.assert_close(layer.weight.grad, part.columns(baseline.layer.weight.grad), **EXACT)
+    torch.testing.assert_close(x.grad, part.columns(baseline.x.grad) if parallel_input else baseline.x.grad, **EXACT)
     if sequence_parallel:  # C17: each rank's bias gradient is a part, to be summed
         assert layer.bias.shard_spec.partial_axes == ("tp",)
         all_reduce_(layer.bias.grad, group)
-    torch.testing.assert_close(layer.bias.grad, truth.layer.bias.grad, **EXACT)
+    torch.testing.assert_close(layer.bias.grad, baseline.layer.bias.grad, **EXACT)
 
 
 def _check_layers(world_size: int) -> None:
-    truth = Truth.compute()
+    baseline = Baseline.compute()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     parallel_state.initialize_model_parallel(world_size)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -132,9 +132,9 @@ def _check_layers(world_size: int) -> None:
         for sequence_parallel in (False, True):
             for skip_bias in (False, True):
                 for gather in (False, True):
-                    _column(tp_group, truth, sequence_parallel=sequence_parallel, gather=gather, skip_bias=skip_bias)
-                _row(tp_group, truth, sequence_parallel=sequence_parallel, parallel_input=True, skip_bias=skip_bias)
-        _row(tp_group, truth, sequence_parallel=False, parallel_input=False, skip_bias=False)
+                    _column(tp_group, baseline, sequence_parallel=sequence_parallel, gather=gather, skip_bias=skip_bias)
+                _row(tp_group, baseline, sequence_parallel=sequence_parallel, parallel_input=True, skip_bias=skip_bias)
+        _row(tp_group, baseline, sequence_parallel=False, parallel_input=False, skip_bias=False)
     assert ColumnParallelLinear(IN, OUT).weight.shape == (OUT // world_size, IN), "the default group is the current one"
 
 

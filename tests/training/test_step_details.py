@@ -144,15 +144,15 @@ def test_fused_and_unfused_attention_are_one_function(groups: int) -> None:
     torch.testing.assert_close(_output(unfused, batch), _output(fused, batch), rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_depends_on_the_sample_the_layer_and_the_place() -> None:  # C27
+def test_dropout_depends_on_the_sample_the_layer_and_the_module() -> None:  # C27
     """Ones through every dropout of the model: no two masks agree, and each depends on the sample."""
     run = tiny_run(hidden_dropout=0.5)
     model = run.stages[0]
     layers = list(model.decoder.layers.values())
-    places = [model.embedding.dropout, *(d for layer in layers for d in (layer.attention_dropout, layer.mlp_dropout))]
+    dropouts = [model.embedding.dropout, *(d for layer in layers for d in (layer.attention_dropout, layer.mlp_dropout))]
     ones = torch.ones(16, 2, 32)
-    masks = [place(ones, torch.tensor([4, 5])) for place in places]
-    assert len(places) == 5
+    masks = [dropout(ones, torch.tensor([4, 5])) for dropout in dropouts]
+    assert len(dropouts) == 5
     for i, mask in enumerate(masks):
         assert not torch.equal(mask[:, 0], mask[:, 1])
         assert all(not torch.equal(mask, other) for other in masks[:i])

@@ -16,13 +16,13 @@ def test_each_pair_of_channels_turns_by_its_position(positions: list[list[int]])
     channels, base = 6, 10_000.0
     x = torch.randn(4, len(positions), 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     turned = rope(x, *rotary_table(torch.tensor(positions), channels, base))
-    for place in range(4):
+    for position in range(4):
         for row, own in enumerate(positions):
             for i in range(channels // 2):
-                angle = own[place] * base ** (-2 * i / channels)
-                a, b = x[place, row, :, i], x[place, row, :, i + channels // 2]
+                angle = own[position] * base ** (-2 * i / channels)
+                a, b = x[position, row, :, i], x[position, row, :, i + channels // 2]
                 expected = torch.stack([a * math.cos(angle) - b * math.sin(angle)])
-                torch.testing.assert_close(turned[place, row, :, i], expected[0], rtol=0, atol=1e-9)
+                torch.testing.assert_close(turned[position, row, :, i], expected[0], rtol=0, atol=1e-9)
     assert torch.equal(turned[..., channels:], x[..., channels:]), "further channels pass"
 
 
