@@ -23,7 +23,10 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         qkv     2 h (a + 2 g) d L    scores  2 S a d L    values  2 S a d L    output  2 a d h L
         mlp     2 h f (2, gated 3) L                      logits  2 h V, once
 
-    In a layer with a window of W keys S is at most W.
+    In a layer with a window of W keys S is at most W. A layer of E experts, of which a token takes k of width f, has
+    instead of mlp
+
+        router  2 h E    experts  2 h f k (2, gated 3)    shared  2 h f_shared (2, gated 3), its gate 2 h
     """
     layers, hidden = model.num_layers, model.hidden_size
     query = model.num_attention_heads * model.head_size
@@ -31,14 +34,22 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
     keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
-    return {
+    sparse = len(model.expert_layers)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    terms = {
         "qkv": 2 * hidden * (query + 2 * key) * layers,
         "scores": 2 * keys * query,
         "values": 2 * keys * query,
         "output": 2 * query * hidden * layers,
-        "mlp": 2 * hidden * model.ffn_size * matrices * layers,
+        "mlp": 2 * hidden * model.ffn_size * matrices * (layers - sparse),
         "logits": 2 * hidden * vocab_size,
     }
+    if sparse:
+        gate = 2 * hidden if model.moe_shared_expert_gate else 0
+        terms["router"] = 2 * hidden * (model.num_experts or 0) * sparse
+        terms["experts"] = 2 * hidden * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
+        terms["shared"] = (2 * hidden * shared * matrices + gate) * sparse
+    return terms
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> int:

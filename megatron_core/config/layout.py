@@ -11,9 +11,9 @@ from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, TRAINING
 
-_SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp"}
+_SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
 _SWITCHES = {"sp": ("sequence_parallel", True), "zero1": ("zero_stage", 1), "overlap": ("overlap", True)}
-_WORDS = f"tpN, ppN, vN, dpN, sp, zero1, overlap, {', '.join(TRAINING)}"
+_WORDS = f"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, overlap, {', '.join(TRAINING)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class Layout:
     """Chunks of layers on each pipeline rank, unless the schedule fixes their number."""
     dp: int = 1
     """Copies of the model."""
+    ep: int = 1
+    """Ranks over which the experts are split."""
+    etp: int | None = None
+    """Ranks over which each expert is split; None: as ``tp``."""
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
     zero_stage: int = 0
@@ -59,13 +63,16 @@ class Layout:
             chunks=1 if parallel.implied_chunks else parallel.num_chunks(num_layers),
             schedule=parallel.pipeline_schedule,
             dp=parallel.data_parallel_size(world_size),
+            ep=parallel.expert_model_parallel_size,
+            etp=parallel.expert_tensor_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
             zero_stage=parallel.dp_zero_stage,
             overlap=parallel.overlap_grad_reduce,
         )
 
     def __str__(self) -> str:
-        words = [f"{word}{getattr(self, name)}" for word, name in _SIZES.items() if getattr(self, name) > 1]
+        sizes = {word: getattr(self, name) for word, name in _SIZES.items()}
+        words = [f"{word}{size}" for word, size in sizes.items() if size is not None and (size > 1 or word == "etp")]
         words += [self.schedule] if self.schedule else []
         words += [word for word, (name, value) in _SWITCHES.items() if getattr(self, name) == value]
         return " ".join(words) or "1 process"
@@ -90,6 +97,8 @@ class Layout:
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
             "pipeline_plan": None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": False,
             "zero_stage": self.zero_stage,
@@ -109,8 +118,11 @@ def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     return _SIZES[match[1]], int(match[2])
 
 
-def every_layout(world_size: int, max_stages: int) -> Iterator[Layout]:
-    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, whether or not a model fits them."""
+def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> Iterator[Layout]:
+    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, whether or not a model fits them.
+
+    With ``experts`` each of them with all ways to split experts over the ranks of a stage.
+    """
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tp in reversed(sizes):
         for pp in sizes:
@@ -118,7 +130,8 @@ def every_layout(world_size: int, max_stages: int) -> Iterator[Layout]:
                 continue
             dp = world_size // (tp * pp)
             for chunks in range(1, max_stages // pp + 1 if pp > 1 else 2):
-                yield from _variants(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks))
+                for layout in _variants(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks)):
+                    yield from _expert_splits(layout, sizes) if experts else [layout]
 
 
 def _variants(layout: Layout) -> Iterator[Layout]:
@@ -126,3 +139,10 @@ def _variants(layout: Layout) -> Iterator[Layout]:
     for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
         for stage, overlap in product((0, 1), (False, True)) if layout.dp > 1 else [(0, False)]:
             yield replace(layout, sequence_parallel=sequence_parallel, zero_stage=stage, overlap=overlap)
+
+
+def _expert_splits(layout: Layout, sizes: list[int]) -> Iterator[Layout]:
+    """The layout with experts split in every way over the ranks of a stage."""
+    for ep, etp in product(sizes, sizes):
+        if layout.tp * layout.dp % (ep * etp) == 0:
+            yield replace(layout, ep=ep, etp=None if etp == layout.tp else etp)

@@ -40,7 +40,7 @@ SAME_VALUE: dict[str, dict[str, str]] = {
 }
 """Values of a shared flag that have another name here."""
 
-LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
+LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq", "moe_layer_freq"})
 """Shared flags whose values may be one Python expression of numbers, lists, + and *: ``127,0``, ``([1]*3+[0])*2``."""
 
 SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
@@ -135,7 +135,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     microbatch_group_size_per_virtual_pipeline_stage mscale mscale_all_dim
     mtp_loss_scaling_factor mtp_num_layers multi_latent_attention multiple_validation_sets
     nccl_communicator_config_path no_pad_vocab_size no_rope_freq non_persistent_ckpt_type
-    non_persistent_save_interval num_experts object_storage_cache_path offload_modules optimizer_cpu_offload
+    non_persistent_save_interval object_storage_cache_path offload_modules optimizer_cpu_offload
     optimizer_offload_fraction overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
     padded_vocab_size per_dataset_sequences_path phase_transition_iterations
     pipeline_model_parallel_split_rank pretrained_checkpoint profile

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.moe import MoEConfig
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model: sizes, norms, positions, activations, dropout and initialisation."""
+class ModelConfig(MoEConfig):
+    """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = 2
     """Number of transformer layers."""
@@ -102,6 +104,16 @@ class ModelConfig:
         if self.gated_linear_unit:
             return max(int(self.hidden_size * 8 / 3 / 64) * 64, 64)
         return 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert after defaults."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers of the layers with experts, in ascending order."""
+        return [layer for layer in range(self.num_layers) if self.has_experts(layer)]
 
     @property
     def head_size(self) -> int:

@@ -36,9 +36,10 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks over which each sequence is split (CP); only 1 is supported so far."""
     expert_model_parallel_size: int = 1
-    """Ranks over which the experts are split (EP); only 1 is supported so far."""
+    """Ranks over which the experts of a layer are split (EP)."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size."""
+    """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. Of EP and ETP,
+    EP communicates less."""
     pipeline_model_parallel_layout: str | None = None
     """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
     *n repeats; stage i is on pipeline rank i mod PP. Default: split so that the slowest stage takes least time."""

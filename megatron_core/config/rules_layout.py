@@ -157,9 +157,8 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"choose sizes whose product is one of {', '.join(map(str, divisors(stage)))}"
         )
         return
-    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (getattr(parallel, name) or 1) > 1:
-            yield f"{name}={getattr(parallel, name)} is not supported yet; legal: 1"
+    if parallel.context_parallel_size > 1:
+        yield f"context_parallel_size={parallel.context_parallel_size} is not supported yet; legal: 1"
 
 
 def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:

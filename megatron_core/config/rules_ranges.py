@@ -17,6 +17,12 @@ _AT_LEAST_ONE = (
     "num_query_groups",
     "max_position_embeddings",
     "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
     "recompute_num_layers",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -56,9 +62,27 @@ _ABOVE_ZERO = (
     "loss_scale",
     "initial_loss_scale",
     "min_loss_scale",
+    "moe_router_topk_scaling_factor",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
 )
-_NOT_NEGATIVE = ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "mid_level_dataset_surplus")
-_BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
+_NOT_NEGATIVE = (
+    "min_lr",
+    "lr_warmup_init",
+    "weight_decay",
+    "clip_grad",
+    "mid_level_dataset_surplus",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
+_BELOW_ONE = (
+    "hidden_dropout",
+    "attention_dropout",
+    "adam_beta1",
+    "adam_beta2",
+    "lr_warmup_fraction",
+    "moe_input_jitter_eps",
+)
 
 
 def range_problems(config: RunConfig) -> Iterator[str]:

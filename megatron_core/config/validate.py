@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.rules_data import checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
+from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ramps import ramp_problems
 from megatron_core.config.rules_ranges import range_problems
@@ -30,6 +31,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"world_size={world_size} is out of range; legal: 1, 2, 3, ..."
     yield from range_problems(config)
     yield from model_problems(config)
+    yield from moe_problems(config)
     yield from recompute_problems(config)
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)

@@ -56,7 +56,7 @@ def build_stages(
             layers=layers[stage],
             pre_process=stage == 0,
             post_process=last,
-            tp_group=groups.group("tp"),
+            groups=groups,
             seed=config.training.seed,
             tied_weight=_tied_weight(config, stages) if last and stage else None,
             layer_specs=layer_specs,

@@ -12,8 +12,8 @@ from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
-from megatron_core.parallel.current import tensor_parallel_group
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.current import current
+from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.sharding import (
     allocate,
@@ -96,7 +96,8 @@ class GPTModel(nn.Module):
     ``pre_process`` adds the embedding before them, ``post_process`` the final norm and the output layer behind them.
     Initial weights depend on ``seed`` and the parameters' global names alone. ``tied_weight`` is the word embedding's,
     for a last stage on the rank that holds the first one, too. ``layer_specs(config, layer_number)`` says what each
-    layer is made of.
+    layer is made of. ``groups`` are this rank's, by default those of the current layout; ``tp_group`` alone is enough
+    for a model without experts.
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -111,6 +112,7 @@ class GPTModel(nn.Module):
         pre_process: bool = True,
         post_process: bool = True,
         tp_group: Group | None = None,
+        groups: ParallelGroups | None = None,
         seed: int = 1234,
         tied_weight: nn.Parameter | None = None,
         layer_specs: LayerSpecs = layer_spec,
@@ -120,8 +122,10 @@ class GPTModel(nn.Module):
         parallel = parallel or ModelParallelConfig()
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
         self.parallel = replace(parallel, perform_initialization=False)
-        self.tp_group = tensor_parallel_group(tp_group)
-        context = LayerContext(config, self.parallel, self.tp_group, seed)
+        if groups is None:
+            groups = current() if tp_group is None else ParallelGroups.single()
+        self.tp_group = groups.group("tp") if tp_group is None else tp_group
+        context = LayerContext(config, self.parallel, self.tp_group, seed, groups)
         self.split = context.split
         self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
         # In a tuple, because a module makes every parameter that it is given its own.
@@ -196,6 +200,7 @@ class GPTModel(nn.Module):
         cache: KeyValueStore | None = None,
         positions: Tensor | None = None,
         auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
@@ -204,7 +209,8 @@ class GPTModel(nn.Module):
         every sequence; None: ``positions``. ``hidden_states`` is the previous stage's output; ``sample_index`` ``[b]``
         keys dropout. ``document_lengths`` has a list for each sequence: documents of so many tokens, in this order, see
         nothing of one another. ``cache`` holds what came before ``positions``; documents and a cache do not go
-        together. ``auxiliary_losses`` collects those of this micro-batch that layers add.
+        together. ``auxiliary_losses`` collects those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0
+        for tokens that do not count in them.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
@@ -219,6 +225,7 @@ class GPTModel(nn.Module):
             sample_index=sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
+            token_mask=None if loss_mask is None else self.split.residual(loss_mask.transpose(0, 1)),
             cache=cache,
             auxiliary_losses=auxiliary_losses,
         )

@@ -7,7 +7,7 @@ The pairs are f, g and their sequence-parallel forms of Shoeybi et al. 2019 (fig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,16 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
     if group.size() == 1:
         return Done()
     return _reduce_scatter(shard, full, group=group, async_op=async_op) or Done()
+
+
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Send rank i of the group ``send[i]`` rows of ``x``, those of rank 0 first; what all ranks sent here, ``receive[i]``
+    rows from rank i, rank 0's first. Numbers of rows may differ and be 0."""
+    if group.size() == 1:
+        return x
+    received = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=process_group(group))
+    return received
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -184,3 +194,21 @@ def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
     return _Pair.apply(x, group, _reduce_scatter_first, _gather_first)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """All-to-all of rows, whose backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.back = receive, send, group
+        return all_to_all_rows(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all_rows(grad, *ctx.back), None, None, None
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """``all_to_all_rows``; backward returns each row's gradient to the rank that it came from."""
+    return _ExchangeRows.apply(x, send, receive, group)

@@ -21,9 +21,20 @@ EXECUTION = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "moe_token_dispatcher_type",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_force_load_balancing",
 )
 """Settings of the model that say how it is computed, not what."""
-TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
+TRAINING = (
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_input_jitter_eps",
+)
 """Settings of the model that do not change what trained weights compute in evaluation."""
 TENSORS = (
     "num_layers",
@@ -33,9 +44,20 @@ TENSORS = (
     "normalization",
     "disable_bias_linear",
     "add_qkv_bias",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
 )
 """Settings that decide which tensors there are, so that weights of another value do not load."""
-SIZES = ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by")
+SIZES = (
+    "ffn_hidden_size",
+    "kv_channels",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
 """Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
 FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION, *TRAINING, *SIZES))
 """All others change the function, whatever settings may be added: another value would load and give nonsense."""

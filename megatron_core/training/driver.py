@@ -69,6 +69,9 @@ class StepOutcome:
     """Whether some rank asked to stop."""
     auxiliary_losses: Mapping[str, float]
     """The means of the losses that layers added, over the global batch, without their coefficients."""
+    expert_load: Mapping[int, Tensor]
+    """By layer with experts: how often each expert was chosen in the global batch, and how many choices were dropped;
+    float64 ``[experts + 1]`` on the host."""
 
 
 def take_step(
@@ -98,12 +101,19 @@ def take_step(
     hooks.before_update()
     auxiliary = auxiliary or AuxiliaryLosses((), 0)
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
-    report = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop)), *added])
+    load = auxiliary.expert_load(terms.device)
+    own = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop))])
+    report = torch.cat([own, added, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    norm, loss, wishes, *means = torch.stack([optimizer.gradient_norm(), *report]).tolist()  # the step's one wait
+    report = torch.cat([optimizer.gradient_norm().view(1), report]).cpu()  # the step's one wait
+    norm, loss, wishes = report[:3].tolist()
+    means, loads = report[3:].split([len(added), load.numel()])
     skipped = optimizer.step(lr, norm)
     data.start_param_sync()
-    return StepOutcome(loss, norm, skipped, wishes > 0.0, dict(zip(auxiliary.names, means, strict=True)))
+    by_layer = dict(zip(auxiliary.expert_layers, loads.view(load.shape), strict=True))
+    return StepOutcome(
+        loss, norm, skipped, wishes > 0.0, dict(zip(auxiliary.names, means.tolist(), strict=True)), by_layer
+    )
 
 
 def forward_backward(

@@ -84,6 +84,15 @@ class RankEstimate:
         return sum(prod(spec_of(parameter).global_shape) for parameter in model.parameters())
 
     @cached_property
+    def active_parameters(self) -> int:
+        """Elements of the parameters that one token passes through: of experts those of the ones it chooses."""
+        model = self.config.model
+        matrices = 3 if model.gated_linear_unit else 2
+        unused = (model.num_experts or 0) - model.moe_router_topk
+        idle = unused * matrices * model.hidden_size * model.expert_ffn_size * len(model.expert_layers)
+        return self.model_parameters - idle
+
+    @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer in the buffers that training makes, and of activations by formula.
 
@@ -161,8 +170,9 @@ def _layers(found: RankEstimate) -> str:
 
 def _memory(found: RankEstimate) -> str:
     sizes = found.bytes_by_kind
+    active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
     notes = {
-        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}",
+        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}",
         "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]

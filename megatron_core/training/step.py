@@ -18,6 +18,7 @@ from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.moe import update_expert_biases
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,13 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
         hooks = replace(hooks, around_plan=trace)
-    auxiliary = AuxiliaryLosses(run.auxiliary_loss_names, size.batch_size)
+    model = run.config.model
+    auxiliary = AuxiliaryLosses(
+        run.auxiliary_loss_names,
+        size.batch_size,
+        expert_layers=model.expert_layers,
+        num_experts=model.num_experts or 0,
+    )
     outcome = take_step(
         run,
         run.plans.training(size.num_microbatches),
@@ -50,6 +57,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         stop=stop,
         hooks=hooks,
     )
+    if not outcome.skipped:
+        update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     state.iteration += 1
     state.consumed_samples += size.batch_size
     state.consumed_tokens += size.tokens
@@ -117,6 +126,7 @@ def forward_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses
             sample_index=batch.sample_index,
             document_lengths=batch.document_lengths,
             auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
+            loss_mask=batch.loss_mask,
         )
         return output if stage < last else (output * batch.loss_mask).sum()
 

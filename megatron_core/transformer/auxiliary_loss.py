@@ -7,6 +7,7 @@ Megatron Core's ``MoEAuxLossAutoScaler``, whose factor is a class attribute; her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,9 +36,17 @@ class AuxiliaryLosses:
     """Tokens of the global batch whose loss counts, at least 1: a float64 scalar, set before the first forward pass."""
     loss_scale: float = 1.0
     """What all gradients are multiplied by, against underflow in float16."""
+    expert_layers: Sequence[int] = ()
+    """The numbers of the whole model's layers with experts."""
+    num_experts: int = 0
+    """Experts in each of them."""
     _values: dict[tuple[str, int, int], tuple[Tensor, bool]] = field(default_factory=dict)
     """By name, layer and micro-batch: the value over its denominator, and whether it is partial. A layer that is
     computed again in backward stores the same value again."""
+    _loads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By layer and micro-batch."""
+    _counts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By layer and micro-batch."""
 
     def of_micro_batch(self, micro: int) -> MicroBatchAuxiliaryLosses:
         """What the forward pass of a micro-batch adds to."""
@@ -60,6 +69,23 @@ class AuxiliaryLosses:
             if partial or owns_loss:
                 total[self.names.index(name)] += value
         return total
+
+    def expert_load(self, device: torch.device) -> Tensor:
+        """This rank's part of each layer's load, float64 ``[expert_layers, num_experts + 1]``: how often each expert was
+        chosen, and how many of all choices were dropped; the sum over all ranks is the global batch's."""
+        total = torch.zeros(len(self.expert_layers), self.num_experts + 1, dtype=torch.float64, device=device)
+        for (layer_number, _), load in self._loads.items():
+            total[self.expert_layers.index(layer_number)] += load
+        return total
+
+    def store_load(self, layer_number: int, micro: int, load: Tensor) -> None:
+        """Keep a layer's load by a micro-batch's tokens of this rank, ``[num_experts + 1]`` as in ``expert_load``."""
+        self._loads[layer_number, micro] = load
+
+    def counts_so_far(self, layer_number: int, micro: int, counts: Tensor) -> Tensor:
+        """``counts`` plus what was given here for the micro-batches before ``micro``."""
+        self._counts[layer_number, micro] = counts
+        return torch.stack([self._counts[layer_number, m] for m in range(micro + 1)]).sum(0)
 
     def store(
         self, name: str, layer_number: int, micro: int, value: Tensor, denominator: Tensor | int, *, partial: bool
@@ -92,6 +118,14 @@ class MicroBatchAuxiliaryLosses:
         denominator = self.step.denominator(per)
         self.step.store(name, layer_number, self.micro, value, denominator, partial=partial)
         return _AttachGradient.apply(hidden, value, coefficient * self.step.loss_scale / denominator)
+
+    def add_load(self, layer_number: int, load: Tensor) -> None:
+        """As ``AuxiliaryLosses.store_load``."""
+        self.step.store_load(layer_number, self.micro, load)
+
+    def counts_so_far(self, layer_number: int, counts: Tensor) -> Tensor:
+        """As ``AuxiliaryLosses.counts_so_far``."""
+        return self.step.counts_so_far(layer_number, self.micro, counts)
 
 
 class _AttachGradient(torch.autograd.Function):

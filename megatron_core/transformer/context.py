@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError, LayoutError
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
@@ -29,6 +29,8 @@ class LayerContext:
     parallel: ModelParallelConfig
     tp_group: Group
     seed: int
+    groups: ParallelGroups = field(default_factory=ParallelGroups.single)
+    """All groups of this rank, for layers that are split over other axes, too."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -113,6 +115,9 @@ class SequenceContext:
     """``[s]``, where the tokens that attention sees stand in their whole sequences; None: 0, 1, 2, ..."""
     residual_positions: Tensor | None = None
     """The same for the tokens that this rank holds outside the matrix products."""
+    token_mask: Tensor | None = None
+    """``[s, b]`` of the tokens that this rank holds outside the matrix products: 1 where a token counts in statistics and
+    auxiliary losses, 0 for padding; None: all count."""
     cache: KeyValueStore | None = None
     """Where keys and values of earlier positions are, in generation."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None

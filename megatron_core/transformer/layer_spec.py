@@ -13,6 +13,7 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
+from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import Norm
 
 
@@ -41,13 +42,15 @@ LayerSpecs = Callable[[ModelConfig, int], LayerSpec]
 def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     """The layers of this project's own models; a ``LayerSpecs`` for others starts from this one with
     ``dataclasses.replace``."""
+    has_experts = config.has_experts(layer_number)
     return LayerSpec(
         self_attention=partial(
             SelfAttention,
             core_attention=partial(CoreAttention, window_size=config.window_of_layer(layer_number)),
             qk_layernorm=Norm if config.qk_layernorm else None,
         ),
-        mlp=MLP,
+        mlp=MoELayer if has_experts else MLP,
+        auxiliary_losses=moe_loss_names(config) if has_experts else (),
     )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from math import gcd, lcm
 from typing import Any
 
-from megatron_core.config import RunConfig
+from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.data import vocabulary_size
 
-MOST_LAYERS = MOST_HEADS = 8
+MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE = 8
 SEQUENCE = 16
 VOCABULARY = 101  # no multiple of anything: some rank always has padding in its part of the vocabulary
@@ -27,11 +27,11 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     """
     tp = lcm(*(layout.tp for layout in layouts))
     stages = max(layout.num_stages for layout in layouts)
-    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, stages)
+    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, stages, layouts)
     return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
 
 
-def _model(config: RunConfig, tp: int, stages: int) -> dict[str, Any]:
+def _model(config: RunConfig, tp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
     model = config.model
     heads = model.num_attention_heads
     if heads > MOST_HEADS or heads % tp:
@@ -52,6 +52,8 @@ def _model(config: RunConfig, tp: int, stages: int) -> dict[str, Any]:
     if model.ffn_hidden_size is not None:
         unit = 8 * tp
         sizes["ffn_hidden_size"] = max(round(hidden * model.ffn_hidden_size / model.hidden_size / unit), 1) * unit
+    if model.num_experts is not None:
+        sizes |= _experts(model, layouts, layers, hidden)
     if model.num_query_groups is not None:
         sizes["num_query_groups"] = _groups(model.num_query_groups, model.num_attention_heads, heads, tp)
     if model.position_embedding_type == "rope":
@@ -69,6 +71,31 @@ def _groups(groups: int, old_heads: int, heads: int, tp: int) -> int:
     """About the same share of key-value groups, a number that divides the heads and goes with ``tp``."""
     share = gcd(max(heads * groups // old_heads, 1), heads)
     return share if share % tp == 0 or tp % share == 0 else gcd(share, tp)
+
+
+def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden: int) -> dict[str, Any]:
+    """Few small experts, which divide over ep, their widths over etp and tp."""
+    ep = lcm(*(layout.ep for layout in layouts))
+    unit = 8 * lcm(*(layout.etp or layout.tp for layout in layouts), *(layout.tp for layout in layouts))
+    experts, k, groups = model.num_experts or 1, model.moe_router_topk, model.moe_router_num_groups
+    sizes: dict[str, Any] = {}
+    if experts > MOST_EXPERTS or experts % ep:
+        share = model.moe_router_group_topk
+        if groups is not None and share is not None:
+            groups, share = (2, 1) if share < groups else (2, 2)
+            sizes |= {"moe_router_num_groups": groups, "moe_router_group_topk": share}
+        experts = lcm(MOST_EXPERTS, ep)
+        sizes |= {"num_experts": experts, "moe_router_topk": min(k, 2)}
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if (size := getattr(model, name)) is not None:
+            sizes[name] = max(round(hidden * size / model.hidden_size / unit), 1) * unit
+    if model.moe_ffn_hidden_size is None and model.ffn_hidden_size is None:
+        sizes["moe_ffn_hidden_size"] = unit
+    if len(model.moe_layer_freq) > 1:
+        pattern = model.moe_layer_freq[-layers:]
+        sizes["moe_layer_freq"] = (*([0] if 0 in model.moe_layer_freq else pattern[:1]), *pattern[1:])
+        sizes["moe_layer_freq"] += (1,) * (layers - len(sizes["moe_layer_freq"]))
+    return sizes
 
 
 def _training(layouts: Sequence[Layout]) -> dict[str, Any]:

@@ -65,6 +65,23 @@ def keep(
     first_head: int = 0,
 ) -> Tensor:
     """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, stays."""
+    return bits(shape, key, sample_index, position_ids, key_positions, first_head) >= threshold(p)
+
+
+def uniform(shape: tuple[int, ...], key: int, sample_index: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Numbers of U(0, 1) for the elements of ``[s, b, h]``, in steps of 2^-16, by the bits that dropout would draw."""
+    return (bits(shape, key, sample_index, position_ids) + 0.5) / 2**16
+
+
+def bits(
+    shape: tuple[int, ...],
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    first_head: int = 0,
+) -> Tensor:
+    """The 16 bits of each element, int64; shapes as in ``keep``."""
     device, weights = sample_index.device, len(shape) == 4
     length, channels = shape[2 if weights else 0], shape[-1]
     position = torch.arange(length, device=device) if position_ids is None else position_ids
@@ -82,7 +99,7 @@ def keep(
         halves = halves.flatten(-2)[..., :channels]
     else:
         halves = halves.take_along_dim((key_positions & 7).view(*[1] * (len(shape) - 1), -1, 1), -1).squeeze(-1)
-    return halves >= threshold(p)
+    return halves
 
 
 def bias_dropout_add(

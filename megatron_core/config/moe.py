@@ -1,0 +1,82 @@
+"""Mixture of experts: settings of the router, the experts and how tokens reach them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Layers whose MLP is a mixture of experts (Shazeer et al. 2017; Fedus et al. 2021)."""
+
+    num_experts: int | None = None
+    """Number of experts in each layer of them (E); default: all layers have one dense MLP."""
+    moe_layer_freq: tuple[int, ...] = (1,)
+    """Which layers have experts. One number n: layers 0, n, 2n, ... One number for each layer: 1 experts, 0 dense, also
+    as an expression such as [0]*3+[1]*58."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of each expert; default --ffn-hidden-size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Total width of the shared experts, which every token passes through; default: no shared experts."""
+    moe_shared_expert_gate: bool = False
+    """Scale the shared experts' output by a sigmoid of the token (Qwen2-MoE)."""
+    moe_router_topk: int = 2
+    """Number of experts that each token is sent to (k)."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """From logits to scores. sigmoid and sqrtsoftplus: the chosen scores are divided by their sum (DeepSeek-V3)."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, without renormalisation; default: over the chosen ones."""
+    moe_router_num_groups: int | None = None
+    """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
+    moe_router_group_topk: int | None = None
+    """Number of groups from which a token's experts come."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the probabilities of the chosen experts."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Precision of logits, scores and probabilities; never less than that of the activations."""
+    moe_router_load_balancing_type: LoadBalancing = "seq_aux_loss"
+    """How the load of the experts is balanced. seq_aux_loss: an auxiliary loss of each sequence, which does not depend
+    on the layout. aux_loss: of each micro-batch of a rank. global_aux_loss: of all data-parallel ranks and the
+    micro-batches so far. sinkhorn: a balanced choice in training. none."""
+    moe_aux_loss_coeff: float = 0.0
+    """Coefficient of the load balancing loss; 0: no such loss."""
+    moe_z_loss_coeff: float | None = None
+    """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022); default: no such loss."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score plus a bias, which is raised for experts with little load and lowered for others after
+    every step (Wang et al. 2024)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """By how much the expert bias changes in a step."""
+    moe_input_jitter_eps: float | None = None
+    """Multiply the router's input by U(1 - eps, 1 + eps) in training; default: off."""
+    moe_router_force_load_balancing: bool = False
+    """Send tokens to the experts in turn, whatever the router says; for benchmarks alone."""
+    moe_expert_capacity_factor: float | None = None
+    """Each expert takes at most ceil(S k / E x factor) tokens of a sequence of S; default: all of them."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert beyond its capacity keeps: those of the highest probability, or the first ones."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fill the input of each expert up to its capacity, so that the sizes of messages never change."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the ranks of their experts. alltoall: each token to its experts. allgather: all tokens to all
+    ranks; simple, for debugging and few ranks."""
+
+    def has_experts(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has experts instead of a dense MLP."""
+        pattern = self.moe_layer_freq
+        if self.num_experts is None:
+            return False
+        return layer_number % pattern[0] == 0 if len(pattern) == 1 else pattern[layer_number] == 1
+
+    @property
+    def balancing_loss(self) -> bool:
+        """Whether an auxiliary loss balances the load."""
+        return self.moe_router_load_balancing_type.endswith("aux_loss") and self.moe_aux_loss_coeff != 0.0
+
+    @property
+    def router_z_loss(self) -> bool:
+        """Whether an auxiliary loss keeps the router's logits small."""
+        return bool(self.moe_z_loss_coeff)

@@ -1,0 +1,168 @@
+"""Rules for experts: the router, capacity, and how experts are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron_core.config.moe import MoEConfig
+from megatron_core.config.rules_layout import divisors, leaves_rest
+from megatron_core.config.run import RunConfig
+
+
+def moe_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of experts that contradict each other or the layout."""
+    model = config.model
+    if model.num_experts is None:
+        yield from _without_experts(config)
+        return
+    if model.num_experts < 1 or model.moe_router_topk < 1:
+        return  # reported as out of range
+    if model.add_bias_linear:
+        yield "disable_bias_linear=False: experts have no biases; add --disable-bias-linear (and --add-qkv-bias for QKV)"
+    yield from _layer_problems(config)
+    yield from _choice_problems(config)
+    yield from _balance_problems(config)
+    yield from _capacity_problems(config)
+    yield from _split_problems(config)
+
+
+def _without_experts(config: RunConfig) -> Iterator[str]:
+    defaults = MoEConfig()
+    for name in (part.name for part in fields(MoEConfig)):
+        value = getattr(config.model, name)
+        if value != getattr(defaults, name):
+            yield f"{name}={value} has no effect without num_experts; add --num-experts or remove it"
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(config.parallel, name) or 1) > 1:
+            yield f"{name}={size} has no effect without num_experts; legal: 1, or add --num-experts"
+
+
+def _layer_problems(config: RunConfig) -> Iterator[str]:
+    """Which layers have experts, and the shared ones."""
+    model, pattern = config.model, config.model.moe_layer_freq
+    if len(pattern) == 1 and pattern[0] < 1:
+        yield f"moe_layer_freq={pattern} must be 1 or more: layers 0, n, 2n, ... have experts"
+    elif len(pattern) != 1 and (len(pattern) != model.num_layers or set(pattern) - {0, 1}):
+        yield (
+            f"moe_layer_freq={pattern} must be one number n (layers 0, n, 2n, ... have experts), or 1 (experts) or 0 "
+            f"(dense) for each of num_layers={model.num_layers}"
+        )
+    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
+    if model.moe_shared_expert_gate and shared is None:
+        yield (
+            "moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size; "
+            "add --moe-shared-expert-intermediate-size or remove it"
+        )
+    if shared is not None and leaves_rest(shared, tp):
+        yield (
+            f"moe_shared_expert_intermediate_size={shared} cannot be split over tensor_model_parallel_size={tp}; "
+            f"legal: {', '.join(map(str, divisors(shared)))}"
+        )
+
+
+def _choice_problems(config: RunConfig) -> Iterator[str]:
+    """The router's choice."""
+    model = config.model
+    experts, k = model.num_experts or 1, model.moe_router_topk
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    softmax = model.moe_router_score_function == "softmax"
+    if k > experts:
+        yield f"moe_router_topk={k} is more than num_experts={experts}; legal: 1 to {experts}"
+    if (groups is None) != (group_topk is None):
+        yield (
+            f"moe_router_num_groups={groups} and moe_router_group_topk={group_topk} go together; "
+            "give both or none of them"
+        )
+    elif groups is not None and group_topk is not None and min(groups, group_topk) >= 1:
+        yield from _group_problems(experts, k, groups, group_topk)
+    if softmax and k == 1 and not model.moe_router_pre_softmax and not _is_sinkhorn(config):
+        yield (
+            "moe_router_topk=1: the softmax over one chosen expert is always 1, so that the router would learn "
+            "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
+        )
+    if model.moe_router_pre_softmax and not softmax:
+        yield (
+            "moe_router_pre_softmax=True has no effect with moe_router_score_function="
+            f"{model.moe_router_score_function}; remove it or use softmax"
+        )
+    if model.moe_router_enable_expert_bias and (softmax or _is_sinkhorn(config)):
+        yield (
+            f"moe_router_enable_expert_bias=True cannot be used with moe_router_score_function="
+            f"{model.moe_router_score_function} and moe_router_load_balancing_type="
+            f"{model.moe_router_load_balancing_type}; legal: sigmoid or sqrtsoftplus, and no sinkhorn"
+        )
+    if model.moe_router_bias_update_rate != MoEConfig().moe_router_bias_update_rate and not (
+        model.moe_router_enable_expert_bias
+    ):
+        yield (
+            f"moe_router_bias_update_rate={model.moe_router_bias_update_rate} has no effect without "
+            "moe_router_enable_expert_bias; add --moe-router-enable-expert-bias or remove it"
+        )
+
+
+def _group_problems(experts: int, k: int, groups: int, group_topk: int) -> Iterator[str]:
+    """Group-limited routing."""
+    if experts % groups:
+        yield (
+            f"num_experts={experts} cannot be split into moe_router_num_groups={groups}; "
+            f"legal: {', '.join(map(str, divisors(experts)))}"
+        )
+    elif group_topk > groups:
+        yield f"moe_router_group_topk={group_topk} is more than moe_router_num_groups={groups}; legal: 1 to {groups}"
+    elif k % group_topk or k > group_topk * (experts // groups):
+        yield (
+            f"moe_router_topk={k} experts cannot come from moe_router_group_topk={group_topk} groups of "
+            f"{experts // groups}; legal: multiples of {group_topk} up to {group_topk * (experts // groups)}"
+        )
+
+
+def _is_sinkhorn(config: RunConfig) -> bool:
+    return config.model.moe_router_load_balancing_type == "sinkhorn"
+
+
+def _balance_problems(config: RunConfig) -> Iterator[str]:
+    """Load balancing."""
+    model, kind = config.model, config.model.moe_router_load_balancing_type
+    if model.moe_aux_loss_coeff and not kind.endswith("aux_loss"):
+        yield (
+            f"moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with moe_router_load_balancing_type={kind}; "
+            "legal: seq_aux_loss, aux_loss, global_aux_loss"
+        )
+    if kind == "sinkhorn" and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
+        yield (
+            "moe_router_load_balancing_type=sinkhorn has its own scores and no groups; remove "
+            "moe_router_score_function, moe_router_num_groups and moe_router_group_topk"
+        )
+
+
+def _capacity_problems(config: RunConfig) -> Iterator[str]:
+    """Experts that take no more than so many tokens."""
+    model = config.model
+    factor, kind = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
+    if factor is None:
+        for name, default in (("moe_pad_expert_input_to_capacity", False), ("moe_token_drop_policy", "probs")):
+            if getattr(model, name) != default:
+                yield (
+                    f"{name}={getattr(model, name)} has no effect without moe_expert_capacity_factor; "
+                    "add --moe-expert-capacity-factor or remove it"
+                )
+    elif kind == "sinkhorn":
+        yield (
+            f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type=sinkhorn; legal: "
+            "seq_aux_loss, aux_loss, global_aux_loss, none"
+        )
+
+
+def _split_problems(config: RunConfig) -> Iterator[str]:
+    """Experts over ep, their matrices over etp."""
+    model, parallel = config.model, config.parallel
+    for name, extent, over, size in (
+        ("num_experts", model.num_experts or 1, "expert_model_parallel_size", parallel.expert_model_parallel_size),
+        ("moe_ffn_hidden_size", model.expert_ffn_size, "expert_tensor_parallel_size", parallel.expert_tensor_size),
+    ):
+        if leaves_rest(extent, size):
+            default = " (the default is tensor_model_parallel_size)" * (name != "num_experts")
+            yield f"{name}={extent} cannot be split over {over}={size}{default}; legal: " + ", ".join(
+                map(str, divisors(extent))
+            )

@@ -1,0 +1,42 @@
+"""Products of runs of rows with a matrix each: the linear layers of all experts of a rank at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes of which torch's grouped product wants rows to be a multiple."""
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.10; before, a private function with other rules
+
+
+def runs(counts: Sequence[int]) -> Iterator[slice]:
+    """The rows of each group: ``counts[e]`` rows of group e, one group after another."""
+    start = 0
+    for count in counts:
+        yield slice(start, start + count)
+        start += count
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """y_r = x_r W_e, where row r belongs to group e: ``x`` ``[R, I]``, ``weight`` ``[E, I, O]`` -> ``[R, O]``.
+
+    ``counts`` has the rows of each group, E numbers >= 0 whose sum is R. One call of torch's ``grouped_mm`` where
+    ``is_grouped`` allows; else a product for each group, with the same result.
+    """
+    if is_grouped(x, weight):
+        assert _grouped_mm is not None
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return _grouped_mm(x.contiguous(), weight, offs=ends.to(x.device, non_blocking=True))
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    for run, matrix in zip(runs(counts), weight, strict=True):
+        torch.mm(x[run], matrix, out=y[run])
+    return y
+
+
+def is_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these: float32 or narrower, rows of a multiple of 16 bytes, some rows."""
+    aligned = all(extent * x.element_size() % ALIGNMENT == 0 for extent in weight.shape[1:])
+    return _grouped_mm is not None and x.dtype != torch.float64 and aligned and x.shape[0] > 0

@@ -1,0 +1,6 @@
+"""Mixture of experts: a router chooses experts for each token, a dispatcher brings the tokens to them and back."""
+
+from megatron_core.transformer.moe.layer import MoELayer, moe_loss_names
+from megatron_core.transformer.moe.router import Routing, TopKRouter, update_expert_biases
+
+__all__ = ["MoELayer", "Routing", "TopKRouter", "moe_loss_names", "update_expert_biases"]

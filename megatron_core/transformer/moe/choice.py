@@ -1,0 +1,107 @@
+"""Which experts a token is sent to, and with which probabilities: functions of its logits.
+
+Shapes: n tokens of a sequence, b sequences, E experts, k choices of each token.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_core.config import ModelConfig
+
+SINKHORN_EPSILON, SINKHORN_TOLERANCE = 1e-8, 1e-4
+
+
+def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
+    """Logarithms of the scores of ``[..., E]``, for softmax up to a constant of each token.
+
+    In logarithms scores that are all tiny keep their ratios, where a sum with an epsilon in it would lose them.
+    """
+    if config.moe_router_score_function == "softmax":
+        return logits
+    if config.moe_router_score_function == "sigmoid":
+        return functional.logsigmoid(logits)
+    tiny = torch.finfo(logits.dtype).tiny
+    return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
+
+
+def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
+    """The experts of each token, int64 ``[..., k]`` from logits ``[..., E]``; ``bias`` ``[E]`` counts for the choice alone.
+
+    Group-limited (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2): a group's score is the sum of the k / group_topk
+    best of its experts; only experts of the best group_topk groups are eligible.
+    """
+    if config.moe_router_score_function == "softmax":
+        ranking = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+    else:
+        ranking = log_scores(logits, config).exp()
+    ranking = ranking if bias is None else ranking + bias
+    k, groups, group_topk = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is not None and group_topk is not None:
+        grouped = ranking.unflatten(-1, (groups, -1))
+        best = grouped.topk(k // group_topk).values.sum(-1).topk(group_topk).indices
+        eligible = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        # Not 0: with a bias a score may be below it.
+        ranking = grouped.masked_fill(~eligible[..., None], -inf).flatten(-2)
+    return ranking.topk(k).indices
+
+
+def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+    """What the outputs of the chosen ``experts`` ``[..., k]`` are multiplied by, from logits ``[..., E]``.
+
+    softmax: over the chosen ones, with ``moe_router_pre_softmax`` over all; the others: score / sum of chosen scores, or
+    the score itself if k is 1.
+    """
+    scores, k = log_scores(logits, config), config.moe_router_topk
+    if config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
+        chosen = scores.softmax(-1).gather(-1, experts)
+    elif config.moe_router_score_function != "softmax" and k == 1:
+        chosen = scores.gather(-1, experts).exp()
+    else:
+        chosen = scores.gather(-1, experts).softmax(-1)
+    factor = config.moe_router_topk_scaling_factor
+    return chosen if factor is None else chosen * factor
+
+
+def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+    """The same where sinkhorn chose: sigmoid if k is 1, else softmax over all experts (Megatron Core's rule)."""
+    scores = logits.sigmoid() if config.moe_router_topk == 1 else logits.softmax(-1)
+    return scores.gather(-1, experts)
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor) -> Tensor:
+    """exp(logits) ``[n, E]`` with rows and columns scaled in turn until all rows and all columns have the same sum.
+
+    Source: Sinkhorn 1964; Clark et al. 2022, section 3.2.
+    """
+    cost = (logits - logits.max()).exp()  # a constant factor changes nothing
+    columns = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device)
+    error = inf
+    while error > SINKHORN_TOLERANCE:
+        rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPSILON))
+        before = columns
+        columns = 1 / (cost.shape[1] * ((rows[:, None] * cost).sum(0) + SINKHORN_EPSILON))
+        error = float((before - columns).abs().mean())
+    return rows[:, None] * cost * columns
+
+
+@torch.no_grad()
+def within_capacity(experts: Tensor, probs: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
+    """Which choices an expert takes if it takes at most ``capacity`` of each sequence, bool ``[n, b, k]``.
+
+    ``experts`` and ``probs`` ``[n, b, k]`` are those of whole sequences, by position. ``probs`` as ``policy`` keeps the
+    most probable, of equal ones the first; ``position`` the first ones.
+    """
+    shape = (*experts.shape[:2], num_experts)
+    taken = torch.zeros(shape, dtype=torch.bool, device=experts.device).scatter_(-1, experts, True)
+    if policy == "position":
+        rank = taken.cumsum(0) - 1
+    else:
+        priority = torch.full(shape, -inf, dtype=probs.dtype, device=probs.device).scatter_(-1, experts, probs)
+        rank = priority.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
+    return (rank < capacity).gather(-1, experts)

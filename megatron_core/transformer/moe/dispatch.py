@@ -1,0 +1,228 @@
+"""From the ranks of tokens to the ranks of their experts, and back.
+
+All ranks of a pipeline stage have tokens of their own. The ranks of the group ``etp-ep`` hold all experts together: each
+of the ep parts of the experts is on etp ranks, which all need the tokens of these experts and each return a part of their
+outputs. A token's outputs are summed on its own rank in the order of its choices, so that the sum does not depend on
+the order in which they arrive. A rank without tokens takes part in everything.
+
+Shapes: T tokens of this rank, k choices of each, R rows that this rank's experts get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.collectives import (
+    all_reduce_,
+    all_to_all_rows,
+    exchange_rows,
+    gather_from_sequence,
+    reduce_scatter_to_sequence,
+)
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.transformer.moe.router import Routing
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows of this rank's experts, one expert's after another's."""
+
+    rows: Tensor
+    """``[R, h]``."""
+    probs: Tensor
+    """``[R]``, what the output for each row is to be multiplied by."""
+    counts: list[int]
+    """Rows of each local expert."""
+    combine: Callable[[Tensor], Tensor]
+    """From the experts' outputs ``[R, h]``, each multiplied by its probability, to those of this rank's tokens
+    ``[T, h]``."""
+
+
+class _Take(torch.autograd.Function):
+    """Rows of ``x`` by ``index``; -1 stands for a row of zeros. Backward sums, for each row of ``x``, the gradients at
+    ``places`` ``[rows of x, m]`` in their order, -1 again for zeros, instead of adding in any order as they come."""
+
+    @staticmethod
+    def forward(ctx, x, index, places, holes):
+        ctx.save_for_backward(index, places)
+        ctx.holes = holes
+        return _rows(x, index, holes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, places = ctx.saved_tensors
+        return _SumTaken.apply(grad, places, index, ctx.holes), None, None, None
+
+
+class _SumTaken(torch.autograd.Function):
+    """The adjoint of ``_Take``."""
+
+    @staticmethod
+    def forward(ctx, rows, places, index, holes):
+        ctx.save_for_backward(index, places)
+        ctx.holes = holes
+        return _rows(rows, places.flatten(), holes).unflatten(0, places.shape).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, places = ctx.saved_tensors
+        return _Take.apply(grad, index, places, ctx.holes), None, None, None
+
+
+def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
+    if holes:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        index = index % x.shape[0]  # -1 is the last row
+    return x.index_select(0, index)
+
+
+class Dispatcher:
+    """What both kinds of dispatch know: which rank has which experts."""
+
+    def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
+        self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
+        self.local_experts = num_experts // groups.size("ep")
+        self.own_part = groups.index("ep")
+        members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
+        self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
+        """For each part of the experts the indices in the group of the ranks that have it."""
+
+    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
+        """Bring ``x`` ``[T, h]`` to the chosen experts; ``padded``: messages and runs of rows always have the length
+        that ``routing.capacity`` allows."""
+        raise NotImplementedError
+
+
+class AllToAll(Dispatcher):
+    """Each token is sent to the ranks of its experts alone."""
+
+    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
+        """As ``Dispatcher.dispatch``; one all-to-all there, one back."""
+        keys = self._destinations(routing, x.device)
+        slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
+        copies = keys.numel() // max(routing.experts.numel(), 1)
+        rows = _Take.apply(x, slots.row_tokens(keys.shape[1]), slots.places, slots.holes)
+        index = slots.rows if copies <= 1 else torch.where(slots.rows < 0, -1, slots.rows // copies)
+        places = slots.places.view(-1, max(copies, 1))
+        probs = _Take.apply(routing.probs.flatten(), index, places, slots.holes)
+        send = slots.counts.view(self.size, self.local_experts)
+        receive = self._counts_of_others(send, padded)
+        sent, received = ([sum(counts) for counts in table] for table in (send.tolist(), receive))
+        rows, probs = (exchange_rows(each, sent, received, self.group) for each in (rows, probs))
+        order, inverse = self._by_expert(receive, x.device)
+        if order is not None:
+            rows, probs = _Take.apply(rows, order, inverse[:, None], False), probs.index_select(0, order)
+
+        def combine(outputs: Tensor) -> Tensor:
+            if order is not None:
+                outputs = _Take.apply(outputs, inverse, order[:, None], False)
+            outputs = exchange_rows(outputs, received, sent, self.group)
+            return _SumTaken.apply(outputs, slots.places, slots.row_tokens(keys.shape[1]), slots.holes)
+
+        counts = [sum(column) for column in zip(*receive, strict=True)]
+        return Dispatched(rows, probs, counts, combine)
+
+    def _destinations(self, routing: Routing, device: torch.device) -> Tensor:
+        """For each choice the number rank * local experts + expert of each of its expert's ranks, ``[T, k etp]``; the
+        number after all of them for what is dropped."""
+        holders = torch.tensor(self.holders, device=device)  # [ep, etp]
+        ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
+        keys = ranks * self.local_experts + local[..., None]
+        if routing.kept is not None:
+            keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
+        return keys.flatten(1)
+
+    def _counts_of_others(self, send: Tensor, padded: bool) -> list[list[int]]:
+        """How many rows each rank of the group sends for each local expert."""
+        if padded or self.size == 1:  # the same from all
+            return send.tolist()
+        ones = [1] * self.size
+        return all_to_all_rows(send, ones, ones, self.group).tolist()
+
+    def _by_expert(self, receive: list[list[int]], device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """The order that brings rows, which come rank by rank, together expert by expert, and back."""
+        if self.size == 1 or self.local_experts == 1:
+            return None, torch.empty(0)
+        counts = torch.tensor(receive, device=device)
+        expert = torch.arange(self.local_experts, device=device).repeat(self.size)
+        order = expert.repeat_interleave(counts.flatten()).argsort(stable=True)
+        return order, _inverse(order)
+
+
+class AllGather(Dispatcher):
+    """All ranks of the group get all tokens and send back, for each of them, a part of the sum over its experts."""
+
+    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
+        """As ``Dispatcher.dispatch``; an all-gather there, a reduce-scatter back."""
+        own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
+        all_reduce_(longest, self.group, maximum=True)
+        missing = int(longest) - own
+
+        def gathered(each: Tensor, fill: float = 0) -> Tensor:
+            tail = each.new_full((missing, *each.shape[1:]), fill)
+            return gather_from_sequence(torch.cat([each, tail]) if missing else each, self.group)
+
+        experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+        with torch.no_grad():
+            experts = gathered(experts, -1)
+        keys = experts - self.own_part * self.local_experts
+        keys = keys.masked_fill((experts < 0) | (keys < 0) | (keys >= self.local_experts), self.local_experts)
+        capacity = routing.capacity * self.size if padded and routing.capacity is not None else None
+        slots = Slots.of(keys, self.local_experts, capacity)
+        tokens = slots.row_tokens(keys.shape[1])
+        rows = _Take.apply(gathered(x), tokens, slots.places, True)
+        probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True)
+
+        def combine(outputs: Tensor) -> Tensor:
+            total = _SumTaken.apply(outputs, slots.places, tokens, True)
+            return reduce_scatter_to_sequence(total, self.group)[:own]
+
+        return Dispatched(rows, probs, slots.counts.tolist(), combine)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Choices in the order of their destinations."""
+
+    rows: Tensor
+    """``[R]``, the number of the choice, counted token by token, that each row is for; -1 for padding."""
+    places: Tensor
+    """``[T, m]``, the row of each choice, -1 for what is dropped."""
+    counts: Tensor
+    """Rows of each destination."""
+    holes: bool
+    """Whether there may be any -1."""
+
+    @classmethod
+    def of(cls, keys: Tensor, destinations: int, capacity: int | None) -> Slots:
+        """Sort the destinations ``keys`` ``[T, m]``, the earlier token first; ``destinations`` itself is none.
+
+        With ``capacity`` each destination gets so many rows, those without a token at the end.
+        """
+        flat = keys.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=destinations + 1)
+        if capacity is None:
+            total = int(counts[:destinations].sum())
+            rows, places = order[:total], torch.full_like(flat, -1)
+            places[rows] = torch.arange(total, device=flat.device)
+            return cls(rows, places.view_as(keys), counts[:destinations], total < flat.numel())
+        first = counts.cumsum(0) - counts
+        key = flat[order]
+        place = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
+        place = place.masked_fill(key == destinations, destinations * capacity)
+        rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, place, order)[:-1]
+        places = torch.empty_like(flat).scatter_(0, order, place.masked_fill(key == destinations, -1))
+        return cls(rows, places.view_as(keys), torch.full_like(counts[:destinations], capacity), True)
+
+    def row_tokens(self, choices: int) -> Tensor:
+        """The token of each row, ``[R]``; -1 for padding."""
+        return torch.where(self.rows < 0, -1, self.rows // choices) if self.holes else self.rows // choices
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))

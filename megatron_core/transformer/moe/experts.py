@@ -1,0 +1,65 @@
+"""The experts of a rank, as two grouped products with the activation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from megatron_core.ops.activation import bias_activation
+from megatron_core.parallel.initialization import Normal
+from megatron_core.parallel.sharding import ShardSpec, allocate, split, split_fused, split_over
+from megatron_core.tensor_parallel.grouped_linear import grouped_linear
+from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.mlp import activation_kind
+
+
+class GroupedLinear(nn.Module):
+    """One matrix for each expert, ``weight`` ``[E, out, in]`` of which this rank holds a box."""
+
+    def __init__(self, context: LayerContext, spec: ShardSpec, init_method: Normal) -> None:
+        super().__init__()
+        self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+        self.weight.init_method = init_method
+        self.backend = context.config.kernel_backend
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """``[R, in]`` -> ``[R, out]``; ``counts`` rows of each expert, one after another."""
+        return grouped_linear(rows, self.weight, counts, backend=self.backend)
+
+
+class Experts(nn.Module):
+    """y = p W_2 f(W_1 x) for each row, with the matrices of its expert, no biases; gated as ``MLP``.
+
+    Experts are split over ep, the inner features of each over etp, so that each rank of etp returns a part of y.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        config, groups = context.config, context.groups
+        assert config.num_experts is not None
+        ffn, kind = config.expert_ffn_size, activation_kind(config)
+        pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
+        ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
+        first, second = (config.num_experts, sum(pieces), config.hidden_size), (
+            config.num_experts,
+            config.hidden_size,
+            ffn,
+        )
+        inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
+        specs = [
+            split_over(split(shape, 0, *ep, axis="ep"), over_etp, replica_axes=("edp",))
+            for shape, over_etp in ((first, inner), (second, split(second, 2, *etp, axis="etp")))
+        ]
+        self.activation, self.backend = kind, config.kernel_backend
+        self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method)
+        self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method)
+
+    def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:
+        """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``.
+
+        The probability is applied before the second product, where it commutes: backward needs no output of it then.
+        """
+        inner = bias_activation(self.linear_fc1(rows, counts), None, self.activation, backend=self.backend)
+        weighted = (inner * probs.unsqueeze(-1)).to(inner.dtype)
+        return self.linear_fc2(weighted, counts)

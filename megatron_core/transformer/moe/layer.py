@@ -1,0 +1,108 @@
+"""The mixture of experts that stands where another layer has an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
+from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.mlp import MLP
+from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS
+from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
+from megatron_core.transformer.moe.experts import Experts
+from megatron_core.transformer.moe.router import Tokens, TopKRouter
+
+
+def moe_loss_names(config: ModelConfig) -> tuple[str, ...]:
+    """The auxiliary losses that a layer of experts adds."""
+    return (BALANCING,) * config.balancing_loss + (Z_LOSS,) * config.router_z_loss
+
+
+class MoELayer(nn.Module):
+    """y = sum over the chosen experts e of p_e(x) expert_e(x), plus the shared experts' output.
+
+    ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel). Each rank routes and sends tokens of its own:
+    with sequence parallel it has them anyway, else the tensor-parallel ranks take a part of the sequence each.
+    Source: Shazeer et al. 2017; Fedus et al. 2021; Dai et al. 2024 for shared experts.
+    """
+
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
+        super().__init__()
+        config = context.config
+        assert config.num_experts is not None, "a layer without experts is an MLP"
+        self.router = TopKRouter(context, layer_number)
+        self.experts = Experts(context)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(context, layer_number)
+        kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGather
+        self.dispatcher = kind(context.groups, config.num_experts)
+        self.padded = config.moe_pad_expert_input_to_capacity
+        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
+        """-> (output, None): experts have no bias that would be left to add."""
+        shared = None if self.shared_experts is None else self.shared_experts(hidden, context)
+        own = self._own_rows(hidden.shape[0])
+        x = hidden
+        if self._divides:
+            x = copy_to_region(hidden, self.tp_group)[own]
+        routing = self.router(x, self._tokens(hidden, own, context), context)
+        given = self.dispatcher.dispatch(x.flatten(0, 1), routing, padded=self.padded)
+        output = given.combine(self.experts(given.rows, given.probs, given.counts)).view_as(x)
+        if self._divides:
+            whole = output.new_zeros(hidden.shape)
+            whole[own] = output
+            output = reduce_from_region(whole, self.tp_group)
+        return (output if shared is None else output + shared), None
+
+    @property
+    def _divides(self) -> bool:
+        """Whether the tensor-parallel ranks all have the same tokens, of which each takes a part."""
+        return self.tp_group.size() > 1 and not self.sequence_parallel
+
+    def _own_rows(self, length: int) -> slice:
+        if not self._divides:
+            return slice(0, length)
+        rank, size = self.tp_group.rank(), self.tp_group.size()
+        return slice(length * rank // size, length * (rank + 1) // size)
+
+    def _tokens(self, hidden: Tensor, own: slice, context: SequenceContext) -> Tokens:
+        length, batch, _ = hidden.shape
+        positions, counted = context.residual_positions, context.token_mask
+        if positions is None:
+            positions = torch.arange(length, device=hidden.device)
+        if counted is None:
+            counted = hidden.new_ones(length, batch)
+        most = -(-length // self.tp_group.size()) if self._divides else length
+        return Tokens(counted[own], positions[own], most)
+
+
+class SharedExperts(MLP):
+    """The experts that every token passes through, as one MLP; with a gate: sigmoid(w x) times its output.
+
+    ``gate_weight`` ``[1, h]`` is whole on every rank. Source: Dai et al. 2024 (DeepSeekMoE); Qwen2-MoE for the gate.
+    """
+
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
+        config = context.config
+        wide = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
+        super().__init__(replace(context, config=wide), layer_number)
+        self.gate_weight = None
+        if config.moe_shared_expert_gate:
+            # With sequence parallel each rank sees its part of the sequence alone.
+            spec = replicated((1, config.hidden_size), context.tp_group.rank(), partial_grad=context.sequence_parallel)
+            self.gate_weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+            self.gate_weight.init_method = context.init_method
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:  # type: ignore[override]
+        """``[s, b, h]`` -> the same."""
+        output, _ = super().forward(hidden, context)
+        if self.gate_weight is None:
+            return output
+        return output * nn.functional.linear(hidden, self.gate_weight).sigmoid()

@@ -1,0 +1,193 @@
+"""The router: which experts each token goes to, and the losses and statistics that balance them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.ops.reference.dropout import uniform
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.parallel.initialization import name_seed
+from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS, balancing_loss, count_choices, z_loss
+from megatron_core.transformer.moe.choice import (
+    choose,
+    probabilities,
+    sinkhorn,
+    sinkhorn_probabilities,
+    within_capacity,
+)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a rank go; T tokens, k choices of each."""
+
+    experts: Tensor
+    """``[T, k]`` int64, global numbers of experts."""
+    probs: Tensor
+    """``[T, k]``, what each expert's output is multiplied by, in float32 or wider."""
+    kept: Tensor | None = None
+    """``[T, k]`` bool, False where the expert was full; None: no expert ever is."""
+    capacity: int | None = None
+    """The most rows that an expert can get from one rank, if there is a limit."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the router needs to know of the tokens of this rank, ``n`` positions of ``b`` sequences."""
+
+    counted: Tensor
+    """``[n, b]``, 1 where a token counts in losses and statistics, else 0."""
+    positions: Tensor
+    """``[n]`` int64, in the whole sequence."""
+    most: int
+    """The largest ``n`` of the ranks that have parts of the same sequences."""
+
+
+class TopKRouter(nn.Module):
+    """logits = W x; the k best experts of each token, by ``choice.choose``, and their probabilities.
+
+    ``x`` is ``[n, b, h]``, tokens that no other rank has, so that the gradient of ``weight`` ``[E, h]``, which is whole
+    on every rank, is partial over the tensor-parallel ranks. Logits and all that follows are in ``moe_router_dtype`` or
+    what is wider. ``expert_bias`` ``[E]``, float32, is not trained but moved by ``update_expert_biases``.
+    """
+
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
+        super().__init__()
+        config, parallel, tp_rank = context.config, context.parallel, context.tp_group.rank()
+        assert config.num_experts is not None, "a layer without experts has no router"
+        self.config, self.layer_number = config, layer_number
+        self.sequence_group, self.batch_group = context.groups.group("tp-cp"), context.groups.group("tp-dp-cp")
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = allocate(replicated(shape, tp_rank, partial_grad=True), parallel.params_dtype, parallel.device)
+        self.weight.init_method = context.init_method
+        self.expert_bias = None
+        if config.moe_router_enable_expert_bias:
+            self.expert_bias = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
+            self.expert_bias.init_method = nn.init.zeros_
+            self.expert_bias.requires_grad_(False)
+        self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
+
+    def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
+        """``x`` ``[n, b, h]`` -> where the T = n b tokens go, position by position."""
+        dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
+        logits = nn.functional.linear(self._jittered(x.to(dtype), tokens, context), self.weight.to(dtype))
+        experts, probs = self._choose(logits, tokens)
+        kept, capacity = self._capacity(experts, probs, tokens)
+        if context.auxiliary_losses is not None and self.training:
+            probs = self._add_losses(probs, logits, tokens, context)
+            self._report_load(experts, kept, tokens, context)
+        flat = None if kept is None else kept.flatten(0, 1)
+        return Routing(experts.flatten(0, 1), probs.flatten(0, 1), flat, capacity)
+
+    def _jittered(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
+        """The input times U(1 - eps, 1 + eps), in training; the factors depend on sample, position and channel."""
+        eps = self.config.moe_input_jitter_eps
+        if not eps or not self.training:
+            return x
+        assert context.sample_index is not None, "jitter is a function of the samples' numbers"
+        drawn = uniform(tuple(x.shape), self.jitter_key, context.sample_index, tokens.positions)
+        return x * (1 + eps * (2 * drawn.to(x.dtype) - 1))
+
+    def _choose(self, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Experts and probabilities, ``[n, b, k]``."""
+        config = self.config
+        if config.moe_router_force_load_balancing:
+            first = tokens.positions[:, None, None] * config.moe_router_topk
+            in_turn = first + torch.arange(config.moe_router_topk, device=logits.device)
+            experts = (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
+        elif config.moe_router_load_balancing_type == "sinkhorn" and self.training:
+            experts = self._sinkhorn_choice(logits.detach(), tokens)
+        else:
+            experts = choose(logits.detach(), self.expert_bias, config)
+        if config.moe_router_load_balancing_type == "sinkhorn":
+            return experts, sinkhorn_probabilities(logits, experts, config)
+        return experts, probabilities(logits, experts, config)
+
+    def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
+        """By sequence, so that the choice depends neither on the micro-batch nor on the layout."""
+        whole, own = self._whole_sequences(logits, tokens)
+        balanced = torch.stack([sinkhorn(each) for each in whole.unbind(1)], dim=1)
+        return balanced.topk(self.config.moe_router_topk).indices[own]
+
+    def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:
+        """Which choices stay, and the most rows of this rank that an expert then has."""
+        factor, (n, batch, k) = self.config.moe_expert_capacity_factor, experts.shape
+        if factor is None:
+            return None, None
+        whole, own = self._whole_sequences(torch.cat([experts.to(probs.dtype), probs.detach()], dim=-1), tokens)
+        num_experts = self.config.num_experts or 1
+        capacity = math.ceil(whole.shape[0] * k / num_experts * factor)
+        policy = self.config.moe_token_drop_policy
+        kept = within_capacity(whole[..., :k].long(), whole[..., k:], num_experts, capacity, policy)
+        return kept[own], batch * min(capacity, tokens.most)
+
+    def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """``[n, b, ...]`` of the whole sequences by position, and where this rank's tokens are in it."""
+        group, n = self.sequence_group, x.shape[0]
+        rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
+        mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # padding comes after all positions
+        mine[:n] = rows
+        full = mine
+        if group.size() > 1:
+            full = x.new_empty(group.size() * mine.shape[0], mine.shape[1])
+            all_gather_flat_(full.view(-1), mine.view(-1), group)
+        order = full[:, 0].argsort(stable=True)[: int(full[:, 0].isfinite().sum())]
+        full = full[order]
+        own = torch.searchsorted(full[:, 0].contiguous(), tokens.positions.to(x.dtype))
+        return full[:, 1:].unflatten(1, x.shape[1:]), own
+
+    def _add_losses(self, probs: Tensor, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
+        """``probs``, through which the gradients of the losses come back."""
+        config, counted = self.config, tokens.counted.to(logits.dtype)
+        if config.balancing_loss:
+            value = balancing_loss(
+                logits, counted, config, self.sequence_group, self.batch_group, context, self.layer_number
+            )
+            probs = context.add_auxiliary_loss(
+                probs,
+                BALANCING,
+                value,
+                layer_number=self.layer_number,
+                coefficient=config.moe_aux_loss_coeff,
+                per="tokens" if config.moe_router_load_balancing_type == "global_aux_loss" else "sequences",
+                partial=True,
+            )
+        if config.moe_z_loss_coeff:
+            probs = context.add_auxiliary_loss(
+                probs,
+                Z_LOSS,
+                z_loss(logits, counted),
+                layer_number=self.layer_number,
+                coefficient=config.moe_z_loss_coeff,
+                partial=True,
+            )
+        return probs
+
+    @torch.no_grad()
+    def _report_load(self, experts: Tensor, kept: Tensor | None, tokens: Tokens, context: SequenceContext) -> None:
+        counted = tokens.counted.to(torch.float64)
+        counts = count_choices(experts, counted, self.config.num_experts or 1).sum(0)
+        dropped = counted.new_zeros(1) if kept is None else (~kept * counted.unsqueeze(-1)).sum().view(1)
+        assert context.auxiliary_losses is not None
+        context.auxiliary_losses.add_load(self.layer_number, torch.cat([counts, dropped]))
+
+
+@torch.no_grad()
+def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Tensor]) -> None:
+    """Raise the bias of experts with less than the mean load of the global batch, and lower that of others.
+
+    bias_e += rate sign(mean(n) - n_e), once a step (Wang et al. 2024, algorithm 1). ``loads`` has how often each expert
+    was chosen, by layer, the same on all ranks.
+    """
+    for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
+        if router.expert_bias is not None:
+            load = loads[router.layer_number].to(router.expert_bias.device)
+            router.expert_bias += router.config.moe_router_bias_update_rate * (load.mean() - load).sign().float()
