@@ -63,6 +63,11 @@ SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
     "log_validation_ppl_to_tensorboard": "always logged",
     "log_world_size_to_tensorboard": "not logged",
     "manual_gc": "Python's garbage collector is not changed",
+    "moe_grouped_gemm": "experts are always one grouped product",
+    "moe_per_layer_logging": "the load of each layer is always logged",
+    "moe_permute_fusion": "there is one way to sort tokens by expert",
+    "moe_router_fusion": "there is one implementation of the router",
+    "moe_shared_expert_overlap": "shared experts are computed before tokens are sent",
     "no_bias_dropout_fusion": "--kernel-backend selects kernels",
     "no_bias_gelu_fusion": "--kernel-backend selects kernels",
     "no_bias_swiglu_fusion": "--kernel-backend selects kernels",
@@ -132,7 +137,11 @@ NOT_SUPPORTED: frozenset[str] = _names(
     grad_reduce_in_bf16 heterogeneous_layers_config_path hierarchical_context_parallel_sizes
     hybrid_layer_pattern init_method_xavier_uniform is_hybrid_model iterations_to_skip kv_lora_rank
     log_energy log_max_attention_logit log_straggler lr_decay_samples lr_warmup_samples memory_snapshot_path
-    microbatch_group_size_per_virtual_pipeline_stage mscale mscale_all_dim
+    microbatch_group_size_per_virtual_pipeline_stage
+    moe_apply_probs_on_input moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay moe_extended_tp
+    moe_flex_dispatcher_backend moe_hybridep_num_sms moe_latent_size moe_layer_recompute
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_upcycling_granularity
+    moe_use_legacy_grouped_gemm moe_use_upcycling mscale mscale_all_dim
     mtp_loss_scaling_factor mtp_num_layers multi_latent_attention multiple_validation_sets
     nccl_communicator_config_path no_pad_vocab_size no_rope_freq non_persistent_ckpt_type
     non_persistent_save_interval object_storage_cache_path offload_modules optimizer_cpu_offload
@@ -160,7 +169,6 @@ NOT_SUPPORTED_FAMILIES: tuple[str, ...] = (
     "inprocess_",
     "lion_",
     "megatron_fsdp_",
-    "moe_",
     "muon_",
     "mup_",
     "soap_",

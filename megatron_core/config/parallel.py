@@ -38,8 +38,8 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     """Ranks over which the experts of a layer are split (EP)."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. Of EP and ETP,
-    EP communicates less."""
+    """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. EP
+    communicates less."""
     pipeline_model_parallel_layout: str | None = None
     """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
     *n repeats; stage i is on pipeline rank i mod PP. Default: split so that the slowest stage takes least time."""

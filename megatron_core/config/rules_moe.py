@@ -19,7 +19,10 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     if model.num_experts < 1 or model.moe_router_topk < 1:
         return  # reported as out of range
     if model.add_bias_linear:
-        yield "disable_bias_linear=False: experts have no biases; add --disable-bias-linear (and --add-qkv-bias for QKV)"
+        yield (
+            "disable_bias_linear=False, but experts have no biases; add --disable-bias-linear, and --add-qkv-bias if "
+            "the QKV projection is to keep its own"
+        )
     yield from _layer_problems(config)
     yield from _choice_problems(config)
     yield from _balance_problems(config)

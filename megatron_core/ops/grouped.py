@@ -9,7 +9,9 @@ from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes of which torch's grouped product wants rows to be a multiple."""
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.10; before, a private function with other rules
+_grouped_mm = getattr(
+    torch.nn.functional, "grouped_mm", None
+)  # torch 2.10; before, a private function with other rules
 
 
 def runs(counts: Sequence[int]) -> Iterator[slice]:

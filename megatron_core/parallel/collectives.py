@@ -60,8 +60,8 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Send rank i of the group ``send[i]`` rows of ``x``, those of rank 0 first; what all ranks sent here, ``receive[i]``
-    rows from rank i, rank 0's first. Numbers of rows may differ and be 0."""
+    """Send rank i of the group ``send[i]`` rows of ``x``, those of rank 0 first; returns what was sent here,
+    ``receive[i]`` rows from rank i, those of rank 0 first. Numbers of rows may differ and be 0."""
     if group.size() == 1:
         return x
     received = x.new_empty((sum(receive), *x.shape[1:]))

@@ -71,8 +71,8 @@ class AuxiliaryLosses:
         return total
 
     def expert_load(self, device: torch.device) -> Tensor:
-        """This rank's part of each layer's load, float64 ``[expert_layers, num_experts + 1]``: how often each expert was
-        chosen, and how many of all choices were dropped; the sum over all ranks is the global batch's."""
+        """This rank's part of each layer's load, float64 ``[expert_layers, num_experts + 1]``: how often each expert
+        was chosen, and how many of all choices were dropped; the sum over all ranks is the global batch's."""
         total = torch.zeros(len(self.expert_layers), self.num_experts + 1, dtype=torch.float64, device=device)
         for (layer_number, _), load in self._loads.items():
             total[self.expert_layers.index(layer_number)] += load

@@ -116,8 +116,8 @@ class SequenceContext:
     residual_positions: Tensor | None = None
     """The same for the tokens that this rank holds outside the matrix products."""
     token_mask: Tensor | None = None
-    """``[s, b]`` of the tokens that this rank holds outside the matrix products: 1 where a token counts in statistics and
-    auxiliary losses, 0 for padding; None: all count."""
+    """``[s, b]`` of the tokens that this rank holds outside the matrix products: 1 where a token counts in auxiliary
+    losses and statistics, 0 for padding; None: all count."""
     cache: KeyValueStore | None = None
     """Where keys and values of earlier positions are, in generation."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None

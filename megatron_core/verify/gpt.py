@@ -39,9 +39,7 @@ class GPTExperiment:
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     """Every layout of ``world_size`` ranks that ``config`` can be trained in."""
-    candidates = every_layout(
-        world_size, config.model.num_layers, experts=config.model.num_experts is not None
-    )
+    candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
     return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
 
 

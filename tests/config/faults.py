@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.config.moe_faults import MOE, MOE_FAULTS
 from tests.config.stage_faults import STAGE_FAULTS
 
 FULL = {"recompute_granularity": "full"}
@@ -76,10 +77,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     # the layout
     ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "1, 2, 3, 6")),
     ({"context_parallel_size": 2}, 2, ("context_parallel_size=2", "legal: 1")),
-    ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2", "legal: 1")),
-    ({"expert_tensor_parallel_size": 2}, 2, ("expert_tensor_parallel_size=2", "legal: 1")),
     (
-        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        MOE | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
         6,
         ("expert_model_parallel_size=2 x expert_tensor_parallel_size=2", "the 6 ranks of a", "1, 2, 3, 6"),
     ),
@@ -149,6 +148,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("pipeline_schedule=gpipe", "pipeline_plan=plan.txt", "exclude"),
     ),
     *STAGE_FAULTS,
+    *MOE_FAULTS,
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
         2,

@@ -193,7 +193,7 @@ def test_a_switch_without_effect_swallows_no_value():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--num-experts 8",
+        "--moe-use-upcycling",
         "--fp8-format e4m3",
         "--use_megatron_fsdp",
         "--multi-latent-attention",
@@ -208,6 +208,6 @@ def test_unsupported_flags_say_so(flags):
 
 def test_unsupported_flags_come_all_at_once():
     with pytest.raises(ConfigError) as error:
-        parse("--num-experts 8 --moe-router-topk 2 --optimizer muon")
-    for part in ("--num-experts", "--moe-router-topk", "--optimizer muon (only adam)"):
+        parse("--mtp-num-layers 8 --moe-deepep-num-sms 2 --optimizer muon")
+    for part in ("--mtp-num-layers", "--moe-deepep-num-sms", "--optimizer muon (only adam)"):
         assert part in str(error.value)

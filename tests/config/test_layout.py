@@ -23,7 +23,7 @@ def test_order_of_words_does_not_matter() -> None:
 
 @pytest.mark.parametrize("text", ["tp", "tp0", "tpx", "cp2", "tp2 tp2", "sp sp", "2", "zero3"])
 def test_other_words_are_refused_with_the_legal_ones(text: str) -> None:
-    with pytest.raises(LayoutError, match=r"tpN, ppN, vN, dpN, sp, zero1, overlap"):
+    with pytest.raises(LayoutError, match=r"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, overlap"):
         Layout.parse(text)
 
 

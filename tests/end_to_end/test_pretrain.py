@@ -84,7 +84,7 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
         "truncated": (0, [*data, truncated]),
         "vocabulary of 50 tokens": (0, [*train, "--vocab-size", "50", "--data-path", prefix]),
         "--num-layers": (0, [*TINY, "--train-iters", 2, "--num-layer", 3]),
-        "not supported": (0, [*TINY, "--train-iters", 2, "--num-experts", 4]),
+        "not supported": (0, [*TINY, "--train-iters", 2, "--mtp-num-layers", 4]),
         "holds no checkpoint": (0, [*TINY, "--train-iters", 2, "--load", tmp_path]),
         "tokenizer_model": (0, [*train, "--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"]),
     }

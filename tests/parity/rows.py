@@ -9,6 +9,7 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
+from tests.parity.moe_rows import MOE_ROWS
 
 BASE = {
     "num_layers": 4,
@@ -182,6 +183,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
         PP2 | V2,
     ),  # C54
     "packed, modern, full recompute, pp2": (2, PACKED | MODERN | SDPA, PP2 | FULL_BLOCK),  # C45
+    **MOE_ROWS,
 }
 
 

@@ -1,7 +1,7 @@
 """Losses and counts for a balanced load of the experts.
 
-Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices of each token. ``counted`` ``[n, b]`` is 1
-for a token that counts and 0 for padding.
+Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices of each token. ``counted`` ``[n, b]`` is
+1 for a token that counts and 0 for padding.
 """
 
 from __future__ import annotations

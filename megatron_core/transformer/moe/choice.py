@@ -30,7 +30,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
-    """The experts of each token, int64 ``[..., k]`` from logits ``[..., E]``; ``bias`` ``[E]`` counts for the choice alone.
+    """The experts of each token, int64 ``[..., k]`` from logits ``[..., E]``; ``bias`` ``[E]`` is for the choice alone.
 
     Group-limited (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2): a group's score is the sum of the k / group_topk
     best of its experts; only experts of the best group_topk groups are eligible.
@@ -53,8 +53,8 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
 def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     """What the outputs of the chosen ``experts`` ``[..., k]`` are multiplied by, from logits ``[..., E]``.
 
-    softmax: over the chosen ones, with ``moe_router_pre_softmax`` over all; the others: score / sum of chosen scores, or
-    the score itself if k is 1.
+    softmax: over the chosen ones, with ``moe_router_pre_softmax`` over all; the others: score / sum of chosen scores,
+    or the score itself if k is 1.
     """
     scores, k = log_scores(logits, config), config.moe_router_topk
     if config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:

@@ -1,9 +1,9 @@
 """From the ranks of tokens to the ranks of their experts, and back.
 
-All ranks of a pipeline stage have tokens of their own. The ranks of the group ``etp-ep`` hold all experts together: each
-of the ep parts of the experts is on etp ranks, which all need the tokens of these experts and each return a part of their
-outputs. A token's outputs are summed on its own rank in the order of its choices, so that the sum does not depend on
-the order in which they arrive. A rank without tokens takes part in everything.
+All ranks of a pipeline stage have tokens of their own. The ranks of the group ``etp-ep`` hold all experts together:
+each of the ep parts of the experts is on etp ranks, which all need the tokens of these experts and each return a part
+of their outputs. A token's outputs are summed on its own rank in the order of its choices, so that the sum does not
+depend on the order in which they arrive. A rank without tokens takes part in everything.
 
 Shapes: T tokens of this rank, k choices of each, R rows that this rank's experts get.
 """

@@ -119,7 +119,7 @@ class TopKRouter(nn.Module):
 
     def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:
         """Which choices stay, and the most rows of this rank that an expert then has."""
-        factor, (n, batch, k) = self.config.moe_expert_capacity_factor, experts.shape
+        factor, (_, batch, k) = self.config.moe_expert_capacity_factor, experts.shape
         if factor is None:
             return None, None
         whole, own = self._whole_sequences(torch.cat([experts.to(probs.dtype), probs.detach()], dim=-1), tokens)
@@ -190,4 +190,5 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Tenso
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
             load = loads[router.layer_number].to(router.expert_bias.device)
-            router.expert_bias += router.config.moe_router_bias_update_rate * (load.mean() - load).sign().float()
+            rate = router.config.moe_router_bias_update_rate
+            router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)

@@ -1,0 +1,80 @@
+"""Faulty settings of experts, in the form of ``faults.FAULTS``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOE = {"num_experts": 4, "disable_bias_linear": True}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+CAPACITY = {"moe_expert_capacity_factor": 1.0}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+
+
+def groups(num_groups: int | None, topk: int | None) -> dict[str, Any]:
+    """Group-limited routing."""
+    return {"moe_router_num_groups": num_groups, "moe_router_group_topk": topk}
+
+
+MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    ({"moe_router_topk": 4}, 1, ("moe_router_topk=4 has no effect", "--num-experts")),
+    ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2 has no effect", "legal: 1")),
+    ({"expert_tensor_parallel_size": 2}, 2, ("expert_tensor_parallel_size=2 has no effect", "legal: 1")),
+    (MOE | {"num_experts": 0}, 1, ("num_experts=0", "1, 2, 3")),
+    (MOE | {"moe_z_loss_coeff": -1.0}, 1, ("moe_z_loss_coeff=-1.0", "0 or a finite number above it")),
+    (MOE | {"moe_input_jitter_eps": 1.0}, 1, ("moe_input_jitter_eps=1.0", "not including, 1")),
+    (MOE | {"moe_expert_capacity_factor": 0.0}, 1, ("moe_expert_capacity_factor=0.0", "above 0")),
+    ({"num_experts": 4}, 1, ("disable_bias_linear=False", "--disable-bias-linear", "--add-qkv-bias")),
+    (MOE | {"moe_layer_freq": (0,)}, 1, ("moe_layer_freq=(0,)", "1 or more")),
+    (MOE | {"moe_layer_freq": (0, 1, 1)}, 1, ("moe_layer_freq=(0, 1, 1)", "num_layers=2")),
+    (
+        MOE | {"moe_shared_expert_gate": True},
+        1,
+        ("moe_shared_expert_gate=True", "--moe-shared-expert-intermediate-size"),
+    ),
+    (
+        MOE | {"moe_shared_expert_intermediate_size": 9, "tensor_model_parallel_size": 2},
+        2,
+        ("moe_shared_expert_intermediate_size=9", "legal: 1, 3, 9"),
+    ),
+    (MOE | {"moe_router_topk": 5}, 1, ("moe_router_topk=5", "num_experts=4", "1 to 4")),
+    (MOE | groups(2, None), 1, ("moe_router_num_groups=2", "moe_router_group_topk=None", "both or none")),
+    (MOE | groups(3, 1), 1, ("num_experts=4", "moe_router_num_groups=3", "1, 2, 4")),
+    (MOE | groups(2, 3), 1, ("moe_router_group_topk=3", "1 to 2")),
+    (MOE | groups(4, 1), 1, ("moe_router_topk=2", "moe_router_group_topk=1 groups of 1", "up to 1")),
+    (MOE | groups(2, 2) | {"moe_router_topk": 3}, 1, ("moe_router_topk=3", "multiples of 2 up to 4")),
+    (MOE | {"moe_router_topk": 1}, 1, ("moe_router_topk=1", "learn nothing", "--moe-router-pre-softmax")),
+    (MOE | SIGMOID | {"moe_router_pre_softmax": True}, 1, ("moe_router_pre_softmax=True", "sigmoid", "use softmax")),
+    (
+        MOE | {"moe_router_enable_expert_bias": True},
+        1,
+        ("moe_router_enable_expert_bias=True", "sigmoid or sqrtsoftplus"),
+    ),
+    (
+        MOE | SIGMOID | {"moe_router_bias_update_rate": 0.1},
+        1,
+        ("moe_router_bias_update_rate=0.1", "--moe-router-enable-expert-bias"),
+    ),
+    (
+        MOE | {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+        1,
+        ("moe_aux_loss_coeff=0.1", "moe_router_load_balancing_type=none", "seq_aux_loss"),
+    ),
+    (MOE | SINKHORN | SIGMOID, 1, ("moe_router_load_balancing_type=sinkhorn", "remove")),
+    (MOE | SINKHORN | CAPACITY, 1, ("moe_expert_capacity_factor=1.0", "sinkhorn", "seq_aux_loss")),
+    (
+        MOE | {"moe_token_drop_policy": "position"},
+        1,
+        ("moe_token_drop_policy=position", "--moe-expert-capacity-factor"),
+    ),
+    (
+        MOE | {"moe_pad_expert_input_to_capacity": True},
+        1,
+        ("moe_pad_expert_input_to_capacity=True", "--moe-expert-capacity-factor"),
+    ),
+    (MOE | {"expert_model_parallel_size": 3}, 3, ("num_experts=4", "expert_model_parallel_size=3", "1, 2, 4")),
+    (
+        MOE | {"moe_ffn_hidden_size": 15, "tensor_model_parallel_size": 2},
+        2,
+        ("moe_ffn_hidden_size=15", "expert_tensor_parallel_size=2", "the default is", "1, 3, 5, 15"),
+    ),
+]

@@ -1,0 +1,81 @@
+"""Rows of the parity matrix with experts, in the form of ``rows.ROWS``."""
+
+from __future__ import annotations
+
+SMALL = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "ffn_hidden_size": 48,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+}
+MIXTRAL = SMALL | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+DEEPSEEK = SMALL | {
+    "num_layers": 3,
+    "moe_layer_freq": (0, 1, 1),
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+    "moe_aux_loss_coeff": 0.1,
+}
+BY_MICRO_BATCH = {"moe_router_load_balancing_type": "aux_loss", "micro_batch_size": 2}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "micro_batch_size": 2}
+SINKHORN = SMALL | {"moe_router_load_balancing_type": "sinkhorn", "moe_input_jitter_eps": 0.1}
+SQRT = {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 1}
+DROP = {"moe_expert_capacity_factor": 0.75}
+PADDED = DROP | {"moe_pad_expert_input_to_capacity": True}
+BY_POSITION = DROP | {"moe_token_drop_policy": "position"}
+FP64_ROUTER = {"moe_router_dtype": "fp64", "moe_router_pre_softmax": True}
+
+EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
+ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
+TP2, PP2, SP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}
+TP4 = {"tensor_model_parallel_size": 4}
+ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
+ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+ZB_H1, ZB_V = {"pipeline_schedule": "zb_h1"}, {"pipeline_schedule": "zb_v"}
+
+# C6, C7, C8, C15, C51: what they would change is compared in every row.
+MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
+    "experts, ep2": (2, MIXTRAL, EP2),
+    "experts, tp2": (2, MIXTRAL, TP2),
+    "experts, tp2 sp ep2 etp1": (2, MIXTRAL, TP2 | SP | EP2 | ETP1),
+    "experts, etp2, allgather": (2, MIXTRAL, ETP2 | ALL_GATHER),
+    "experts, dp2 tp2 ep2 zero1": (4, MIXTRAL, TP2 | EP2 | ZERO),
+    "experts, dp4 ep2 zero1, overlap": (4, MIXTRAL, EP2 | ZERO | OVERLAP),
+    "experts, a rank without a token that counts, ep4": (4, MIXTRAL, EP4),  # C3
+    "bias and groups, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
+    "bias and groups, dp2 pp2 ep2 zb_v": (4, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)}, PP2 | EP2 | ZB_V),
+    "capacity, tp2 ep2 etp1": (2, MIXTRAL | DROP, TP2 | EP2 | ETP1),
+    "capacity with padding, tp2 sp": (2, MIXTRAL | PADDED, TP2 | SP),
+    "sinkhorn and jitter, tp2 sp ep2 etp1": (2, SINKHORN, TP2 | SP | EP2 | ETP1),
+    "balance of micro-batches, tp2 sp": (2, MIXTRAL | BY_MICRO_BATCH, TP2 | SP),
+    "balance of the global batch, tp2 sp": (2, MIXTRAL | GLOBAL, TP2 | SP),
+}
+MORE_MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
+    "experts, ep2, allgather": (2, MIXTRAL, EP2 | ALL_GATHER),
+    "experts, tp2 etp1": (2, MIXTRAL, TP2 | ETP1),
+    "experts, dp2 etp2 ep2": (4, MIXTRAL, ETP2 | EP2),
+    "experts, dp2 tp2 sp ep4 etp1": (4, MIXTRAL, TP2 | SP | EP4 | ETP1),
+    "experts, tp4 ep2 etp2": (4, MIXTRAL, TP4 | EP2 | ETP2),
+    "experts, dp2 pp2 ep2 zb_h1 zero1": (4, MIXTRAL, PP2 | EP2 | ZB_H1 | ZERO),
+    "experts, dp2 tp2 pp2 ep2 etp1 sp zero1": (8, MIXTRAL, TP2 | SP | PP2 | EP2 | ETP1 | ZERO | OVERLAP),
+    "experts, rank order pp-dp-tp": (8, MIXTRAL, TP2 | PP2 | EP2 | ETP1 | {"rank_order": "pp-dp-tp-cp-ep"}),  # C50
+    "one expert a token, ep2": (2, MIXTRAL | SQRT, EP2),
+    "softmax before the choice, ep2": (2, MIXTRAL | FP64_ROUTER, EP2),
+    "bias and groups, ep4": (4, DEEPSEEK, EP4),
+    "capacity by position, tp2 sp ep2 zero1": (4, MIXTRAL | BY_POSITION, TP2 | SP | EP2 | ZERO),
+    "capacity with padding, dp2 tp2 ep2 etp1, allgather": (4, MIXTRAL | PADDED, TP2 | EP2 | ETP1 | ALL_GATHER),
+    "capacity with padding, dp2 tp2 ep4 etp1": (4, MIXTRAL | PADDED, TP2 | EP4 | ETP1),
+}
