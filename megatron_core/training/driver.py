@@ -69,9 +69,9 @@ class StepOutcome:
     """Whether some rank asked to stop."""
     auxiliary_losses: Mapping[str, float]
     """The means of the losses that layers added, over the global batch, without their coefficients."""
-    expert_load: Mapping[int, Tensor]
-    """By layer with experts: how often each expert was chosen in the global batch, and how many choices were dropped;
-    float64 ``[experts + 1]`` on the host."""
+    expert_load: Mapping[int, Sequence[int]]
+    """By layer with experts: how often each of them was chosen in the global batch, and, last, how many choices were
+    dropped."""
 
 
 def take_step(
@@ -105,15 +105,23 @@ def take_step(
     own = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop))])
     report = torch.cat([own, added, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    report = torch.cat([optimizer.gradient_norm().view(1), report]).cpu()  # the step's one wait
-    norm, loss, wishes = report[:3].tolist()
-    means, loads = report[3:].split([len(added), load.numel()])
+    found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
+    norm, loss, wishes, *means = found[: 3 + len(added)]
     skipped = optimizer.step(lr, norm)
     data.start_param_sync()
-    by_layer = dict(zip(auxiliary.expert_layers, loads.view(load.shape), strict=True))
     return StepOutcome(
-        loss, norm, skipped, wishes > 0.0, dict(zip(auxiliary.names, means.tolist(), strict=True)), by_layer
+        loss,
+        norm,
+        skipped,
+        wishes > 0.0,
+        dict(zip(auxiliary.names, means, strict=True)),
+        dict(zip(auxiliary.expert_layers, _in_rows(found[3 + len(added) :], load.shape[1]), strict=True)),
     )
+
+
+def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
+    """Rows of so many whole numbers."""
+    return [[round(number) for number in numbers[at : at + length]] for at in range(0, len(numbers), length)]
 
 
 def forward_backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,7 +181,7 @@ class TopKRouter(nn.Module):
 
 
 @torch.no_grad()
-def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Tensor]) -> None:
+def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Sequence[int]]) -> None:
     """Raise the bias of experts with less than the mean load of the global batch, and lower that of others.
 
     bias_e += rate sign(mean(n) - n_e), once a step (Wang et al. 2024, algorithm 1). ``loads`` has how often each expert
@@ -189,6 +189,6 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Tenso
     """
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
-            load = loads[router.layer_number].to(router.expert_bias.device)
+            load = torch.tensor(loads[router.layer_number], dtype=torch.float64, device=router.expert_bias.device)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
