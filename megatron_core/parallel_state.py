@@ -113,7 +113,13 @@ def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] =
     ``ends`` are the pipeline ranks of the first and the last stage.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    groups = ParallelGroups(grid_of(config, world.size), world.rank, ends=ends, timeout=timeout)
+    groups = ParallelGroups(
+        grid_of(config, world.size),
+        world.rank,
+        ends=ends,
+        instances=config.num_distributed_optimizer_instances,
+        timeout=timeout,
+    )
     world.prefix = groups.prefix if world.size > 1 else ""
     set_current(groups)
     return groups

@@ -12,8 +12,12 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, TRAINING
 
 _SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
-_SWITCHES = {"sp": ("sequence_parallel", True), "zero1": ("zero_stage", 1), "overlap": ("overlap", True)}
-_WORDS = f"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, overlap, {', '.join(TRAINING)}"
+_SWITCHES = {
+    "sp": ("sequence_parallel", True),
+    **{f"zero{stage}": ("zero_stage", stage) for stage in (1, 2, 3)},
+    "overlap": ("overlap", True),
+}
+_WORDS = f"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, {', '.join(TRAINING)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,8 @@ class Layout:
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
     zero_stage: int = 0
-    """What the copies shard: 0 nothing, 1 the optimizer's state (ZeRO, Rajbhandari et al. 2020)."""
+    """What the copies shard: 0 nothing, 1 the optimizer's state, 2 gradients, too, 3 weights, too (ZeRO, Rajbhandari et
+    al. 2020)."""
     schedule: str | None = None
     """The pipeline schedule; None: the default."""
     overlap: bool = False
@@ -102,6 +107,9 @@ class Layout:
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": False,
             "zero_stage": self.zero_stage,
+            "data_parallel_sharding_strategy": None,
+            "zero3_keep_after_forward": False,
+            "num_distributed_optimizer_instances": 1,
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.zero_stage > 0,
         }
@@ -137,7 +145,7 @@ def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> 
 def _variants(layout: Layout) -> Iterator[Layout]:
     """The layout with every combination of the switches that have an effect in it."""
     for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
-        for stage, overlap in product((0, 1), (False, True)) if layout.dp > 1 else [(0, False)]:
+        for stage, overlap in product((0, 1, 2, 3), (False, True)) if layout.dp > 1 else [(0, False)]:
             yield replace(layout, sequence_parallel=sequence_parallel, zero_stage=stage, overlap=overlap)
 
 

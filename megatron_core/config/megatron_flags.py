@@ -111,7 +111,6 @@ ONLY_VALUE: dict[str, str] = {
     "exp_avg_sq_dtype": "fp32",
     "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32",
-    "num_distributed_optimizer_instances": "1",
     "optimizer": "adam",
     "recompute_modules": "core_attn",
     "rerun_mode": "disabled",
@@ -127,7 +126,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     apply_residual_connection_post_layernorm attention_output_gate chat_template check_for_large_grads
     check_for_spiky_loss ckpt_convert_format ckpt_convert_save
     cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_parallel_random_init
-    data_parallel_sharding_strategy dataloader_inter_document_masking ddp_average_in_collective
+    dataloader_inter_document_masking ddp_average_in_collective
     ddp_num_buckets decoupled_lr decoupled_min_lr decrease_batch_size_if_needed
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
     embedding_init_method_std end_weight_decay

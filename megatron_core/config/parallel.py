@@ -24,6 +24,9 @@ BALANCED_STAGES: dict[str, bool | None] = {
 }
 """The settings that determine which layers are on which stage, with their defaults: stages balanced by cost."""
 
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron-LM's words for the ZeRO stages 0 to 3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -73,13 +76,22 @@ class ParallelConfig:
     --no-tp-comm-overlap: first one, then the other."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state and main weights over the data-parallel ranks; the same as --zero-stage 1."""
-    zero_stage: Literal[0, 1] | None = None
-    """What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer state and main weights (Rajbhandari et al.
-    2020). Default 1 with --use-distributed-optimizer, else 0."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer state and main weights, 2 gradients, too, 3
+    weights, too (Rajbhandari et al. 2020). Default 1 with --use-distributed-optimizer, else 0."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    """The same as --zero-stage 0, 1, 2, 3, in Megatron-LM's words."""
+    zero3_keep_after_forward: bool = False
+    """With --zero-stage 3 keep the weights that a step has gathered until it ends: one gather a step instead of two a
+    micro-batch, for the memory of stage 2."""
+    num_distributed_optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each shard among themselves and hold copies of one another's shards (hybrid
+    sharding); 1: all ranks are one group."""
     overlap_grad_reduce: bool = False
     """Reduce gradient buckets over data-parallel ranks while backward is still running."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward is already running; needs --zero-stage 1."""
+    """Gather updated weights while the next forward is already running, at stage 3 those of the next layer; needs
+    --zero-stage 1 or more."""
     ddp_bucket_size: int = 40_000_000
     """Elements in a gradient bucket; each bucket is reduced by one collective."""
     rank_order: str = "tp-cp-ep-dp-pp"
@@ -92,7 +104,11 @@ class ParallelConfig:
     @property
     def dp_zero_stage(self) -> int:
         """The ZeRO stage after defaults."""
-        return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
+        if self.zero_stage is not None:
+            return self.zero_stage
+        if self.data_parallel_sharding_strategy is not None:
+            return SHARDING_STRATEGIES.index(self.data_parallel_sharding_strategy)
+        return int(self.use_distributed_optimizer)
 
     @property
     def model_parallel_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from megatron_core.config.parallel import SHARDING_STRATEGIES
 from megatron_core.config.run import RunConfig
 
 
@@ -124,16 +125,59 @@ def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _tensor_problems(config, world_size)
     yield from _pipeline_problems(config)
     yield from _rank_order_problems(config, world_size)
-    parallel = config.parallel
+    yield from _sharding_problems(config, world_size)
+
+
+def _sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of ZeRO that contradict each other."""
+    parallel, strategy = config.parallel, config.parallel.data_parallel_sharding_strategy
+    if strategy not in (None, *SHARDING_STRATEGIES):
+        yield f"data_parallel_sharding_strategy={strategy} is unknown; legal: {', '.join(SHARDING_STRATEGIES)}"
+        return
     if parallel.overlap_param_gather and parallel.dp_zero_stage == 0:
         yield (
             "overlap_param_gather=True needs sharded weights; "
             "add --use-distributed-optimizer (--zero-stage 1) or remove --overlap-param-gather"
         )
-    if parallel.zero_stage not in (None, 0, 1):
-        yield f"zero_stage={parallel.zero_stage} is not supported yet; legal: 0, 1"
-    if parallel.zero_stage == 0 and parallel.use_distributed_optimizer:
+    if parallel.zero_stage not in (None, 0, 1, 2, 3):
+        yield f"zero_stage={parallel.zero_stage} is out of range; legal: 0, 1, 2, 3"
+    if strategy is not None and SHARDING_STRATEGIES.index(strategy) != parallel.dp_zero_stage:
+        yield (
+            f"data_parallel_sharding_strategy={strategy} and zero_stage={parallel.zero_stage} exclude one another; "
+            "keep one of them"
+        )
+    if parallel.zero3_keep_after_forward and parallel.dp_zero_stage != 3:
+        yield (
+            f"zero3_keep_after_forward=True has no effect with zero_stage={parallel.dp_zero_stage}; add --zero-stage 3 "
+            "or remove it"
+        )
+    instances = parallel.num_distributed_optimizer_instances
+    if instances > 1 and parallel.dp_zero_stage == 0:
+        yield (
+            f"num_distributed_optimizer_instances={instances} has no effect with zero_stage=0; add --zero-stage 1, 2 "
+            "or 3, or remove it"
+        )
+    for what, size in (
+        ("data-parallel", _data_ranks(config, world_size)),
+        ("expert", _expert_copies(config, world_size)),
+    ):
+        if instances >= 1 and leaves_rest(size, instances):
+            yield (
+                f"num_distributed_optimizer_instances={instances} cannot split {size} {what} copies; "
+                f"legal: {', '.join(map(str, divisors(size)))}"
+            )
+            return
+    if parallel.dp_zero_stage == 0 and parallel.use_distributed_optimizer:
         yield "zero_stage=0 and use_distributed_optimizer=True (zero_stage=1) exclude one another; keep one of them"
+
+
+def _data_ranks(config: RunConfig, world_size: int) -> int:
+    """Ranks over which a dense parameter is sharded: data times context parallel."""
+    return world_size // max(config.parallel.model_parallel_size, 1) * config.parallel.context_parallel_size
+
+
+def _expert_copies(config: RunConfig, world_size: int) -> int:
+    return world_size // max(config.parallel.expert_model_size, 1)
 
 
 def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -34,6 +34,7 @@ _AT_LEAST_ONE = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "ddp_bucket_size",
+    "num_distributed_optimizer_instances",
     "micro_batch_size",
     "global_batch_size",
     "train_iters",

@@ -1,6 +1,6 @@
 """Gradient buffers and the reduction over data-parallel ranks."""
 
-from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.buffer import Bucket, Initialise
 from megatron_core.data_parallel.wrapper import DataParallel
 
-__all__ = ["Bucket", "DataParallel"]
+__all__ = ["Bucket", "DataParallel", "Initialise"]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.parallel.collectives import Done, Handle, all_gather_flat_, all_reduce_, reduce_scatter_flat_
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 
+Initialise = Callable[[str, nn.Parameter], None]
 SHARD_MULTIPLE = 8
 """Elements of which a shard has a whole multiple, so that each begins at 16 bytes, which kernels read at once."""
 
@@ -57,8 +58,14 @@ class Bucket:
     """Parameters that lie one after another in one flat buffer, and their gradients in another.
 
     ``parameter.data`` becomes a view of ``weights`` and ``parameter.main_grad`` a view of ``grads`` (float32 for 16-bit
-    weights). The end is padded so that the data-parallel ranks' shards are equal and begin at 16 bytes. From
-    ``zero_stage`` 1 on this rank updates ``shard``, one of those parts; at stage 0 ``shard`` is the whole bucket.
+    weights). The end is padded so that the ranks' shards are equal and begin at 16 bytes. This rank updates ``shard``,
+    one of those parts, or at ``zero_stage`` 0 the whole bucket. From stage 2 on ``grads`` has memory only between
+    ``open_grads`` and the end of a reduction, which adds to ``grad_shard``; at stage 3 ``weights`` only between
+    ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized.
+
+    ``dp_group`` are the ranks among which the bucket is split, ``instances`` those that hold the same shard of other
+    copies (hybrid sharding). Parameters on the meta device get memory on
+    ``device`` here, and ``initialise`` fills it.
     """
 
     def __init__(
@@ -68,68 +75,122 @@ class Bucket:
         stage: int,
         dp_group: Group,
         zero_stage: int,
+        *,
+        device: torch.device | None = None,
+        unit: int = 0,
+        instances: Group | None = None,
+        initialise: Initialise | None = None,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        self.kind, self.stage, self.dp_group, self.is_sharded = kind, stage, dp_group, zero_stage > 0
+        self.kind, self.stage, self.unit = kind, stage, unit
+        self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
+        # A rank that is alone keeps its gradients and weights: there is nobody to fetch them from.
+        self.splits_grads, self.splits_weights = (zero_stage >= n and dp_group.size() > 1 for n in (2, 3))
         first = self.parameters[0]
         numel = sum(p.numel() for p in self.parameters)
         step = dp_group.size() * SHARD_MULTIPLE
         padded = -(-numel // step) * step
-        grad_dtype = torch.promote_types(first.dtype, torch.float32)
-        self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
-        self.offsets: list[int] = []
-        at = 0
-        for parameter in self.parameters:
-            self._adopt(parameter, at)
-            self.offsets.append(at)
-            at += parameter.numel()
         part = padded // dp_group.size()
         self.shard = (
             slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
         )
+        grad_dtype = torch.promote_types(first.dtype, torch.float32)
+        self.weights = torch.zeros(padded, dtype=first.dtype, device=device or first.device)
+        self.grads = torch.empty(0, dtype=grad_dtype, device=device or first.device)
+        self.grads = self.grads.new_empty(padded) if self.splits_grads else self.grads.new_zeros(padded)
+        self.offsets: list[int] = []
+        at = 0
+        for name, parameter in named:
+            self._adopt(name, parameter, at, initialise)
+            self.offsets.append(at)
+            at += parameter.numel()
+        self._weight_shard = self.weights[self.shard].clone() if self.splits_weights else None
+        self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
+        if self.splits_weights:
+            _release(self.weights)
+        if self.splits_grads:
+            _release(self.grads)
         self._reducing: Handle = Done()
+        self._partial: Tensor | None = None
+        self._has_sum = False
         self.gathering: Handle = Done()
         self.reduced = False
 
-    def _adopt(self, parameter: nn.Parameter, at: int) -> None:
+    def _adopt(self, name: str, parameter: nn.Parameter, at: int, initialise: Initialise | None) -> None:
         view = self.weights[at : at + parameter.numel()].view_as(parameter)
-        view.copy_(parameter.data)
-        parameter.data = view
+        if parameter.is_meta and not view.is_meta:
+            materialise(parameter, view, name, initialise)
+        else:
+            view.copy_(parameter.data)
+            parameter.data = view
         parameter.main_grad = self.grads[at : at + parameter.numel()].view_as(parameter)
 
     @property
     def is_writer(self) -> bool:
         """Whether this rank counts and saves ``shard``: of equal copies only the first one."""
-        return self.is_sharded or self.dp_group.rank() == 0
+        return (self.is_sharded or self.dp_group.rank() == 0) and self.instances.rank() == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights have memory."""
+        return self.weights.untyped_storage().nbytes() > 0
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether the unreduced gradients have memory."""
+        return self.grads.untyped_storage().nbytes() > 0
 
     @property
     def weight_shard(self) -> Tensor:
         """This rank's part of the weights."""
-        return self.weights[self.shard]
+        return self.weights[self.shard] if self._weight_shard is None else self._weight_shard
 
     @property
     def grad_shard(self) -> Tensor:
         """This rank's part of the gradients; complete once they have been reduced."""
-        return self.grads[self.shard]
+        return self.grads[self.shard] if self._grad_shard is None else self._grad_shard
+
+    def open_grads(self) -> None:
+        """Give the gradients memory, with zeros, if they have none; a sum of earlier ones is finished first."""
+        if self._partial is not None and self.splits_grads:
+            self.finish_reduce()
+        if not self.has_grads:
+            _acquire(self.grads)
+            self.grads.zero_()
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the data-parallel ranks."""
         if self.is_sharded:
-            self._reducing = reduce_scatter_flat_(self.grad_shard, self.grads, self.dp_group, async_op=True)
+            self._partial = self.grad_shard if not self._has_sum else torch.empty_like(self.grad_shard)
+            self._reducing = reduce_scatter_flat_(self._partial, self.grads, self.dp_group, async_op=True)
         else:
             self._reducing = all_reduce_(self.grads, self.dp_group, async_op=True)
         self.reduced = True
 
     def finish_reduce(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums; where only a shard is kept, add to it and free the rest."""
         self._reducing.wait()
         self._reducing = Done()
-        poison_outside(self.grads, self.shard)
+        if not self.splits_grads:
+            poison_outside(self.grads, self.shard)
+        elif self._partial is not None:
+            if self._has_sum:
+                self.grad_shard.add_(self._partial)
+            self._partial, self._has_sum = None, True
+            _release(self.grads)
+
+    def sum_over_instances(self) -> None:
+        """Sum the shard, which is this instance's, over the instances of hybrid sharding."""
+        all_reduce_(self.grad_shard, self.instances)
 
     def start_gather(self) -> None:
-        """Begin to collect the other ranks' updated weights."""
-        if self.is_sharded:
+        """Begin to collect the other ranks' weights, if they are not here."""
+        if self.splits_weights:
+            if not self.is_whole:
+                _acquire(self.weights)
+                poison_outside(self.weights, slice(0, 0))
+                self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
+        elif self.is_sharded:
             poison_outside(self.weights, self.shard)
             self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
 
@@ -138,10 +199,16 @@ class Bucket:
         self.gathering.wait()
         self.gathering = Done()
 
+    def release_weights(self) -> None:
+        """Free the weights of stage 3; the shard stays."""
+        self.finish_gather()
+        if self.splits_weights:
+            _release(self.weights)
+
     def zero_grad(self) -> None:
         """Set the gradients to zero."""
-        self.grads.zero_()
-        self.reduced = False
+        (self.grads if self._grad_shard is None else self._grad_shard).zero_()
+        self.reduced = self._has_sum = False
 
     def pieces(self) -> Iterable[tuple[str, nn.Parameter, int, int, int]]:
         """What this rank's shard covers: name, parameter, its first and last element, their offset in the shard."""
@@ -170,28 +237,64 @@ def make_buckets(
     *,
     bucket_size: int,
     zero_stage: int,
+    device: torch.device | None = None,
+    initialise: Initialise | None = None,
 ) -> list[Bucket]:
     """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
 
     Backward finishes the last layers first, so that the first buckets are complete first. ``units`` are the named
-    parameters of the stage's units (embedding, each layer, head); at ``zero_stage`` 3, where a unit is gathered and
-    freed as a whole, no bucket crosses the border of one.
+    parameters of the stage's units (embedding, each layer, head); from ``zero_stage`` 2 on, where a unit is reduced,
+    gathered and freed as a whole, no bucket crosses the border of one.
     """
     open_: dict[BucketKind, list[tuple[str, nn.Parameter]]] = {}
     buckets: list[Bucket] = []
 
-    def close(kind: BucketKind) -> None:
-        group = groups.group("-".join(kind.replica_axes))
-        buckets.append(Bucket(open_.pop(kind), kind, stage, group, zero_stage))
+    def close(kind: BucketKind, unit: int) -> None:
+        axes = "-".join(kind.replica_axes)
+        buckets.append(
+            Bucket(
+                open_.pop(kind),
+                kind,
+                stage,
+                groups.shard_group(axes),
+                zero_stage,
+                device=device,
+                unit=unit,
+                instances=groups.instance_group(axes),
+                initialise=initialise,
+            )
+        )
 
-    for unit in reversed(list(units)):
+    number = 0
+    for number, unit in reversed(list(enumerate(units))):
         for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad]):
             kind = BucketKind.of(parameter, groups)
             open_.setdefault(kind, []).append((name, parameter))
             if sum(p.numel() for _, p in open_[kind]) >= bucket_size:
-                close(kind)
-        for kind in list(open_) if zero_stage == 3 else ():
-            close(kind)
+                close(kind, number)
+        for kind in list(open_) if zero_stage >= 2 else ():
+            close(kind, number)
     for kind in list(open_):
-        close(kind)
+        close(kind, number)
     return buckets
+
+
+@torch.no_grad()
+def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: Initialise | None) -> None:
+    """Move a parameter from the meta device into ``memory``; the object stays the same, and so do its attributes."""
+    real = nn.Parameter(memory.new_empty(0), requires_grad=parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, real)
+    parameter.data = memory  # as for any other parameter: gathers must not look like changes to autograd
+    if initialise is not None:
+        initialise(name, parameter)
+
+
+def _release(flat: Tensor) -> None:
+    """Free the memory of ``flat`` and of all its views, which stay what they are."""
+    flat.untyped_storage().resize_(0)
+
+
+def _acquire(flat: Tensor) -> None:
+    """Give ``flat`` and its views memory again."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())

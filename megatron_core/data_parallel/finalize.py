@@ -17,15 +17,29 @@ from megatron_core.parallel.sharding import Split, spec_of
 
 def complete_gradients(bucket: Bucket, groups: ParallelGroups) -> None:
     """Sum a bucket's partial gradients over the axes that its kind names."""
-    for axis in bucket.kind.partial_axes:
-        all_reduce_(bucket.grads, groups.group(axis))
-    if bucket.kind.tied:
-        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
-        all_reduce_(bucket.grads, groups.embedding)
+    _sum_over_model_axes(bucket, bucket.grads, groups)
+    complete_shared(bucket, groups)
+
+
+def complete_shard(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum what is summed element by element on the shard alone: ranks that share a bucket split it alike. # C10"""
+    _sum_over_model_axes(bucket, bucket.grad_shard, groups)
+
+
+def complete_shared(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum the ranges that several ranks hold at different places; needs whole gradients."""
     for parameter in bucket.parameters:
         for split in spec_of(parameter).splits:
             if split.axis in bucket.kind.shared_axes and split.shared:
                 _sum_shared_ranges(parameter, split, groups.group(split.axis))
+
+
+def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGroups) -> None:
+    for axis in bucket.kind.partial_axes:
+        all_reduce_(grads, groups.group(axis))
+    if bucket.kind.tied:
+        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
+        all_reduce_(grads, groups.embedding)
 
 
 def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:

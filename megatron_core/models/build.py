@@ -25,12 +25,14 @@ def build_stages(
     *,
     stage_to_rank: Sequence[int] | None = None,
     initialise: bool = True,
+    deferred: bool = False,
     layer_specs: LayerSpecs = layer_spec,
 ) -> tuple[list[range], dict[int, GPTModel]]:
     """The layers of every stage of the whole model, and this rank's stages by number.
 
     ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
-    weights are left as they come, for a checkpoint to fill.
+    weights are left as they come, for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
+    rank that has no room for all of them: ``DataParallel`` makes and shards them one bucket after another.
     """
     chunks = config.parallel.num_chunks(config.model.num_layers)
     stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
@@ -39,9 +41,9 @@ def build_stages(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
-        perform_initialization=initialise,
+        perform_initialization=initialise and not deferred,
         kernel_backend=config.model.kernel_backend,
-        device=device,
+        device=torch.device("meta") if deferred else device,
     )
     stages: dict[int, GPTModel] = {}
     for stage, rank in enumerate(stage_to_rank):

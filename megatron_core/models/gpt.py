@@ -173,8 +173,13 @@ class GPTModel(nn.Module):
             yield (EMBEDDING if name == TIED_COPY and spec_of(parameter).is_copy else name), parameter
 
     def units(self) -> list[list[nn.Module]]:
-        """What data parallelism gathers, frees and reduces together: the embedding, each layer, the head."""
-        head = [self.decoder.final_layernorm, self.output_layer]
+        """What data parallelism gathers, frees and reduces together: the embedding, each layer, the head.
+
+        A head that scores with the embedding's weight names it, too: it belongs to the first unit, and is needed here.
+        """
+        head: list[nn.Module | None] = [self.decoder.final_layernorm, self.output_layer]
+        if self.output_layer is not None and self.output_layer.weight is None:
+            head.append(nn.ParameterList([self._shared_weight()]))
         units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
         return [present for unit in units if (present := [module for module in unit if module is not None])]
 

@@ -7,8 +7,9 @@ tied embedding over the first and the last pipeline rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,15 @@ class Replicas:
         """Parameter, dimension and local range of what other ranks hold, too."""
         self.axes = [axis for axis in self._axes() if axis.names and axis.group.size() > 1]
 
-    def hashes(self) -> Tensor:
-        """Hashes of all parameters, in the order of ``named``, and then of the ranges that are shared."""
-        ranges = [parameter.narrow(dim, first, last - first) for parameter, dim, (first, last) in self.shared]
-        return hash_tensors([parameter for _, parameter in self.named] + ranges, self.device)
+    def hashes(self, reading: Callable[[Iterable[nn.Parameter]], Iterator[nn.Parameter]] = iter) -> Tensor:
+        """Hashes of all parameters, in the order of ``named``, and then of the ranges that are shared.
+
+        ``reading`` gives each parameter in turn while its weights are there.
+        """
+        whole = (parameter.detach() for parameter in reading([parameter for _, parameter in self.named]))
+        holders = reading([parameter for parameter, _, _ in self.shared])
+        cut = (p.detach().narrow(dim, a, b - a) for p, (_, dim, (a, b)) in zip(holders, self.shared, strict=True))
+        return hash_tensors(chain(whole, cut), self.device)
 
     def differences(self, hashes: Tensor) -> list[str]:
         """A sentence for each set of copies that differ; all ranks of the job call this and get the same list."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,6 +78,7 @@ class ParallelGroups:
         rank: int,
         *,
         ends: tuple[int, int] = (0, -1),
+        instances: int = 1,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.grid = grid
@@ -87,7 +89,8 @@ class ParallelGroups:
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
         tied = _ends(self.ranks("pp"), ends)
         self.embedding_ranks = list(tied) if rank in tied else []
-        self.embedding = self._own_group("pp", ends)
+        self.embedding = self._own_group("pp", lambda pipeline: [list(_ends(pipeline, ends))])
+        self._sharding = {axes: self._split_group(axes, instances) for axes in ("dp-cp", "edp")}
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self._made.clear()
@@ -104,6 +107,15 @@ class ParallelGroups:
             return self._groups[frozenset(axes.split("-"))]
         except KeyError:
             raise LayoutError(f"no group over the axes {axes!r}; there are: {', '.join(COMBINATIONS)}") from None
+
+    def shard_group(self, axes: str) -> Group:
+        """The ranks among which optimizer state of copies over the data axes ``axes`` is sharded: with several
+        instances (hybrid sharding) one of as many runs of neighbours, else all of them."""
+        return self._sharding[_data_axes(axes)][0]
+
+    def instance_group(self, axes: str) -> Group:
+        """The ranks of all instances that hold the same shard."""
+        return self._sharding[_data_axes(axes)][1]
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
@@ -127,19 +139,41 @@ class ParallelGroups:
         assert group is not None, "every rank is in one group over any axes"
         return group
 
-    def _own_group(self, axes: str, ends: tuple[int, int] | None = None) -> Group | None:
-        """This rank's group over ``axes``, or only of its members ``ends``: None if this rank is not one of them.
+    def _own_group(
+        self, axes: str, parts: Callable[[list[int]], list[list[int]]] = lambda ranks: [ranks]
+    ) -> Group | None:
+        """This rank's group over ``axes``, or over those of its ``parts`` that it is in; None if it is in none.
 
         With torch.distributed every group of the world is made, because all processes must do so together.
         """
         mine = None
         for ranks in self.grid.groups(axes) if dist.is_initialized() else [self.ranks(axes)]:
-            members = tuple(ranks) if ends is None else _ends(ranks, ends)
-            if dist.is_initialized() and members not in self._made:
-                self._made[members] = dist.new_group(list(members), timeout=self._timeout)
-            if self.rank in members:
-                mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
+            for members in map(tuple, parts(ranks)):
+                if dist.is_initialized() and members not in self._made:
+                    self._made[members] = dist.new_group(list(members), timeout=self._timeout)
+                if self.rank in members:
+                    mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
         return mine
+
+    def _split_group(self, axes: str, instances: int) -> tuple[Group, Group]:
+        """This rank's group over its instance of ``axes`` and that over the same index of all instances."""
+        if instances == 1:
+            return self.group(axes), LocalGroup()
+        size = len(self.ranks(axes))
+        if size % instances:
+            raise LayoutError(
+                f"num_distributed_optimizer_instances={instances} cannot split the {size} ranks over {axes}; choose a "
+                "divisor of them"
+            )
+        part = size // instances
+        inner = self._own_group(axes, lambda ranks: [ranks[i : i + part] for i in range(0, size, part)])
+        outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
+        assert inner is not None and outer is not None, "every rank is in one of each"
+        return inner, outer
+
+
+def _data_axes(axes: str) -> str:
+    return "-".join(sorted(axes.split("-"), reverse=True))
 
 
 def _ends(pipeline: list[int], ends: tuple[int, int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,11 @@ def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: i
             _fill(target, part.whole, spec.global_shape, init_method, name_seed(seed, name))
         else:
             init_method(target)
+
+
+def draw_by_name(name: str, parameter: Any, seed: int) -> None:
+    """Fill a parameter by the ``init_method`` that its layer left on it."""
+    initialise_by_name(parameter, parameter.init_method, seed, name)
 
 
 def name_seed(seed: int, name: str) -> int:

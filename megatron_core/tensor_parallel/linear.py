@@ -134,8 +134,15 @@ def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backend) -> Tensor | None:
     """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` if there is one, and then None."""
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = main_grad_of(weight)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)
     accumulate_weight_grad_(main_grad, flat_grad, flat_x, backend=backend)
     return None
+
+
+def main_grad_of(weight: nn.Parameter) -> Tensor | None:
+    """The buffer that a weight's gradient is added to, with memory; None if autograd accumulates it."""
+    if (open_grad := getattr(weight, "open_grad", None)) is not None:
+        open_grad()
+    return getattr(weight, "main_grad", None)

@@ -68,8 +68,7 @@ class RunChecks:
 
     def _compare(self) -> Tensor:
         """Hashes of all parameters; an error if replicas differ."""
-        self.run.data_parallel.finish_param_sync()
-        hashes, iteration = self.replicas.hashes(), self.run.state.iteration
+        hashes, iteration = self.replicas.hashes(self.run.data_parallel.reading), self.run.state.iteration
         differences = self.replicas.differences(hashes)
         if differences:
             raise MegatronError(_sentence(differences, iteration, self._equal_at, self.interval))

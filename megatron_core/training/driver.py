@@ -152,7 +152,12 @@ def forward_backward(
         return output * factor.to(output.dtype) if stage == last else output
 
     data = model.data_parallel
-    listener = Listener(on_last_backward=data.enable_grad_sync, on_last_weights=data.start_grad_sync)
+    listener = Listener(
+        on_last_backward=data.enable_grad_sync,
+        on_last_weights=data.start_grad_sync,
+        on_begin=data.begin_action,
+        on_end=data.end_action,
+    )
     with hooks.around_plan(listener) as listener:
         return run_plan(model, plan, scaled, lengths=lengths, listener=listener)
 

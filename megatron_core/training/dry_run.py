@@ -62,7 +62,10 @@ class RankEstimate:
         micros = config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies)
         plan = Plans(config, copies).training(micros)
         groups = ParallelGroups(
-            grid_of(config.parallel, world_size), rank, ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1])
+            grid_of(config.parallel, world_size),
+            rank,
+            ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1]),
+            instances=config.parallel.num_distributed_optimizer_instances,
         )
         vocab_size = config.data.vocab_size or vocabulary_size(config, tokenizer_of(config.data))
         layers, stages = build_stages(

@@ -15,6 +15,7 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.schedules.actions import Action
 from megatron_core.schedules.trace import Recording, TraceWriter
 
 
@@ -40,7 +41,16 @@ def traced(
         return
     all_reduce_(torch.zeros(1, device=device), groups.group(WORLD))
     recording = Recording(clock_of(device))
-    yield replace(listener, on_begin=recording.begin, on_end=recording.end)
+
+    def begin(action: Action) -> None:
+        recording.begin(action)
+        listener.on_begin(action)
+
+    def end(action: Action) -> None:
+        listener.on_end(action)
+        recording.end(action)
+
+    yield replace(listener, on_begin=begin, on_end=end)
     trace.write(step, recording)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from megatron_core import parallel_state
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.datasets.packing import packing_of
@@ -21,6 +22,7 @@ from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
+from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
@@ -99,7 +101,11 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 
 
 def data_parallel_of(
-    parallel: ParallelConfig, stages: dict[int, GPTModel], groups: ParallelGroups, device: torch.device
+    parallel: ParallelConfig,
+    stages: dict[int, GPTModel],
+    groups: ParallelGroups,
+    device: torch.device,
+    initialise: Initialise | None = None,
 ) -> DataParallel:
     """The gradient buckets of a rank's stages as they are configured."""
     return DataParallel(
@@ -108,8 +114,10 @@ def data_parallel_of(
         zero_stage=parallel.dp_zero_stage,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        keep_after_forward=parallel.zero3_keep_after_forward,
         bucket_size=parallel.ddp_bucket_size,
         device=device,
+        initialise=initialise,
     )
 
 
@@ -141,6 +149,7 @@ def set_up(
         )
     if splits.train is None and not config.training.skip_train:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+    deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,
         groups,
@@ -148,12 +157,14 @@ def set_up(
         world.device,
         stage_to_rank=plans.stage_to_rank,
         initialise=checkpoint is None,
+        deferred=deferred,
         layer_specs=layer_specs,
     )
     if config.training.skip_train:  # no memory for gradients and moments
         for stage in stages.values():
             stage.requires_grad_(False)
-    data_parallel = data_parallel_of(parallel, stages, groups, world.device)
+    draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
+    data_parallel = data_parallel_of(parallel, stages, groups, world.device, draw)
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend)
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)

@@ -122,7 +122,8 @@ def load_state(
     with reader:
         reader.fill(parameter_pieces(data.frozen))
         for bucket in data.buckets:
-            reader.fill(parameter_pieces(zip(bucket.names, bucket.parameters, strict=True)))
+            whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
+            reader.fill(weight_pieces(bucket) if bucket.splits_weights else whole)
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=settings.finetune or settings.no_load_optim)
         if settings.finetune:

@@ -63,8 +63,7 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         result = train_step(run, hooks=hooks)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    run.data_parallel.finish_param_sync()
-    trace.add_weights(run.stages.values())
+    trace.add_weights(run.data_parallel, run.stages.values())
     return trace
 
 

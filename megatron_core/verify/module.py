@@ -151,8 +151,7 @@ class _Training:
             )
             trace.losses.append(outcome.loss)
             trace.norms.append(outcome.grad_norm)
-        data.finish_param_sync()
-        trace.add_weights(self.stages.values())
+        trace.add_weights(data, self.stages.values())
         return trace
 
     def _batches(self, step: int) -> list[Batch]:

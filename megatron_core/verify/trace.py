@@ -33,16 +33,18 @@ class RankTrace:
         for bucket in data_parallel.buckets:
             self._add(f"grad{step}", _gradient_pieces(bucket))
 
-    def add_weights(self, modules: Iterable[torch.nn.Module]) -> None:
+    def add_weights(self, data_parallel: DataParallel, modules: Iterable[torch.nn.Module]) -> None:
         """Copy the weights of this rank's stages."""
         for module in modules:
             named = getattr(module, "named_global_parameters", module.named_parameters)
-            self._add("weight", parameter_pieces(named()))
+            pairs = list(named())
+            for (name, _), parameter in zip(pairs, data_parallel.reading([p for _, p in pairs]), strict=True):
+                self._add("weight", parameter_pieces([(name, parameter)]))
 
     def _add(self, label: str, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-            values = piece.memory.detach().to("cpu", torch.float64).numpy().copy()
+            values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
             self.parts.append((f"{label}.{piece.name.removeprefix('model.')}", piece.global_shape, box, values))
 
 

@@ -74,7 +74,10 @@ def save_run(run: Run) -> Path:
 def pieces(run: Run) -> Iterator[Piece]:
     """Everything that this rank holds: its parameters whole, its shard of the weights, its optimizer state."""
     for stage in run.stages.values():
-        yield from parameter_pieces(stage.named_global_parameters())
+        named = list(stage.named_global_parameters())
+        whole = run.data_parallel.reading([parameter for _, parameter in named])
+        for (name, _), parameter in zip(named, whole, strict=True):
+            yield from parameter_pieces([(name, parameter)])
     for bucket in run.data_parallel.buckets:
         yield from weight_pieces(bucket)
     yield from optimizer_pieces(run.optimizer)

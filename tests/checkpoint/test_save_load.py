@@ -30,15 +30,19 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "tp4": (4, TP4),
     "pp4": (4, PP4),
     "dp4 zero1": (4, ZERO),
+    "dp2 zero3": (2, {"zero_stage": 3}),
+    "dp4 zero2": (4, {"zero_stage": 2}),
+    "tp2 dp2 zero3": (4, TP2 | {"zero_stage": 3, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tp2 dp2 zero1": (4, TP2 | ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "pp2 x 2 chunks, dp2": (4, PP2 | V2),
     "tp2 pp2 sp x 2 chunks": (4, TP2 | PP2 | SP | V2),
     "pp4, a rank without parameters": (4, PP4 | {"pipeline_model_parallel_layout": "Et*3||t|L"}),
 }
-SAVERS = ("1", "tp2 dp2 zero1", "pp2 x 2 chunks, dp2", "pp4, a rank without parameters")
+SAVERS = ("1", "tp2 dp2 zero1", "tp2 dp2 zero3", "pp2 x 2 chunks, dp2", "pp4, a rank without parameters")
 LOADERS = {
     "1": ("tp4", "tp2 pp2 sp x 2 chunks"),
-    "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero1", "1"),
+    "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero3", "1"),
+    "tp2 dp2 zero3": ("tp2 dp2 zero3", "dp4 zero2"),
     "pp2 x 2 chunks, dp2": ("pp2 x 2 chunks, dp2", "tp4", "dp4 zero1"),
     "pp4, a rank without parameters": ("pp4, a rank without parameters", "tp4"),
 }

@@ -193,7 +193,20 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"rank_order": "tp-dp-pp-xp"}, 1, ("rank_order=tp-dp-pp-xp", "each axis once")),
     ({"rank_order": "tp-pp"}, 2, ("rank_order=tp-pp", "each axis once")),
     ({"overlap_param_gather": True}, 1, ("overlap_param_gather=True", "--use-distributed-optimizer")),
-    ({"zero_stage": 2}, 1, ("zero_stage=2", "legal: 0, 1")),
+    ({"zero_stage": 4}, 1, ("zero_stage=4", "legal: 0, 1, 2, 3")),
+    ({"data_parallel_sharding_strategy": "all"}, 1, ("data_parallel_sharding_strategy=all", "optim_grads_params")),
+    (
+        {"data_parallel_sharding_strategy": "optim", "zero_stage": 3},
+        1,
+        ("data_parallel_sharding_strategy=optim", "zero_stage=3"),
+    ),
+    ({"zero3_keep_after_forward": True, "zero_stage": 2}, 1, ("zero3_keep_after_forward=True", "--zero-stage 3")),
+    ({"num_distributed_optimizer_instances": 2}, 2, ("num_distributed_optimizer_instances=2", "--zero-stage 1")),
+    (
+        {"num_distributed_optimizer_instances": 2, "zero_stage": 1},
+        3,
+        ("num_distributed_optimizer_instances=2 cannot split 3", "legal: 1, 3"),
+    ),
     ({"zero_stage": 0, "use_distributed_optimizer": True}, 1, ("zero_stage=0", "use_distributed_optimizer=True")),
     # batches and length
     ({"global_batch_size": 10}, 4, ("global_batch_size=10", "1 x 4 = 4", "nearest legal: 8, 12")),

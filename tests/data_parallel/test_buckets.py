@@ -58,11 +58,11 @@ def test_bucket_size_closes_buckets() -> None:
     assert [b.names for b in _buckets(_chain(), bucket_size=10) if b.kind.decay] == [["1.weight"], ["0.weight"]]
 
 
-def test_buckets_join_units_below_stage_3_alone() -> None:
+def test_buckets_join_units_below_stage_2_alone() -> None:
     """A unit is a child here; GPT's are the embedding, each layer and the head."""
-    joined = [b.names for b in _buckets(_chain(), zero_stage=2)]
+    joined = [b.names for b in _buckets(_chain(), zero_stage=1)]
     assert joined == [["1.weight", "0.weight"], ["0.bias"]]
-    assert [b.names for b in _buckets(_chain(), zero_stage=3)] == [["1.weight"], ["0.bias"], ["0.weight"]]
+    assert [b.names for b in _buckets(_chain(), zero_stage=2)] == [["1.weight"], ["0.bias"], ["0.weight"]]
 
 
 def test_units_of_a_model() -> None:

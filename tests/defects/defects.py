@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from tests.defects.in_layers import IN_LAYERS
 from tests.defects.in_steps import IN_STEPS
+from tests.defects.in_zero import IN_ZERO
 
-DEFECTS = (*IN_LAYERS, *IN_STEPS)
+DEFECTS = (*IN_LAYERS, *IN_STEPS, *IN_ZERO)

@@ -16,9 +16,9 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
-        "data_parallel.finalize:complete_gradients",
-        "all_reduce_(bucket.grads, groups.group(axis))",
-        "all_reduce_(bucket.grads.div_(groups.size(axis)), groups.group(axis))",
+        "data_parallel.finalize:_sum_over_model_axes",
+        "all_reduce_(grads, groups.group(axis))",
+        "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
         "tp2 sp",
         "C17",
     ),

@@ -8,8 +8,8 @@ IN_STEPS = (
     # Pipeline.
     Defect(  # C10
         "tied gradient is not summed over both ends of the pipeline",
-        "data_parallel.finalize:complete_gradients",
-        "all_reduce_(bucket.grads, groups.embedding)",
+        "data_parallel.finalize:_sum_over_model_axes",
+        "all_reduce_(grads, groups.embedding)",
         "pass",
         "pp2",
         "C10",
@@ -143,7 +143,7 @@ IN_STEPS = (
     Defect(  # C37 C60
         "last step's gradients stay in the buffers",
         "data_parallel.buffer:Bucket.zero_grad",
-        "self.grads.zero_()",
+        "(self.grads if self._grad_shard is None else self._grad_shard).zero_()",
         "pass",
         "pp2",
         "C37 C60",
@@ -175,7 +175,7 @@ IN_STEPS = (
     Defect(  # C50
         "gradients are reduced over tp instead of dp",
         "data_parallel.buffer:make_buckets",
-        'groups.group("-".join(kind.replica_axes))',
+        "groups.shard_group(axes)",
         'groups.group("tp")',
         "1 group, dp2 tp2 zero1",
         "C50",

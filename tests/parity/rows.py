@@ -38,6 +38,8 @@ ZERO, OVERLAP = (
     {"use_distributed_optimizer": True},
     {"overlap_grad_reduce": True, "overlap_param_gather": True},
 )
+ZERO2, ZERO3 = {"zero_stage": 2}, {"zero_stage": 3}
+HYBRID = {"num_distributed_optimizer_instances": 2}
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
@@ -102,6 +104,27 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "dp1 zero1": (1, {}, ZERO | {"micro_batch_size": 2}),  # C35
     "dp2 zero1": (2, {}, ZERO),
     "dp2 zero1, overlap": (2, {}, ZERO | OVERLAP | SMALL_BUCKETS),  # C59, C60
+    # ZeRO 2 and 3; the embedding is tied and there are several micro-batches unless the name says otherwise.
+    "dp2 zero2": (2, {}, ZERO2),  # C35
+    "dp2 zero2, overlap": (2, {}, ZERO2 | OVERLAP | SMALL_BUCKETS),  # C12, C60
+    "dp2 zero3, one micro-batch": (2, {}, ZERO3 | {"micro_batch_size": 4}),
+    "dp2 zero3, overlap": (2, {}, ZERO3 | OVERLAP | SMALL_BUCKETS),  # C59, C60
+    "dp2 zero3, weights kept": (2, {}, ZERO3 | {"zero3_keep_after_forward": True}),
+    "dp1 zero3": (1, {}, ZERO3 | {"micro_batch_size": 2}),  # C35
+    "untied, fused loss, dp2 zero3, overlap": (2, UNTIED | FUSED_LOSS, ZERO3 | OVERLAP),
+    "full recompute, dp2 zero3, overlap": (2, {}, ZERO3 | OVERLAP | FULL_UNIFORM),
+    "dp2 tp2 sp zero3, overlap": (4, {}, TP2 | SP | ZERO3 | OVERLAP),  # C17
+    "1 group, dp2 tp2 zero3": (4, GQA1, TP2 | ZERO3),  # C19
+    "dp2 pp2 zero2, tied": (4, {}, PP2 | ZERO2),  # C10
+    "dp2 pp2 zero3 x 2 chunks": (4, {}, PP2 | V2 | ZERO3 | OVERLAP),  # C10
+    "dp2 pp2 zb_h1 zero2, overlap": (4, {}, PP2 | ZB_H1 | ZERO2 | OVERLAP),
+    "dp2 pp2 zb_v zero3, overlap": (4, {}, PP2 | ZB_V | ZERO3 | OVERLAP),
+    "full recompute, dp2 pp2 dualpipe_v zero3": (4, {}, PP2 | DUALPIPE_V | ZERO3 | FULL_BLOCK),
+    "dp2 tp2 pp2 sp zero3": (8, {}, TP2 | PP2 | SP | ZERO3),
+    "dp2 pp3 zero3, a rank without parameters": (6, {}, PP3 | ZERO3 | OVERLAP | layout_of("Ett||ttL")),  # C34
+    "dp4 zero1 in 2 instances": (4, {}, ZERO | HYBRID | OVERLAP),
+    "dp4 zero2 in 2 instances": (4, {}, ZERO2 | HYBRID),
+    "dp4 zero3 in 2 instances": (4, {}, ZERO3 | HYBRID | OVERLAP),
     "tp2 pp2": (4, {}, TP2 | PP2),
     "tp2 pp2 sp x 2 chunks": (4, {}, TP2 | PP2 | SP | V2),
     "dp2 tp2 sp, overlap": (4, {}, TP2 | SP | {"overlap_grad_reduce": True} | SMALL_BUCKETS),  # C56

@@ -35,8 +35,15 @@ def _both(settings: dict) -> list[list[tuple[float, float]]]:
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(1, {"hidden_dropout": 0.1}), (2, OVERLAP), (2, OVERLAP | {"bf16": True}), (4, TP2 | OVERLAP), (2, PP2)],
-    ids=["one", "zero1", "zero1-bf16", "tp2-zero1", "pp2"],
+    [
+        (1, {"hidden_dropout": 0.1}),
+        (2, OVERLAP),
+        (2, OVERLAP | {"bf16": True}),
+        (4, TP2 | OVERLAP),
+        (2, PP2),
+        (2, OVERLAP | {"zero_stage": 3}),
+    ],
+    ids=["one", "zero1", "zero1-bf16", "tp2-zero1", "pp2", "zero3"],
 )
 def test_a_sound_run_is_the_same_to_the_bit(world: int, settings: dict) -> None:  # C60
     for plain, poisoned in run_ranks(world, _both, settings):

@@ -21,6 +21,8 @@ LAYOUTS: dict[str, dict] = {
     "pp2": PP2,
     "dp2": {},
     "dp2 zero1": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    "dp2 zero2": {"zero_stage": 2},
+    "dp2 zero3": {"zero_stage": 3, "overlap_grad_reduce": True, "overlap_param_gather": True},
 }
 PRECISIONS = {
     "fp16": {"fp16": True, "initial_loss_scale": 2.0**10, "hysteresis": 1},
@@ -29,8 +31,9 @@ PRECISIONS = {
 
 
 def _digest(run: Run) -> str:
-    run.data_parallel.finish_param_sync()
-    content = [p.detach().to(torch.float64).numpy().tobytes() for s in run.stages.values() for p in s.parameters()]
+    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    whole = run.data_parallel.reading(parameters)
+    content = [p.detach().to(torch.float64, copy=True).numpy().tobytes() for p in whole]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
@@ -39,14 +42,15 @@ def _spoil(run: Run, value: float, split: bool) -> None:
     whole copies of."""
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
     chosen = [p for p in parameters if bool(spec_of(p).splits) == split]
-    finish = run.data_parallel.finish_grad_sync
+    (bucket,) = (b for b in run.data_parallel.buckets if any(p is chosen[-1] for p in b.parameters))
+    start = bucket.start_reduce
 
     def spoiled() -> None:
         chosen[-1].main_grad.view(-1)[0] = value
-        run.data_parallel.finish_grad_sync = finish
-        finish()
+        bucket.start_reduce = start
+        start()
 
-    run.data_parallel.finish_grad_sync = spoiled
+    bucket.start_reduce = spoiled
 
 
 def _skip_one(settings: dict, rank: int, value: float, split: bool) -> tuple:

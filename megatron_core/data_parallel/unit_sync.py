@@ -1,0 +1,214 @@
+"""ZeRO stages 2 and 3 on the units of a stage (Rajbhandari et al. 2020, section 5; Zhao et al. 2023, section 3).
+
+A unit is gathered when its forward begins, freed when the next one's begins, gathered again when its backward begins,
+and freed when the backward of the unit before it begins; then its gradients are reduced, too. Which unit is at work is
+all the state there is: memory follows from it, so that hooks may fire in any number and recomputed forwards may run
+inside a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_core.data_parallel.buffer import Bucket
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is gathered, freed and reduced together."""
+
+    number: int
+    own: Sequence[Bucket]
+    """Buckets with the unit's parameters, which are reduced when its backward has ended."""
+    reads: Sequence[Bucket]
+    """Buckets whose weights its forward and backward read: its own, and those of tied weights of another unit."""
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """When communication happens and what is kept; the results are the same to the bit."""
+
+    overlap_grad_reduce: bool = False
+    """A unit's gradients are on their way while the next unit's backward runs."""
+    overlap_param_gather: bool = False
+    """The unit that follows is gathered while this one runs."""
+    keep_after_forward: bool = False
+    """Weights stay from their first use to the end of the step."""
+
+
+class UnitSync:
+    """Gathers weights and reduces gradients of one pipeline stage, unit by unit, as the stage runs.
+
+    ``reduce(bucket)`` begins to sum a bucket's gradients. All ranks that share a bucket run the same units in the same
+    order, so that their collectives meet.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Sequence[Sequence[nn.Module]],
+        buckets: Sequence[Bucket],
+        bucket_of: Mapping[nn.Parameter, Bucket],
+        options: UnitOptions,
+        reduce: Callable[[Bucket], None],
+    ) -> None:
+        self.options, self._start_reduce = options, reduce
+        self.units = [
+            Unit(number, *_buckets_of(number, each, buckets, bucket_of)) for number, each in enumerate(modules)
+        ]
+        self._splits_weights = any(bucket.splits_weights for unit in self.units for bucket in unit.reads)
+        self._forward: Unit | None = None
+        self._backward: Unit | None = None
+        self._weights: Unit | None = None
+        """The unit whose weight gradients a split backward computes."""
+        self._entered: Unit | None = None
+        """The last unit of the last forward."""
+        self._kind = "B"
+        self._whole: list[Bucket] = []
+        self._reducing: list[Bucket] = []
+        self._attach(root, modules)
+
+    def _attach(self, root: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> None:
+        """Hook each unit's modules, and those inside that have parameters of their own: a model may call only them."""
+        seen = {root}
+        for unit, listed in zip(self.units, modules, strict=True):
+            for module in listed:
+                for inner in module.modules():
+                    owns = inner is module or next(inner.parameters(recurse=False), None) is not None
+                    if owns and inner not in seen:
+                        seen.add(inner)
+                        inner.register_forward_pre_hook(lambda *_, unit=unit: self._enter_forward(unit))
+                        inner.register_forward_hook(lambda _, args, output, unit=unit: self._watch(output, unit))
+        root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
+
+    # Forward.
+
+    def _enter_forward(self, unit: Unit) -> None:
+        if self._forward is not unit:
+            self._forward = self._entered = unit
+            self._hold()
+
+    def _leave_forward(self, output: Any) -> None:
+        """The stage has ended; what follows its last module's forward, such as the loss, belongs to the last unit."""
+        if self._entered is not None:
+            self._watch(output, self._entered)
+        self._forward = None
+        self._hold()
+
+    def _watch(self, output: Any, unit: Unit) -> None:
+        """Begin the unit's backward when the gradient of one of its outputs is known."""
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _, unit=unit: self._enter_backward(unit))
+
+    # Backward.
+
+    def begin(self, kind: str) -> None:
+        """The backward that follows is whole (B), or computes input gradients (I) or weight gradients (W) alone."""
+        self._kind = kind
+
+    def end(self) -> None:
+        """A forward or backward of the stage has ended."""
+        for unit in reversed(self.units):
+            if unit in (self._backward, self._weights):
+                self._reduce(unit)
+        self._forward = self._backward = self._weights = None
+        self._kind = "B"
+        self._hold()
+
+    def _enter_backward(self, unit: Unit) -> None:
+        before, self._backward = self._backward, unit
+        if before is unit:
+            return
+        self._forward = None  # a recomputed forward of the unit before is over
+        self._hold()
+        if before is not None:
+            self._reduce(before)
+
+    def opened(self, bucket: Bucket) -> None:
+        """A gradient of ``bucket`` is about to be computed: in W that says which unit is at work."""
+        if self._kind == "W" and bucket in (unit := self.units[bucket.unit]).own and self._weights is not unit:
+            if self._weights is not None:
+                self._reduce(self._weights)
+            self._weights = unit
+
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce what the unit's backward has computed; a whole one all of it, so that ranks agree on what that is."""
+        self.finish_reduce()
+        for bucket in unit.own:
+            if self._kind == "B" and bucket.splits_grads:
+                bucket.open_grads()
+            if bucket.splits_grads and bucket.has_grads:
+                self._start_reduce(bucket)
+                self._reducing.append(bucket)
+        if not self.options.overlap_grad_reduce:
+            self.finish_reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions that are under way."""
+        while self._reducing:
+            self._reducing.pop(0).finish_reduce()
+
+    # Weights.
+
+    def release(self) -> None:
+        """Free all weights: the shards are about to change."""
+        self._forward = self._backward = None
+        self._release_all_but([])
+
+    def _hold(self) -> None:
+        """Have the weights of the units at work, with overlap begin with those of the next one, and free the others."""
+        if not self._splits_weights:
+            return
+        now = [bucket for unit in self._at_work() for bucket in unit.reads]
+        ahead = self._next() if self.options.overlap_param_gather else None
+        following = list(ahead.reads) if ahead is not None else []
+        if not self.options.keep_after_forward:
+            self._release_all_but(now + following)
+        for bucket in now + following:
+            if bucket not in self._whole:
+                bucket.start_gather()
+                self._whole.append(bucket)
+        for bucket in now:
+            bucket.finish_gather()
+
+    def _release_all_but(self, kept: list[Bucket]) -> None:
+        for bucket in self._whole:
+            if bucket not in kept:
+                bucket.release_weights()
+        self._whole = [bucket for bucket in self._whole if bucket in kept]
+
+    def _at_work(self) -> list[Unit]:
+        units = [unit for unit in (self._forward, self._backward) if unit is not None]
+        return units[:1] if len(set(units)) == 1 else units
+
+    def _next(self) -> Unit | None:
+        """The unit after the one at work; none while two are at work, so that never more than two are whole."""
+        if len(self._at_work()) != 1:
+            return None
+        number = self._at_work()[0].number + (1 if self._backward is None else -1)
+        return self.units[number] if 0 <= number < len(self.units) else None
+
+
+def _buckets_of(
+    number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
+) -> tuple[list[Bucket], list[Bucket]]:
+    """A unit's own buckets, and all that its modules' parameters lie in."""
+    own = [bucket for bucket in buckets if bucket.unit == number]
+    read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
+    return own, list(dict.fromkeys(own + read))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors among what a module returns."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, Iterable) and not isinstance(output, str):
+        for each in output:
+            yield from _tensors(each)

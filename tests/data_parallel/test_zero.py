@@ -1,0 +1,172 @@
+"""ZeRO stages 2 and 3: equal to the bit where sums have one order, and memory as small as it should be."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.grid import Grid
+from megatron_core.training.setup import Run
+from megatron_core.training.step import evaluate, train_step
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.defects.plant import planted
+from tests.runs import tiny_run
+
+SMALL = {"hidden_size": 16, "seq_length": 8, "micro_batch_size": 1, "global_batch_size": 8}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+POISON = {"poison_buffers": True}
+KEEP = {"zero3_keep_after_forward": True}
+
+Result = tuple[list[float], list[np.ndarray]]
+
+
+def _weights(run: Run) -> list[np.ndarray]:
+    parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+    return [p.detach().to(torch.float64, copy=True).numpy() for p in run.data_parallel.reading(parameters)]
+
+
+def _train(settings: dict) -> Result:
+    run = tiny_run(**SMALL | settings)
+    losses = [train_step(run).loss for _ in range(3)]
+    return [*losses, evaluate(run, run.splits.valid, 1)], _weights(run)
+
+
+def _trainings(variants: list[dict]) -> list[Result]:
+    return [_train(settings) for settings in variants]
+
+
+def _equal_to_the_bit(variants: list[dict]) -> None:
+    for first, *others in run_ranks(2, _trainings, variants):
+        for settings, (losses, weights) in zip(variants[1:], others, strict=True):
+            assert losses == first[0], settings
+            for found, expected in zip(weights, first[1], strict=True):
+                np.testing.assert_array_equal(found, expected, err_msg=str(settings))
+
+
+def test_every_stage_is_the_same_to_the_bit() -> None:
+    """One micro-batch and no clipping: nothing is summed in another order. The stages' flags are also Megatron's."""
+    once = {"micro_batch_size": 4, "clip_grad": 0.0}
+    words = [{"data_parallel_sharding_strategy": word} for word in ("no_shard", "optim", "optim_grads_params")]
+    _equal_to_the_bit([once | each for each in [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, *words]])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_overlap_changes_no_bit(stage: int) -> None:  # C12 C59 C60
+    sharded = {"zero_stage": stage, "bf16": stage == 3, "ddp_bucket_size": 500}
+    kept = [sharded | KEEP, sharded | KEEP | OVERLAP] if stage == 3 else []
+    _equal_to_the_bit([sharded, sharded | OVERLAP, *kept, sharded | OVERLAP | POISON])
+
+
+def _most_whole(settings: dict) -> tuple[int, int]:
+    """The most units of which weights and unreduced gradients had memory at once."""
+    run = tiny_run(**SMALL | {"num_layers": 6, "untie_embeddings_and_output_weights": True} | settings)
+    most = [0, 0]
+
+    def look(bucket: Bucket) -> None:
+        for which, has in enumerate((Bucket.is_whole, Bucket.has_grads)):
+            units = {b.unit for b in run.data_parallel.buckets if has.fget(b)}
+            most[which] = max(most[which], len(units))
+
+    for method in (Bucket.start_gather, Bucket.open_grads):
+
+        def watched(bucket: Bucket, method=method) -> None:
+            method(bucket)
+            look(bucket)
+
+        setattr(Bucket, method.__name__, watched)
+    train_step(run)
+    evaluate(run, run.splits.valid, 1)
+    return most[0], most[1]
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "gradients"),
+    [({}, 1, 1), (OVERLAP, 2, 2), (OVERLAP | FULL, 2, 2)],
+    ids=["one after another", "overlap", "full recompute"],
+)
+def test_no_more_than_two_units_are_whole(settings: dict, weights: int, gradients: int) -> None:
+    assert run_ranks(2, _most_whole, settings | {"zero_stage": 3}) == [(weights, gradients)] * 2
+
+
+UNITS = {
+    "num_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "vocab_size": 128,
+    "untie_embeddings_and_output_weights": True,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _grown_and_kept(settings: dict) -> tuple[int, int]:
+    """Bytes by which the peak grew in two steps, the set-up included, and bytes of the shards."""
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # small units stand for those of 32 MiB, which free() gives back
+    train_step(tiny_run(**SMALL))
+    before = _peak()
+    run = tiny_run(**UNITS | settings, zero_stage=3)
+    for _ in range(2):
+        train_step(run)
+    shards = [t for bucket in run.data_parallel.buckets for t in (bucket.weight_shard, bucket.grad_shard)]
+    state = [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
+    return _peak() - before, sum(tensor.nbytes for tensor in shards + state)
+
+
+@pytest.mark.parametrize(("settings", "units"), [({}, 5), (OVERLAP, 8)], ids=["one after another", "overlap"])
+def test_peak_memory_at_stage_3_is_the_shards_and_a_few_units(settings: dict, units: int) -> None:
+    """Weights of 8 units of 12.6 MB: in memory are the shards, one unit of weights and gradients each, with overlap
+    two, and what a collective copies of them; whole weights and gradients would be 16."""
+    unit = 12 * 512**2 * 4
+    for grown, kept in run_ranks(2, _grown_and_kept, settings):
+        assert kept > 8 * unit * 4 / 2  # weight, gradient and two moments, halved
+        assert grown < kept + units * unit, f"{(grown - kept) / unit:.1f} units beside the shards"
+
+
+def _frozen_below(stage: int) -> list[np.ndarray]:
+    """Gradient descent on a chain whose first layers are frozen; its third is called twice."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2], layers[2], layers[3])
+    layers[0].requires_grad_(False)
+    groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
+    data = DataParallel({0: model}, groups, zero_stage=stage, bucket_size=1)
+    for _ in range(3):
+        data.zero_grad()
+        for _ in range(2):
+            model(torch.full((3, 6), 1.0 + groups.rank, dtype=torch.float64)).square().mean().backward()
+        data.finish_grad_sync()
+        for bucket in data.buckets:
+            bucket.weight_shard.sub_(0.01 * bucket.grad_shard)
+        data.start_param_sync()
+    return [p.detach().clone().numpy() for p in data.reading(list(model.parameters()))]
+
+
+def test_any_module_with_frozen_parameters() -> None:
+    whole = run_ranks(2, _frozen_below, 0)
+    for stage in (2, 3):
+        for weights, expected in zip(run_ranks(2, _frozen_below, stage), whole, strict=True):
+            for found, truth in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(found, truth, rtol=1e-12)
+
+
+def test_a_unit_that_is_freed_too_early_ends_the_run() -> None:
+    """Weights without memory cannot be read: there is no silent form of this."""
+    target = "data_parallel.unit_sync:UnitSync._at_work"
+    with planted(target, "(self._forward, self._backward)", "(self._forward,)"), pytest.raises(RankFailure):
+        run_ranks(2, _train, {"zero_stage": 3})

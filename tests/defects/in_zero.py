@@ -1,0 +1,78 @@
+"""Defects in sharded gradients and weights: ZeRO 2 and 3, hybrid sharding."""
+
+from __future__ import annotations
+
+from tests.defects.defect import Defect
+
+IN_ZERO = (
+    Defect(  # C35
+        "a shard is added to its sum twice",
+        "data_parallel.buffer:Bucket.finish_reduce",
+        "self.grad_shard.add_(self._partial)",
+        "self.grad_shard.add_(self._partial).add_(self._partial)",
+        "dp2 zero2",
+        "C35",
+    ),
+    Defect(  # C35
+        "of sharded gradients only the first micro-batch's survive",
+        "data_parallel.buffer:Bucket.finish_reduce",
+        "if self._has_sum:",
+        "if False:",
+        "dp2 zero2",
+        "C35",
+    ),
+    Defect(  # C12 C60
+        "a tied weight's next gradient is added to the one that is being reduced",
+        "data_parallel.buffer:Bucket.open_grads",
+        "self.finish_reduce()",
+        "pass",
+        "dp2 zero2, overlap",
+        "C12 C60",
+    ),
+    Defect(  # C17
+        "shards of partial gradients are never completed",
+        "data_parallel.wrapper:DataParallel.finish_grad_sync",
+        "complete_shard(bucket, self.groups)",
+        "pass",
+        "dp2 tp2 sp zero3, overlap",
+        "C17",
+    ),
+    Defect(  # C19
+        "gradients of shared keys and values are split before they are completed",
+        "data_parallel.wrapper:DataParallel._start_reduce",
+        "(complete_shared if bucket.splits_grads else complete_gradients)(bucket, self.groups)",
+        "pass",
+        "1 group, dp2 tp2 zero3",
+        "C19",
+    ),
+    Defect(  # C59
+        "gathered weights stay when their shards have changed",
+        "data_parallel.wrapper:DataParallel.start_param_sync",
+        "sync.release()",
+        "pass",
+        "dp2 zero3, weights kept",
+        "C59",
+    ),
+    Defect(
+        "instances of hybrid sharding never meet",
+        "data_parallel.wrapper:DataParallel.finish_grad_sync",
+        "bucket.sum_over_instances()",
+        "pass",
+        "dp4 zero2 in 2 instances",
+    ),
+    Defect(  # C37
+        "instances of hybrid sharding count in the norm each",
+        "data_parallel.buffer:Bucket.is_writer",
+        " and self.instances.rank() == 0",
+        "",
+        "dp4 zero3 in 2 instances",
+        "C37",
+    ),
+    Defect(
+        "ranks initialise a bucket of stage 3 by its position, not by name",
+        "data_parallel.buffer:materialise",
+        "initialise(name, parameter)",
+        "initialise(str(parameter.shape), parameter)",
+        "dp2 zero3, one micro-batch",
+    ),
+)
