@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_core.ops import Backend, accumulate_weight_grad_
 from megatron_core.ops.grouped import grouped_product, runs
+from megatron_core.tensor_parallel.linear import main_grad_of
 
 
 def grouped_linear(x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, backend: Backend = "auto") -> Tensor:
@@ -49,7 +50,7 @@ def _weight_grad(
 
     One product for each expert: it adds in the precision of ``main_grad``, which a grouped product does not.
     """
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = main_grad_of(weight)
     grad = torch.zeros_like(weight) if main_grad is None else main_grad
     for run, own in zip(runs(counts), grad, strict=True):
         if run.start < run.stop:

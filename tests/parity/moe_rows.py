@@ -54,6 +54,12 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, etp2, allgather": (2, MIXTRAL, ETP2 | ALL_GATHER),
     "experts, dp2 tp2 ep2 zero1": (4, MIXTRAL, TP2 | EP2 | ZERO),
     "experts, dp4 ep2 zero1, overlap": (4, MIXTRAL, EP2 | ZERO | OVERLAP),
+    "experts, dp4 ep2 zero3, overlap": (4, MIXTRAL, EP2 | {"zero_stage": 3} | OVERLAP),
+    "bias and groups, dp2 pp2 ep2 zb_v zero3": (
+        4,
+        DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)},
+        PP2 | EP2 | ZB_V | {"zero_stage": 3},
+    ),
     "experts, a rank without a token that counts, ep4": (4, MIXTRAL, EP4),  # C3
     "bias and groups, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
     "bias and groups, dp2 pp2 ep2 zb_v": (4, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)}, PP2 | EP2 | ZB_V),
