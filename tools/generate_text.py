@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 import tyro
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_layout import parallel_problems
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import ConfigError
 from megatron_core.inference import Generator, Sampling, until_stop
 from megatron_core.parallel import World, run_job, start_world
 from megatron_core.tokenizers import end_ids, tokenizer_of
-from megatron_core.training.compatibility import stored_config
+from megatron_core.training.compatibility import open_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Settings:
     """Continue a prompt with a trained model, in any layout."""
 
     load: str
-    """Folder of checkpoints (--save of the training), or of a single checkpoint."""
+    """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
     prompt: str
     """Text to continue."""
     max_new_tokens: int = 64
@@ -57,16 +56,12 @@ def generate_text(settings: Settings, world: World) -> None:
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
     )
-    folder = find_checkpoint(settings.load, settings.ckpt_step)
-    if folder is None:
-        raise CheckpointError(f"load={settings.load!r} has no checkpoint; give a folder written with --save")
-    with CheckpointReader(folder) as reader:
-        config = run_config(stored_config(folder), settings)
+    reader, trained = open_model(settings.load, settings.ckpt_step)
+    with reader:
+        config = run_config(trained, settings)
         tokenizer = tokenizer_of(config.data)
         if tokenizer is None:
-            raise ConfigError(
-                f"{folder} was trained without a tokenizer, which the prompt needs; train with --tokenizer-type"
-            )
+            raise ConfigError(f"{reader.folder} has no tokenizer, which the prompt needs; train with --tokenizer-type")
         check_layout(config, world)
         start_world(world)
         groups = parallel_state.make_groups(config.parallel, world)

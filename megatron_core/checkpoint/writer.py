@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Piece
+from megatron_core.checkpoint.boxes import Box, Piece
 from megatron_core.checkpoint.manifest import MANIFEST, TRACKER, box_key, collect, iteration_folder
 from megatron_core.errors import CheckpointError
 
@@ -53,6 +54,35 @@ def save_checkpoint(
     return final
 
 
+def save_tensors(
+    save: Path,
+    iteration: int,
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    state: Mapping[str, Any],
+    *,
+    extra_files: Mapping[str, Path] | None = None,
+) -> Path:
+    """Write a checkpoint of whole ``tensors``, which this process makes one after the other; -> its folder.
+
+    ``entries`` are their names, dtypes and global shapes.
+    """
+    entries = list(entries)
+    final = iteration_folder(save, iteration)
+    partial = save / f".{final.name}.incomplete"
+    try:
+        _make_folder(partial)
+        keys = [(box_key(name, Box((0,) * len(shape), shape)), dtype, shape) for name, dtype, shape in entries]
+        shapes = {"shapes": json.dumps({name: shape for name, _, shape in entries})}
+        write_safetensors(partial / "rank_00000.safetensors", keys, tensors, shapes)
+        _publish(save, iteration, partial, state, extra_files or {})
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
 def _together(agree: Agree, what: str, action: Callable[[], None]) -> None:
     """Run ``action`` on this rank; if it fails anywhere, it is an error on every rank instead of a hang."""
     problem: Exception | None = None
@@ -71,22 +101,36 @@ def _make_folder(partial: Path) -> None:
 
 
 def _write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write the owned pieces in the format of safetensors, whose own writer copies all tensors first."""
+    """Write the owned pieces."""
     owned = [piece for piece in pieces if piece.owned]
-    if not owned:
-        return
-    header: dict[str, Any] = {"__metadata__": {"shapes": json.dumps({p.name: p.global_shape for p in owned})}}
+    if owned:
+        entries = [(box_key(piece.name, piece.box), piece.memory.dtype, piece.box.shape) for piece in owned]
+        shapes = {"shapes": json.dumps({piece.name: piece.global_shape for piece in owned})}
+        write_safetensors(path, entries, (piece.memory for piece in owned), shapes)
+
+
+def write_safetensors(
+    path: Path,
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write ``tensors`` one after the other in the format of safetensors, whose own writer needs all of them at once.
+
+    ``entries`` are their names, dtypes and shapes.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for piece in owned:
-        entry = {"dtype": DTYPES[piece.memory.dtype], "shape": piece.box.shape}
-        header[box_key(piece.name, piece.box)] = entry | {"data_offsets": (at, at + piece.memory.nbytes)}
-        at += piece.memory.nbytes
+    for name, dtype, shape in entries:
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, at + size)}
+        at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for piece in owned:
-            for part in _parts(piece.memory.detach()):
+        for tensor in tensors:
+            for part in _parts(tensor.detach()):
                 file.write(part.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
 
 

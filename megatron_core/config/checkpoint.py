@@ -15,6 +15,13 @@ class CheckpointConfig:
     """Steps between checkpoints; default none before the end of the run."""
     load: str | None = None
     """Folder of checkpoints to resume from."""
+    load_hf: str | None = None
+    """Folder of a Hugging Face model to start from: its shape, vocabulary and tokenizer are the defaults of the flags,
+    its weights the initial weights. A checkpoint in the folder of --load takes precedence, so that a restarted job
+    resumes."""
+    hf_model_type: str | None = None
+    """Architecture as which the model is exported, such as llama (tools/convert_checkpoint.py); default: the one of
+    --load-hf, or the first that fits."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""
     use_checkpoint_args: bool = False
@@ -36,6 +43,7 @@ class CheckpointConfig:
         return replace(
             self,
             load=self.save,
+            load_hf=None,
             ckpt_step=None,
             use_checkpoint_args=False,
             finetune=False,

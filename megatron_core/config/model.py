@@ -7,6 +7,30 @@ from typing import Literal
 
 from megatron_core.config.moe import MoEConfig
 
+EXECUTION_SETTINGS = (
+    "attention_backend",
+    "kernel_backend",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "moe_token_dispatcher_type",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_force_load_balancing",
+)
+"""Settings of the model that say how it is computed, not what."""
+TRAINING_SETTINGS = (
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_input_jitter_eps",
+)
+"""Settings of the model that do not change what trained weights compute in evaluation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(MoEConfig):
@@ -55,6 +79,8 @@ class ModelConfig(MoEConfig):
     """No biases in the linear layers."""
     add_qkv_bias: bool = False
     """Add a bias to the QKV projection even with --disable-bias-linear."""
+    parallel_residual: bool = False
+    """Attention and MLP read the same input and are added together (GPT-J, GPT-NeoX)."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weight instead of the word embedding's."""
     hidden_dropout: float = 0.1

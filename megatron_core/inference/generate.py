@@ -14,6 +14,7 @@ from megatron_core.inference.kv_cache import KVCache
 from megatron_core.inference.sampling import Sampling, choose
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
+from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import broadcast_
@@ -33,7 +34,11 @@ class Generator:
 
     @classmethod
     def load(
-        cls, reader: CheckpointReader, config: RunConfig, groups: ParallelGroups, device: torch.device
+        cls,
+        reader: CheckpointReader | HuggingFaceReader,
+        config: RunConfig,
+        groups: ParallelGroups,
+        device: torch.device,
     ) -> Generator:
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
         validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))

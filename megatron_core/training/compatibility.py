@@ -8,34 +8,15 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.file import field_types
+from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.errors import CheckpointError
+from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
+from megatron_core.models.hf.reader import CONFIG
 
-EXECUTION = (
-    "attention_backend",
-    "kernel_backend",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "moe_token_dispatcher_type",
-    "moe_pad_expert_input_to_capacity",
-    "moe_router_force_load_balancing",
-)
-"""Settings of the model that say how it is computed, not what."""
-TRAINING = (
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_input_jitter_eps",
-)
-"""Settings of the model that do not change what trained weights compute in evaluation."""
 TENSORS = (
     "num_layers",
     "hidden_size",
@@ -59,7 +40,7 @@ SIZES = (
     "moe_shared_expert_intermediate_size",
 )
 """Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
-FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION, *TRAINING, *SIZES))
+FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
 """All others change the function, whatever settings may be added: another value would load and give nonsense."""
 
 
@@ -101,11 +82,24 @@ def stored_config(folder: Path) -> RunConfig:
     return replace(config, data=replace(data, vocab_size=vocab_size, **files))
 
 
+def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
+    """The open checkpoint, or folder of Hugging Face, ``load``, and the configuration of its model.
+
+    Errors: ``CheckpointError`` where there is none.
+    """
+    if (Path(load) / CONFIG).is_file():
+        return HuggingFaceReader(load), RunConfig.from_flat(RunConfig().flat() | settings_of_folder(load))
+    folder = find_checkpoint(load, step)
+    if folder is None:
+        raise CheckpointError(f"load={load!r} has no checkpoint; give a folder written with --save")
+    return CheckpointReader(folder), stored_config(folder)
+
+
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
     """The model, the sequence length and the tokenizer of ``config``, and for all the rest the defaults."""
     names = ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
     kept = (*names, "tiktoken_pattern", "tiktoken_num_special_tokens")
-    model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION})
+    model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION_SETTINGS})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
     return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in kept}))

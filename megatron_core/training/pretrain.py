@@ -14,6 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, parse_command_line, write_config
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
+from megatron_core.models.hf import settings_of_folder
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.ops import backend
@@ -27,9 +28,12 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
 def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, DryRun]:
-    """The configuration of the command line, or of ``args``, over that of the checkpoint if it asks for that; and
-    whether to describe a rank instead of training."""
+    """The configuration of the command line, or of ``args``, over that of the checkpoint or of the model of Hugging
+    Face if it asks for that; and whether to describe a rank instead of training."""
     config, dry = parse_command_line(args, prog=prog)
+    if config.checkpoint.load_hf is not None and not config.checkpoint.use_checkpoint_args:
+        settings = settings_of_folder(config.checkpoint.load_hf)
+        return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     if not config.checkpoint.use_checkpoint_args:
         return config, dry
     folder = find_checkpoint(config.checkpoint.load or ".", config.checkpoint.ckpt_step)

@@ -21,6 +21,7 @@ from megatron_core.checkpoint import (
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
+from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.tokenizers.base import Tokenizer
@@ -98,10 +99,14 @@ def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, 
     }
 
 
-def open_checkpoint(config: RunConfig) -> CheckpointReader | None:
+def open_checkpoint(config: RunConfig) -> CheckpointReader | HuggingFaceReader | None:
     """The checkpoint that ``config.checkpoint`` names, of the model of ``config``; None without one."""
     settings = config.checkpoint
     folder = None if settings.load is None else find_checkpoint(settings.load, settings.ckpt_step)
+    if folder is None and settings.load_hf is not None:
+        weights = HuggingFaceReader(settings.load_hf)
+        check_same_model(asdict(weights.model), config)
+        return weights
     if folder is None:
         if settings.load is not None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(
@@ -115,25 +120,29 @@ def open_checkpoint(config: RunConfig) -> CheckpointReader | None:
 
 
 def load_state(
-    config: RunConfig, reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None
+    config: RunConfig,
+    reader: CheckpointReader | HuggingFaceReader,
+    data: DataParallel,
+    optimizer: Optimizer | None,
 ) -> TrainState:
-    """Fill weights and optimizer from a checkpoint, and return the counters."""
+    """Fill weights and optimizer from a checkpoint, and return the counters; a folder of Hugging Face has none."""
     settings = config.checkpoint
+    weights_only = settings.finetune or isinstance(reader, HuggingFaceReader)
     with reader:
         reader.fill(parameter_pieces(data.frozen))
         for bucket in data.buckets:
             whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
             reader.fill(weight_pieces(bucket) if bucket.splits_weights else whole)
         if optimizer is not None:
-            _load_optimizer(reader, optimizer, fresh=settings.finetune or settings.no_load_optim)
-        if settings.finetune:
+            _load_optimizer(reader, optimizer, fresh=weights_only or settings.no_load_optim)
+        if weights_only:
             return TrainState()
         # Checkpoints written before sequences could grow have no count of tokens.
         counted = {"consumed_tokens": reader.state["consumed_samples"] * config.data.seq_length, **reader.state}
         return TrainState(**{field.name: counted[field.name] for field in fields(TrainState)})
 
 
-def _load_optimizer(reader: CheckpointReader, optimizer: Optimizer, *, fresh: bool) -> None:
+def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Optimizer, *, fresh: bool) -> None:
     pieces = list(optimizer_pieces(optimizer))
     if fresh:
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))

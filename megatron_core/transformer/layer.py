@@ -12,8 +12,9 @@ from megatron_core.transformer.layer_spec import LayerSpec
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
-    Each += also adds the bias of the matrix product before it, all in one pass over x. ``layer_number`` is global and
-    counts from 0, whatever stage the layer is on; ``spec`` has the constructors of its parts.
+    With ``parallel_residual`` both read the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
+    matrix product before it, all in one pass over x. ``layer_number`` is global and counts from 0, whatever stage the
+    layer is on; ``spec`` has the constructors of its parts.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
@@ -25,13 +26,15 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context, size, partial_grad=partial_grad)
         self.mlp = spec.mlp(context, layer_number)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
+        self.parallel_residual = context.config.parallel_residual
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
         output, bias = self.self_attention(self.input_layernorm(hidden), context)
-        hidden = self._add(hidden, output, bias, self.attention_dropout, context)
-        output, bias = self.mlp(self.pre_mlp_layernorm(hidden), context)
-        return self._add(hidden, output, bias, self.mlp_dropout, context)
+        attended = self._add(hidden, output, bias, self.attention_dropout, context)
+        mlp_input = hidden if self.parallel_residual else attended
+        output, bias = self.mlp(self.pre_mlp_layernorm(mlp_input), context)
+        return self._add(attended, output, bias, self.mlp_dropout, context)
 
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext

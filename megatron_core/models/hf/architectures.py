@@ -1,0 +1,399 @@
+"""Architectures of the Hugging Face hub: what their configuration and their tensors are called here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.tensors import Source, gate_and_value, separate_qkv, stacked_qkv
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture, in both directions."""
+
+    model_type: str
+    """``model_type`` in config.json."""
+    class_name: str
+    """``architectures`` in config.json."""
+    keys: Mapping[str, str]
+    """Their key in config.json -> our setting of the same meaning."""
+    tensors: Mapping[str, Source]
+    """Our tensor's name, with ``{n}`` for the layer, -> theirs."""
+    fixed: Settings = field(default_factory=dict)
+    """Our settings that every model of the architecture has."""
+    assumed: Settings = field(default_factory=dict)
+    """Their values of keys that config.json leaves out."""
+    required: Settings = field(default_factory=dict)
+    """Values that their keys must have, if present."""
+    read: Callable[[Settings], Settings] = lambda theirs: {}
+    """Further settings of ours from their configuration."""
+    write: Callable[[ModelConfig], Settings] = lambda config: {}
+    """The inverse of ``read``."""
+    base: str = "model."
+    """What the names of all tensors but the output layer's begin with; files of the bare model leave it out."""
+
+    def settings(self, theirs: Settings) -> Settings:
+        """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""
+        theirs = self.assumed | {key: value for key, value in theirs.items() if value is not None}
+        for key, value in self.required.items():
+            if theirs.get(key, value) != value:
+                raise CheckpointError(
+                    f"config.json says {key}={theirs[key]!r}; for {self.model_type} only {value!r} is supported"
+                )
+        named = {ours: theirs[key] for key, ours in self.keys.items() if key in theirs}
+        heads, groups = named["num_attention_heads"], named.pop("num_query_groups", None)
+        if groups is not None and groups != heads:
+            named |= {"group_query_attention": True, "num_query_groups": groups}
+        if named.get("kv_channels") == named["hidden_size"] // heads:
+            named["kv_channels"] = None
+        untied = not theirs.get("tie_word_embeddings", False)
+        return {**self.fixed, **named, "untie_embeddings_and_output_weights": untied, **self.read(theirs)}
+
+    def config_json(self, config: ModelConfig) -> Settings:
+        """Their configuration of a model of ours, without what a ``ModelConfig`` does not say."""
+        ours = vars(config) | {
+            "num_query_groups": config.query_groups,
+            "kv_channels": config.head_size,
+            "ffn_hidden_size": config.ffn_size,
+        }
+        return {
+            "architectures": [self.class_name],
+            "model_type": self.model_type,
+            "tie_word_embeddings": config.share_embeddings_and_output_weights,
+            **self.required,
+            **{key: ours[name] for key, name in self.keys.items()},
+            **self.write(config),
+        }
+
+    def source(self, name: str) -> Source:
+        """Where our tensor ``name`` is."""
+        parts = name.split(".")
+        number = parts[2] if name.startswith("decoder.layers.") else ""
+        pattern = ".".join([*parts[:2], "{n}", *parts[3:]]) if number else name
+        if pattern not in self.tensors:
+            raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
+        return self.tensors[pattern].for_layer(number)
+
+
+def rope_settings(theirs: Settings) -> Settings:
+    """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
+    rope: Settings = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"config.json says rope_type={kind!r}; only 'default' is supported")
+    theta = _number((rope, theirs), ("rope_theta", "rotary_emb_base"), 10000.0)
+    return {
+        "rotary_base": theta,
+        "rotary_percent": _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0),
+    }
+
+
+def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) -> float:
+    """The first of ``keys`` that is set."""
+    found = (config[key] for config in configs for key in keys if config.get(key) is not None)
+    return float(next(found, default))
+
+
+def rope_json(config: ModelConfig) -> Settings:
+    """The inverse, in the words that every release of transformers reads."""
+    part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
+    return {"rope_theta": config.rotary_base, "rope_scaling": None, **part}
+
+
+def window_settings(theirs: Settings) -> Settings:
+    """``sliding_window`` counts a token's own key, ``window_size`` those before it; ``layer_types`` names the layers
+    that have it."""
+    window, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
+    if window is None or not theirs.get("use_sliding_window", True):
+        return {}
+    if kinds is None and theirs.get("use_sliding_window"):
+        first = theirs.get("max_window_layers", 0)  # Qwen2: the layers from this one on
+        kinds = ["full_attention"] * first + ["sliding_attention"] * (theirs["num_hidden_layers"] - first)
+    layers = tuple(int(kind == "sliding_attention") for kind in kinds or ())
+    if kinds is not None and not any(layers):
+        return {}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(layers) else layers}
+
+
+def window_json(config: ModelConfig) -> Settings:
+    """The inverse of ``window_settings``."""
+    if config.window_size is None:
+        return {"sliding_window": None}
+    return {"sliding_window": config.window_size[0] + 1} | _layer_types(config)
+
+
+def _layer_types(config: ModelConfig) -> Settings:
+    windows = [config.window_of_layer(n) is not None for n in range(config.num_layers)]
+    return {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
+
+
+LAYER, THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
+LLAMA_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout",
+}
+LLAMA_FIXED: Settings = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+LLAMA_TENSORS = {
+    "embedding.word_embeddings.weight": Source(("model.embed_tokens.weight",)),
+    LAYER + "input_layernorm.weight": Source((THEIRS + "input_layernorm.weight",)),
+    LAYER + "self_attention.linear_qkv.weight": Source(
+        tuple(f"{THEIRS}self_attn.{x}_proj.weight" for x in "qkv"), separate_qkv
+    ),
+    LAYER + "self_attention.linear_proj.weight": Source((THEIRS + "self_attn.o_proj.weight",)),
+    LAYER + "pre_mlp_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
+    LAYER + "mlp.linear_fc1.weight": Source(
+        (THEIRS + "mlp.gate_proj.weight", THEIRS + "mlp.up_proj.weight"), gate_and_value
+    ),
+    LAYER + "mlp.linear_fc2.weight": Source((THEIRS + "mlp.down_proj.weight",)),
+    "decoder.final_layernorm.weight": Source(("model.norm.weight",)),
+    "output_layer.weight": Source(("lm_head.weight",)),
+}
+QKV_BIAS = {
+    LAYER + "self_attention.linear_qkv.bias": Source(
+        tuple(f"{THEIRS}self_attn.{x}_proj.bias" for x in "qkv"), separate_qkv
+    )
+}
+QK_NORM = {f"{LAYER}self_attention.{x}_layernorm.weight": Source((f"{THEIRS}self_attn.{x}_norm.weight",)) for x in "qk"}
+
+
+def _with_window(theirs: Settings) -> Settings:
+    return rope_settings(theirs) | window_settings(theirs)
+
+
+def _with_window_json(config: ModelConfig) -> Settings:
+    return rope_json(config) | window_json(config)
+
+
+def _qwen_json(config: ModelConfig) -> Settings:
+    return _with_window_json(config) | {"use_sliding_window": config.window_size is not None}
+
+
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    LLAMA_KEYS,
+    LLAMA_TENSORS,
+    fixed=LLAMA_FIXED,
+    required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    read=rope_settings,
+    write=rope_json,
+)
+MISTRAL = Architecture(
+    "mistral",
+    "MistralForCausalLM",
+    LLAMA_KEYS,
+    LLAMA_TENSORS,
+    fixed=LLAMA_FIXED,
+    required={"hidden_act": "silu"},
+    read=_with_window,
+    write=_with_window_json,
+)
+QWEN2 = Architecture(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    LLAMA_KEYS,
+    LLAMA_TENSORS | QKV_BIAS,
+    fixed=LLAMA_FIXED | {"add_qkv_bias": True},
+    required={"hidden_act": "silu"},
+    read=_with_window,
+    write=_qwen_json,
+)
+QWEN3 = Architecture(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LLAMA_KEYS,
+    LLAMA_TENSORS | QK_NORM,
+    fixed=LLAMA_FIXED | {"qk_layernorm": True},
+    assumed={"head_dim": 128},
+    required={"hidden_act": "silu", "attention_bias": False},
+    read=_with_window,
+    write=_qwen_json,
+)
+PHI3 = Architecture(
+    "phi3",
+    "Phi3ForCausalLM",
+    {key: ours for key, ours in LLAMA_KEYS.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
+    LLAMA_TENSORS
+    | {
+        LAYER + "self_attention.linear_qkv.weight": Source((THEIRS + "self_attn.qkv_proj.weight",), stacked_qkv),
+        LAYER + "mlp.linear_fc1.weight": Source((THEIRS + "mlp.gate_up_proj.weight",)),
+    },
+    fixed=LLAMA_FIXED,
+    required={"hidden_act": "silu"},
+    read=_with_window,
+    write=_with_window_json,
+)
+
+
+def _layer_pairs(pairs: Mapping[str, tuple[str, Callable | None]], prefix: str, transposed: bool) -> dict[str, Source]:
+    """Weights and biases of a layer's parts: our part -> theirs and its blocks."""
+    return {
+        f"{LAYER}{ours}.{kind}": Source(
+            (f"{prefix}{theirs}.{kind}",), blocks, transposed and kind == "weight" and "norm" not in ours
+        )
+        for ours, (theirs, blocks) in pairs.items()
+        for kind in ("weight", "bias")
+    }
+
+
+GPT2 = Architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    {
+        "n_layer": "num_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_inner": "ffn_hidden_size",
+        "n_positions": "max_position_embeddings",
+        "layer_norm_epsilon": "norm_epsilon",
+        "initializer_range": "init_method_std",
+        "resid_pdrop": "hidden_dropout",
+        "attn_pdrop": "attention_dropout",
+    },
+    {
+        "embedding.word_embeddings.weight": Source(("transformer.wte.weight",)),
+        "embedding.position_embeddings.weight": Source(("transformer.wpe.weight",)),
+        **_layer_pairs(
+            {
+                "input_layernorm": ("ln_1", None),
+                "self_attention.linear_qkv": ("attn.c_attn", stacked_qkv),
+                "self_attention.linear_proj": ("attn.c_proj", None),
+                "pre_mlp_layernorm": ("ln_2", None),
+                "mlp.linear_fc1": ("mlp.c_fc", None),
+                "mlp.linear_fc2": ("mlp.c_proj", None),
+            },
+            "transformer.h.{n}.",
+            transposed=True,
+        ),
+        "decoder.final_layernorm.weight": Source(("transformer.ln_f.weight",)),
+        "decoder.final_layernorm.bias": Source(("transformer.ln_f.bias",)),
+        "output_layer.weight": Source(("lm_head.weight",)),
+    },
+    fixed={"openai_gelu": True},
+    assumed={"tie_word_embeddings": True},
+    required={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    write=lambda config: {"embd_pdrop": config.hidden_dropout},
+    base="transformer.",
+)
+
+
+def _neox_json(config: ModelConfig) -> Settings:
+    rope: Settings = {"rotary_pct": config.rotary_percent, "rotary_emb_base": config.rotary_base}
+    return rope | {"use_parallel_residual": config.parallel_residual}
+
+
+GPT_NEOX = Architecture(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    {
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "intermediate_size": "ffn_hidden_size",
+        "max_position_embeddings": "max_position_embeddings",
+        "layer_norm_eps": "norm_epsilon",
+        "initializer_range": "init_method_std",
+        "hidden_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+    },
+    {
+        "embedding.word_embeddings.weight": Source(("gpt_neox.embed_in.weight",)),
+        **_layer_pairs(
+            {
+                "input_layernorm": ("input_layernorm", None),
+                # Head by head query, key, value, which is the order here, too.
+                "self_attention.linear_qkv": ("attention.query_key_value", None),
+                "self_attention.linear_proj": ("attention.dense", None),
+                "pre_mlp_layernorm": ("post_attention_layernorm", None),
+                "mlp.linear_fc1": ("mlp.dense_h_to_4h", None),
+                "mlp.linear_fc2": ("mlp.dense_4h_to_h", None),
+            },
+            "gpt_neox.layers.{n}.",
+            transposed=False,
+        ),
+        "decoder.final_layernorm.weight": Source(("gpt_neox.final_layer_norm.weight",)),
+        "decoder.final_layernorm.bias": Source(("gpt_neox.final_layer_norm.bias",)),
+        "output_layer.weight": Source(("embed_out.weight",)),
+    },
+    fixed={"position_embedding_type": "rope"},
+    assumed={"rotary_pct": 0.25},
+    required={"hidden_act": "gelu", "attention_bias": True},
+    read=lambda theirs: rope_settings(theirs) | {"parallel_residual": theirs.get("use_parallel_residual", True)},
+    write=_neox_json,
+    base="gpt_neox.",
+)
+
+ARCHITECTURES = {found.model_type: found for found in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX)}
+"""By ``model_type``; where several have a model's settings, the first one is exported."""
+
+
+def architecture_of(theirs: Settings) -> Architecture:
+    """The architecture of a config.json."""
+    found = ARCHITECTURES.get(theirs.get("model_type", ""))
+    if found is None:
+        raise CheckpointError(
+            f"config.json says model_type={theirs.get('model_type')!r}, which is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+def architecture_for(config: ModelConfig, model_type: str | None = None) -> Architecture:
+    """The architecture ``model_type``, or else the first one, that computes what a model of ours does."""
+    candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
+    for found in candidates:
+        if _matches(found, config):
+            return found
+    tried = ", ".join(candidate.model_type for candidate in candidates)
+    raise CheckpointError(f"models of the architecture {tried} cannot have the settings of this model")
+
+
+def _matches(architecture: Architecture, config: ModelConfig) -> bool:
+    """Whether the model's settings survive the way into a config.json and back."""
+    try:
+        again = ModelConfig(**architecture.settings(architecture.config_json(config)))
+    except CheckpointError:
+        return False
+    return _function(again) == _function(config)
+
+
+def _function(config: ModelConfig) -> Settings:
+    """The settings that decide what the model computes, after defaults."""
+    ignored = {*EXECUTION_SETTINGS, *TRAINING_SETTINGS, "max_position_embeddings", "make_vocab_size_divisible_by"}
+    own = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if f.name not in ignored}
+    return own | {
+        "group_query_attention": None,
+        "num_query_groups": config.query_groups,
+        "kv_channels": config.head_size,
+        "ffn_hidden_size": config.ffn_size,
+        "add_qkv_bias": config.has_qkv_bias,
+        "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],
+        "window_attn_skip_freq": None,
+    }

@@ -1,0 +1,173 @@
+"""A folder of Hugging Face, read as a checkpoint of ours: each rank reads the boxes that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_core.checkpoint import Piece
+from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.architectures import Settings, architecture_of
+from megatron_core.models.hf.tensors import Source
+from megatron_core.parallel.boxes import Box
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+"""Ends of names of tensors that old releases stored and that are computed from the configuration."""
+PREFIXES = ("model.", "optimizer.main.")
+
+
+class HuggingFaceReader:
+    """An open folder of Hugging Face with the interface of ``CheckpointReader``; a context manager.
+
+    It has weights only: ``optimizer.main.NAME`` is the weight, too, and there is no other optimizer state.
+    Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
+    """
+
+    def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
+        self.folder = Path(folder)
+        self.theirs = read_json(self.folder / CONFIG)
+        self.architecture = architecture_of(self.theirs)
+        self.model = model or ModelConfig(**self.architecture.settings(self.theirs))
+        self.state: dict[str, Any] = {"vocab_size": int(self.theirs["vocab_size"])}
+        self._files: dict[Path, safe_open] = {}
+        self._open = ExitStack()
+        self._where = self._find_tensors()
+
+    def __enter__(self) -> HuggingFaceReader:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+        self._files.clear()
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name, one of ours, is stored."""
+        ours = _plain(name)
+        try:
+            return ours is not None and all(map(self._stored, self.architecture.source(ours).names))
+        except CheckpointError:
+            return False
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Copy the stored values into the memory of every piece; dtypes are converted."""
+        for piece in pieces:
+            name = _plain(piece.name)
+            if name is None:
+                raise CheckpointError(f"{self.folder} has no {piece.name}; it holds weights only")
+            source = self._source(name, piece.global_shape)
+            for theirs, box, ours in source.parts(self.model, piece.global_shape, piece.box):
+                piece.memory[ours.within(piece.box)] = self._read(theirs, box, source).to(piece.memory)
+
+    def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
+        """``CheckpointError`` unless our tensors, by name and shape, need every tensor in the folder, and no other."""
+        used = {self._stored(their) or their for name in ours for their in self.architecture.source(name).names}
+        tied = {self._stored("lm_head.weight")} if self.theirs.get("tie_word_embeddings", True) else set()
+        unused = sorted(name for name in set(self._where) - used - tied if not name.endswith(DERIVED))
+        missing = sorted(used - set(self._where))
+        if missing or unused:
+            faults = {"missing": missing, "without a use": unused}
+            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            raise CheckpointError(f"{self.folder}: its tensors and {CONFIG} do not agree; {told}")
+        for name, shape in ours.items():
+            self._source(name, shape)
+
+    def dtype(self) -> torch.dtype:
+        """Of the stored weights: that of the first one."""
+        name = self.architecture.source("embedding.word_embeddings.weight").names[0]
+        stored = self._stored(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        return self._file(self._where[stored]).get_slice(stored)[:1].dtype
+
+    def _find_tensors(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        if (self.folder / INDEX).is_file():
+            files = read_json(self.folder / INDEX).get("weight_map", {})
+            return {name: self._inside(file) for name, file in files.items()}
+        path = self.folder / WEIGHTS
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model with transformers' "
+                "save_pretrained, which writes safetensors (pickled weights are not read)"
+            )
+        return dict.fromkeys(self._file(path).keys(), path)
+
+    def _inside(self, file: str) -> Path:
+        if Path(file).name != file:
+            raise CheckpointError(f"{self.folder / INDEX} names the file {file!r}, which is not in the same folder")
+        return self.folder / file
+
+    def _stored(self, name: str) -> str | None:
+        """The name under which a tensor is stored: files of the bare model leave the first part out."""
+        short = name.removeprefix(self.architecture.base)
+        return name if name in self._where else short if short in self._where else None
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> Source:
+        """The source of our tensor, after comparing the shapes."""
+        source = self.architecture.source(name)
+        for theirs, wanted in source.their_shapes(self.model, shape).items():
+            stored = self._stored(theirs)
+            if stored is None:
+                raise CheckpointError(f"{self.folder} has no tensor {theirs}, which {CONFIG} asks for")
+            found = tuple(self._file(self._where[stored]).get_slice(stored).get_shape())
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self.folder}: {theirs} has the shape {list(found)}, {CONFIG} asks for {list(wanted)}"
+                )
+        return source
+
+    def _read(self, name: str, box: Box, source: Source) -> Tensor:
+        stored = self._stored(name)
+        assert stored is not None, "shapes were compared"
+        part = self._file(self._where[stored]).get_slice(stored)
+        turned = source.transposed and len(box.start) == 2
+        return part[box.index[::-1]].t() if turned else part[box.index]
+
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._files:
+            try:
+                self._files[path] = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return self._files[path]
+
+
+def settings_of_folder(folder: str | Path) -> Settings:
+    """Flat settings of a run that trains the model in ``folder``: its shape, vocabulary size and tokenizer."""
+    theirs = read_json(Path(folder) / CONFIG)
+    settings = architecture_of(theirs).settings(theirs)
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    found = tokenizer if (Path(folder) / "tokenizer.json").is_file() else {}
+    return settings | {"vocab_size": int(theirs["vocab_size"]), "hf_model_type": theirs["model_type"]} | found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    """The first of the names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _plain(name: str) -> str | None:
+    """The parameter's name of a stored tensor; None for optimizer state that is not a weight."""
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), None)

@@ -1,0 +1,94 @@
+"""How the rows of one of our tensors lie in the tensors of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_core.config import ModelConfig
+from megatron_core.parallel.boxes import Box
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one of their tensors; the blocks of a tensor, one after the other, are the rows of ours."""
+
+    tensor: int
+    """Index among the names of ``Source``."""
+    start: int
+    stop: int
+
+
+Blocks = Callable[[ModelConfig], list[Block]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our tensors is in their checkpoint; ``{n}`` in a name stands for the layer's number.
+
+    One record serves both directions: importing reads the blocks, exporting writes them.
+    """
+
+    names: tuple[str, ...]
+    blocks: Blocks | None = None
+    """None: the rows of one tensor in their order."""
+    transposed: bool = False
+    """Their matrices are ``[in, out]``, as GPT-2's; vectors are never transposed."""
+
+    def rows(self, config: ModelConfig, count: int) -> list[tuple[int, Block]]:
+        """The blocks, each with the row of ours at which it begins; ours has ``count`` rows."""
+        blocks = [Block(0, 0, count)] if self.blocks is None else self.blocks(config)
+        found, at = [], 0
+        for block in blocks:
+            found.append((at, block))
+            at += block.stop - block.start
+        assert at == count, (self.names, at, count)
+        return found
+
+    def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Box, Box]]:
+        """What fills ``box`` of our tensor of ``shape``: their name, the box there, before transposing, and the box in
+        ours."""
+        for at, block in self.rows(config, shape[0]):
+            rows = Box((at, *(0,) * (len(shape) - 1)), (at + block.stop - block.start, *shape[1:]))
+            common = box.intersect(rows)
+            if common is not None:
+                yield self.names[block.tensor], common.shifted((block.start - at, *(0,) * (len(shape) - 1))), common
+
+    def their_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of their tensors, by name, for ours of ``shape``."""
+        rows = dict.fromkeys(self.names, 0)
+        for _, block in self.rows(config, shape[0]):
+            name = self.names[block.tensor]
+            rows[name] = max(rows[name], block.stop)
+        shapes = {name: (count, *shape[1:]) for name, count in rows.items()}
+        return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
+
+    def for_layer(self, number: str) -> Source:
+        """The same with the layer's number in the names."""
+        return Source(tuple(name.replace("{n}", number) for name in self.names), self.blocks, self.transposed)
+
+
+def separate_qkv(config: ModelConfig) -> list[Block]:
+    """Three matrices of queries, keys and values -> group by group the queries, the key and the value."""
+    return _qkv(config, (0, 1, 2), (0, 0, 0))
+
+
+def stacked_qkv(config: ModelConfig) -> list[Block]:
+    """One matrix of all queries, all keys, all values -> group by group the queries, the key and the value."""
+    queries = config.num_attention_heads * config.head_size
+    return _qkv(config, (0, 0, 0), (0, queries, queries + config.query_groups * config.head_size))
+
+
+def gate_and_value(config: ModelConfig) -> list[Block]:
+    """Two matrices, the gate's and the value's -> one over the other."""
+    return [Block(0, 0, config.ffn_size), Block(1, 0, config.ffn_size)]
+
+
+def _qkv(config: ModelConfig, tensors: tuple[int, int, int], offsets: tuple[int, int, int]) -> list[Block]:
+    d = config.head_size
+    sizes = (config.num_attention_heads // config.query_groups * d, d, d)
+    return [
+        Block(tensor, offset + group * size, offset + (group + 1) * size)
+        for group in range(config.query_groups)
+        for tensor, offset, size in zip(tensors, offsets, sizes, strict=True)
+    ]

@@ -1,0 +1,109 @@
+"""A checkpoint of ours written as a folder of Hugging Face, one tensor of ours in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, Piece
+from megatron_core.checkpoint.writer import write_safetensors
+from megatron_core.config import ModelConfig
+from megatron_core.models.hf.architectures import Architecture
+from megatron_core.models.hf.reader import CONFIG, INDEX, WEIGHTS
+from megatron_core.parallel.boxes import Box
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def write_hugging_face(
+    reader: CheckpointReader,
+    folder: Path,
+    architecture: Architecture,
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    further: Mapping[str, Any],
+    file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write config.json and the weights of ``reader`` as ``dtype`` into ``folder``, in files of ``file_bytes`` at most.
+
+    ``further`` are keys for config.json that the model's settings do not decide.
+    A file holds whole tensors, so that one which is larger has a file for itself.
+    """
+    names = [name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model.")]
+    shapes = {name: reader.manifest.tensors[f"model.{name}"].shape for name in sorted(names, key=_natural)}
+    own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
+    theirs = {**further, **own, **architecture.config_json(model)}
+    files = _files(architecture, model, shapes, dtype.itemsize, file_bytes)
+    weight_map: dict[str, str] = {}
+    for number, ours in enumerate(files, 1):
+        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        entries = [(key, dtype, shape) for key, shape in _their_shapes(architecture, model, ours).items()]
+        tensors = _their_tensors(reader, architecture, model, ours, dtype)
+        write_safetensors(folder / name, entries, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
+    if len(files) > 1:
+        total = sum(prod(shape) for shape in _their_shapes(architecture, model, shapes).values()) * dtype.itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / CONFIG, theirs)
+
+
+def _files(
+    architecture: Architecture, model: ModelConfig, shapes: Shapes, itemsize: int, file_bytes: int
+) -> list[dict[str, tuple[int, ...]]]:
+    """Our tensors file by file."""
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        own = sum(map(prod, _their_shapes(architecture, model, {name: shape}).values())) * itemsize
+        if size and size + own > file_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = shape
+        size += own
+    return files
+
+
+def _their_shapes(architecture: Architecture, model: ModelConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {
+        theirs: found
+        for name, shape in shapes.items()
+        for theirs, found in architecture.source(name).their_shapes(model, shape).items()
+    }
+
+
+def _their_tensors(
+    reader: CheckpointReader, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Their tensors in the order of ``_their_shapes``."""
+    for name, shape in shapes.items():
+        whole = Box((0,) * len(shape), shape)
+        ours = torch.empty(shape, dtype=dtype)
+        reader.fill([Piece(f"model.{name}", shape, whole, ours, owned=True)])
+        source = architecture.source(name)
+        turned = source.transposed and len(shape) == 2
+        if source.blocks is None:
+            yield ours.t() if turned else ours
+            continue
+        found = {theirs: torch.empty(size, dtype=dtype) for theirs, size in source.their_shapes(model, shape).items()}
+        for theirs, box, own in source.parts(model, shape, whole):
+            if turned:
+                found[theirs].t()[box.index] = ours[own.index]
+            else:
+                found[theirs][box.index] = ours[own.index]
+        yield from found.values()
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts layer 10 behind layer 9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

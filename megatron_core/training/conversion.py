@@ -1,0 +1,186 @@
+"""Checkpoints of Hugging Face to ours and back, and whether both compute the same."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, parameter_pieces
+from megatron_core.checkpoint.manifest import MANIFEST
+from megatron_core.checkpoint.writer import save_tensors
+from megatron_core.config import RunConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models import GPTModel
+from megatron_core.models.hf import HuggingFaceReader, architecture_for, settings_of_folder, write_hugging_face
+from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.training.compatibility import stored_config
+from megatron_core.training.state import TrainState
+
+TOLERANCE = 1e-4
+"""Largest difference of logits, over the largest logit; both are computed in float32."""
+PROMPT_LENGTHS = (1, 7, 32)
+
+
+def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None = None, verify: bool = True) -> float:
+    """Write the model in the folder ``source`` as iteration 0 into ``save``, one tensor in memory at a time.
+
+    ``dtype`` defaults to the stored one. With ``verify`` nothing is written unless both compute the same logits.
+    -> as ``compare_logits``, 0.0 without ``verify``.
+    """
+    if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
+        raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
+    config = RunConfig.from_flat(RunConfig().flat() | settings_of_folder(source))
+    with HuggingFaceReader(source) as reader:
+        kept = reader.dtype() if dtype is None else dtype
+        shapes = global_shapes(config, reader.state["vocab_size"])
+        reader.check_complete(shapes)
+        difference = compare_logits(reader, config, source, reader.dtype()) if verify else 0.0
+        state = {
+            **asdict(TrainState()),
+            "optimizer_steps": 0,
+            "loss_scale": {},
+            "vocab_size": reader.state["vocab_size"],
+            "config": config.flat(),
+        }
+        tokenizer = tokenizer_of(config.data)
+        files = {f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())}
+        tensors = (read_whole(reader, name, shape, kept) for name, shape in shapes.items())
+        entries = [(f"model.{name}", kept, shape) for name, shape in shapes.items()]
+        save_tensors(save, 0, entries, tensors, state, extra_files=files)
+    return difference
+
+
+def export_hugging_face(
+    load: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    model_type: str | None = None,
+    verify: bool = True,
+) -> float:
+    """Write the checkpoint in ``load`` as a folder of Hugging Face, with the tokenizer's files that it keeps.
+
+    ``dtype`` defaults to that of the stored weights, ``model_type`` to the architecture that the model came from. The
+    folder is complete, and with ``verify`` computes the same logits, or is not there. -> as ``import_hugging_face``.
+    """
+    found = find_checkpoint(str(load), step)
+    if found is None:
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
+    config = stored_config(found)
+    architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
+    partial = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        with CheckpointReader(found) as reader:
+            kept = stored_dtype(reader) if dtype is None else dtype
+            model = replace(config.model, max_position_embeddings=config.max_positions)
+            write_hugging_face(reader, partial, architecture, model, dtype=kept, further=special_tokens(config))
+            for path in sorted((found / "tokenizer").glob("*")):
+                shutil.copyfile(path, partial / path.name)
+            difference = compare_logits(reader, config, partial, kept) if verify else 0.0
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return difference
+
+
+def special_tokens(config: RunConfig) -> dict[str, int | None]:
+    """The ids of special tokens that a config.json names; None where there is no tokenizer, or it has no such token."""
+    tokenizer = tokenizer_of(config.data)
+    return {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+
+
+def compare_logits(
+    reader: CheckpointReader | HuggingFaceReader, config: RunConfig, folder: Path, dtype: torch.dtype
+) -> float:
+    """The largest difference of logits between the weights of ``reader``, rounded to ``dtype``, here and those in a
+    folder of Hugging Face in `transformers`, over the largest logit, in float32 on fixed prompts.
+
+    Errors: ``CheckpointError`` if it is above ``TOLERANCE``, and without transformers.
+    """
+    learned = config.model.position_embedding_type == "learned_absolute"
+    prompts = fixed_prompts(reader.state["vocab_size"], config.max_positions if learned else max(PROMPT_LENGTHS))
+    theirs = their_logits(folder, prompts)
+    ours = our_logits(reader, config, prompts, dtype)
+    scale = max(logits.abs().max().item() for logits in theirs)
+    difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
+    if not difference <= TOLERANCE:
+        raise CheckpointError(
+            f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "
+            f"{folder} has settings that this project does not have, or a file is damaged; nothing was written"
+        )
+    return difference
+
+
+def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
+    """Sequences of token ids ``[1, length]``, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (1, min(length, longest)), generator=generator) for length in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def our_logits(
+    reader: CheckpointReader | HuggingFaceReader, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``."""
+    parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
+    model = GPTModel(config.model, reader.state["vocab_size"], config.max_positions, parallel=parallel).eval()
+    reader.fill(parameter_pieces(model.named_global_parameters()))
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return [model(prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
+    """The same by `transformers`."""
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(
+            "verifying needs transformers: pip install transformers; or convert with --no-verify"
+        ) from None
+    # Not scaled_dot_product_attention, for which some of its models leave settings out.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
+
+
+def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the model's parameters by name, from a model without memory."""
+    parallel = ModelParallelConfig(
+        params_dtype=torch.float32, perform_initialization=False, device=torch.device("meta")
+    )
+    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel)
+    return {name: spec_of(parameter).global_shape for name, parameter in model.named_global_parameters()}
+
+
+def read_whole(
+    reader: CheckpointReader | HuggingFaceReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """One tensor, whole."""
+    tensor = torch.empty(shape, dtype=dtype)
+    reader.fill([Piece(f"model.{name}", shape, Box((0,) * len(shape), shape), tensor, owned=True)])
+    return tensor
+
+
+def stored_dtype(reader: CheckpointReader) -> torch.dtype:
+    """Of the stored weights."""
+    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return names[reader.manifest.tensors["model.embedding.word_embeddings.weight"].dtype]

@@ -1,0 +1,57 @@
+"""Small random models of `transformers`, one of each supported architecture, as folders of Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
+
+VOCABULARY = 61
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
+    "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
+    "mistral, window": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2, window in some layers": (
+        "Qwen2",
+        LLAMA | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 6},
+    ),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "phi3": ("Phi3", LLAMA),
+    "gpt2": ("GPT2", GPT2),
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
+}
+
+
+def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """Write one of ``MODELS`` with random weights, norms and biases included."""
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder, **options)

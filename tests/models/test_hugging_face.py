@@ -1,0 +1,208 @@
+"""Models of Hugging Face come in and go out unchanged, compute the same here, and train on in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_core.checkpoint import Box, Piece, parameter_pieces
+from megatron_core.config import RunConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models import GPTModel
+from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
+from megatron_core.training.pretrain import read_settings
+from megatron_core.training.state import save_state
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.models.hf_models import MODELS, VOCABULARY, save_model, transformers
+from tests.runs import TINY, tiny_run
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """The same logits, and the same bytes under the same names after the way back."""
+    save_model(name, tmp_path / "theirs")
+    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+
+
+def test_gradients_are_theirs(tmp_path: Path) -> None:
+    """Of the architecture whose layers are added in another way, in float64."""
+    save_model("gpt_neox", tmp_path)
+    ids = torch.randint(VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    logits = theirs(input_ids=ids[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    with HuggingFaceReader(tmp_path) as reader:
+        parallel = ModelParallelConfig(params_dtype=torch.float64)
+        model = GPTModel(reader.model, VOCABULARY, 64, parallel=parallel).eval()
+        reader.fill(parameter_pieces(model.named_global_parameters()))
+        model(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
+        wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+        wanted["embed_out.weight"] = theirs.get_output_embeddings().weight.grad  # stored under its old name
+        for name, parameter in model.named_global_parameters():
+            (source,) = reader.architecture.source(name).names
+            found = parameter.grad[: len(wanted[source])]
+            # Their rotary table is float32 in a float64 model, too.
+            torch.testing.assert_close(found, wanted[source], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_reads_its_part(name: str, tmp_path: Path) -> None:
+    """A rank's boxes are those of the whole tensors, of which only the boxes are read."""
+    save_model(name, tmp_path)
+    with HuggingFaceReader(tmp_path) as reader:
+        for rank in range(2):
+            parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
+            model = GPTModel(reader.model, VOCABULARY, 64, parallel=parallel, tp_group=LocalGroup(2, rank))
+            pieces = list(parameter_pieces(model.named_global_parameters()))
+            reader.fill(pieces)
+            for piece in pieces:
+                whole = torch.empty(piece.global_shape)
+                box = Box((0,) * whole.dim(), piece.global_shape)
+                reader.fill([Piece(piece.name, piece.global_shape, box, whole, owned=True)])
+                assert torch.equal(piece.memory, whole[piece.box.index])
+
+
+def _losses(folder: Path, layout: dict[str, Any]) -> list[float]:
+    settings = TINY | settings_of_folder(folder) | {"seq_length": 16, "load_hf": str(folder), "fp64": True}
+    run = tiny_run(**settings | layout)
+    return [train_step(run).loss for _ in range(2)]
+
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2 dp2, ZeRO-1": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "tp2 pp2, sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama, tied", "gpt_neox"])
+def test_training_goes_on_from_it_in_every_layout(name: str, layout: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path)
+    (alone,) = run_ranks(1, _losses, tmp_path, {})
+    world_size = 2 if layout == "tp2" else 4
+    for losses in run_ranks(world_size, _losses, tmp_path, LAYOUTS[layout]):
+        assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_flags_override_the_folder_and_a_checkpoint_takes_precedence(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path / "hf")
+    config, _ = read_settings("x", ["--load-hf", str(tmp_path / "hf"), "--seq-length", "32", "--rotary-base", "5"])
+    assert (config.model.qk_layernorm, config.model.kv_channels, config.data.vocab_size) == (True, 16, VOCABULARY)
+    assert (config.data.seq_length, config.model.rotary_base) == (32, 5.0)
+    assert config.checkpoint.hf_model_type == "qwen3"
+    with pytest.raises(CheckpointError, match=r"rotary_base=5\.0, but the checkpoint was trained with"):
+        tiny_run(**{**TINY, **config.flat(), "mock_data": True, "train_iters": 1})
+    import_hugging_face(tmp_path / "hf", tmp_path / "ours", verify=False)
+    both = {"load_hf": "nowhere", "load": str(tmp_path / "ours"), "finetune": True, "seq_length": 16}
+    run = tiny_run(**TINY | settings_of_folder(tmp_path / "hf") | both)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(run.stages[0].embedding.word_embeddings.weight[:VOCABULARY], stored)
+
+
+def test_several_files_and_another_dtype(tmp_path: Path) -> None:
+    """In 16-bit numbers, cut into files, as large models are."""
+    save_model("llama", tmp_path / "theirs", torch.bfloat16, max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    export_hugging_face(tmp_path / "ours", tmp_path / "again", dtype=torch.float32)
+    stored = load_file(tmp_path / "again" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "float32"
+    for path in (tmp_path / "theirs").glob("*.safetensors"):
+        for key, tensor in load_file(path).items():
+            assert torch.equal(stored[key], tensor.float())
+
+
+def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:
+    """Its own positions, trained a step, as GPT-2; and with settings that no architecture has it is refused."""
+    settings = {"openai_gelu": True, "save": str(tmp_path / "ours"), "train_iters": 1}
+    config = RunConfig.from_flat(TINY | settings)
+    run = tiny_run(**settings)
+    train_step(run)
+    save_state(config, run.state, run.data_parallel, run.optimizer, vocab_size=61, tokenizer=None)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (theirs["model_type"], theirs["n_positions"], theirs["n_inner"]) == ("gpt2", 16, 128)
+    ids = torch.arange(16)[None] * 3
+    run.stages[0].eval()
+    torch.testing.assert_close(their_logits(tmp_path / "theirs", [ids])[0], run.stages[0](ids), rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match="architecture llama cannot have the settings"):
+        export_hugging_face(tmp_path / "ours", tmp_path / "no", model_type="llama")
+    with pytest.raises(CheckpointError, match="not empty"):
+        export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _edit_tensors(folder: Path, **changes: Any) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+BAD = {
+    "model_type": (
+        lambda f: _edit(f, model_type="bert"),
+        "model_type='bert', which is not supported; supported: llama",
+    ),
+    "activation": (lambda f: _edit(f, hidden_act="relu"), "hidden_act='relu'; for llama only 'silu' is supported"),
+    "rope": (lambda f: _edit(f, rope_parameters={"rope_type": "odd"}), "rope_type='odd'"),
+    "sizes": (lambda f: _edit(f, intermediate_size=40), r"has the shape \[48, 32\], config.json asks for \[40, 32\]"),
+    "missing": (lambda f: _edit_tensors(f, **{"model.norm.weight": None}), "missing: model.norm.weight"),
+    "unused": (lambda f: _edit_tensors(f, extra=torch.ones(1)), "without a use: extra"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "cannot be read"),
+    "no JSON": (lambda f: (f / "config.json").write_text("["), "cannot be read as JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_folders_are_one_sentence_and_write_nothing(fault: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "theirs")
+    spoil, message = BAD[fault]
+    spoil(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=message):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "theirs", max_shard_size="20KB")
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+    with pytest.raises(CheckpointError, match="not in the same folder"):
+        HuggingFaceReader(tmp_path / "theirs")
+
+
+def test_another_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that this project does not know show in the logits."""
+    save_model("llama", tmp_path / "theirs")
+    monkeypatch.setattr(
+        "megatron_core.training.conversion.their_logits",
+        lambda folder, prompts: [1.001 * logits for logits in their_logits(folder, prompts)],
+    )
+    with pytest.raises(CheckpointError, match=r"differ by 1.0e-03 of the largest one.*nothing was written"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

@@ -1,0 +1,79 @@
+"""Convert a checkpoint between Hugging Face's format and this project's, on a CPU, one tensor in memory at a time.
+
+python tools/convert_checkpoint.py --from hf --to native --load SmolLM2-135M --save runs/smollm
+
+python tools/convert_checkpoint.py --from native --to hf --load runs/smollm --save smollm-continued
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.training.conversion import export_hugging_face, import_hugging_face
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
+
+    source: Annotated[Literal["hf", "native"], tyro.conf.arg(name="from")]
+    """Format of --load: a folder of Hugging Face, or a folder that pretrain_gpt.py --save wrote."""
+    to: Literal["hf", "native"]
+    """Format of --save."""
+    load: str
+    """Folder to read."""
+    save: str
+    """Folder to write; it must be empty, or for native have no checkpoint."""
+    ckpt_step: int | None = None
+    """From native: the iteration to read; default the latest."""
+    model_type: str | None = None
+    """To hf: the architecture, such as llama; default: the one the model came from, or the first that fits."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of the weights that are written; default that of the stored ones."""
+    verify: bool = True
+    """Compare the logits of both sides with `transformers`; where they differ nothing is written."""
+
+
+def convert(settings: Settings) -> str:
+    """Convert; -> a line that says what was done."""
+    load, save = Path(settings.load), Path(settings.save)
+    dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
+    if settings.source == settings.to:
+        raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
+    if settings.source == "hf":
+        difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
+    else:
+        difference = export_hugging_face(
+            load,
+            save,
+            step=settings.ckpt_step,
+            dtype=dtype,
+            model_type=settings.model_type,
+            verify=settings.verify,
+        )
+    checked = f"logits differ by {difference:.1e} of the largest" if settings.verify else "not verified"
+    return f"{load} -> {save} ({settings.to}); {checked}"
+
+
+def main() -> int:
+    """Parse the flags, convert, say so."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not look for files anywhere else
+    settings = tyro.cli(Settings, description=__doc__)
+    try:
+        print(convert(settings))
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
