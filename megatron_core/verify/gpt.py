@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_core.config import RunConfig
@@ -11,7 +11,7 @@ from megatron_core.config.validate import problems
 from megatron_core.datasets.packing import packing_of
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
-from megatron_core.training.step import train_step
+from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ragged import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
@@ -63,8 +63,15 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         result = train_step(run, hooks=hooks)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
+        trace.add_reports(run.state.iteration - 1, _reports(result))
     trace.add_weights(run.data_parallel, run.stages.values())
     return trace
+
+
+def _reports(result: StepResult) -> dict[str, Sequence[float]]:
+    """The losses that layers added, and the load of their experts."""
+    added = {name: [value] for name, value in result.auxiliary_losses.items()}
+    return added | {f"load of layer {layer}": load for layer, load in result.expert_load.items()}
 
 
 def trace_training(config: RunConfig, world_size: int, steps: int = 3) -> Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ class RankTrace:
     """One rank's losses and gradient norms by step, and its parts of the global tensors.
 
     Tensors are named ``grad0.NAME`` (gradients of the first step, complete and not yet clipped), ``grad1.NAME``, ...
-    and ``weight.NAME`` (after the last step).
+    and ``weight.NAME`` (after the last step); ``report0.NAME`` are numbers that a step reports.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -40,6 +40,12 @@ class RankTrace:
             pairs = list(named())
             for (name, _), parameter in zip(pairs, data_parallel.reading([p for _, p in pairs]), strict=True):
                 self._add("weight", parameter_pieces([(name, parameter)]))
+
+    def add_reports(self, step: int, reports: Mapping[str, Sequence[float]]) -> None:
+        """Keep numbers that a step reports, the same on every rank, as ``report0.NAME``."""
+        for name, numbers in reports.items():
+            values = np.array(numbers, dtype=np.float64)
+            self.parts.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
 
     def _add(self, label: str, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
