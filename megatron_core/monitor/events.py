@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +40,9 @@ class StepEvent:
     """Peak memory of the reporting rank."""
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the losses that layers add, over this global batch, by name."""
+    expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By layer with experts: how often each of them was chosen in this global batch, and, last, how many choices were
+    dropped (``monitor.expert_load``)."""
     skipped: bool = False
     """Whether the weights were left as they were because gradients were not finite."""
     layout: str | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.monitor.expert_load import ExpertLoad
 
 
 class JsonLinesSink:
@@ -32,7 +33,11 @@ class JsonLinesSink:
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
         record = asdict(event)
-        self._write({"kind": "step", **record, **record.pop("auxiliary_losses")})
+        loads = record.pop("expert_load")
+        experts = {str(layer): ExpertLoad.of(load).record() for layer, load in loads.items()}
+        self._write(
+            {"kind": "step", **record, **record.pop("auxiliary_losses"), **({"experts": experts} if experts else {})}
+        )
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""

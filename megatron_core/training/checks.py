@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import MegatronError
+from megatron_core.monitor.expert_load import STARVED_SHARE, STARVED_STEPS, StarvedExperts
 from megatron_core.monitor.replicas import Replicas
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
@@ -19,8 +20,8 @@ from megatron_core.training.step import StepResult
 
 
 class RunChecks:
-    """The replica check and the untrained-parameter check. Every rank calls ``start`` before its first step and
-    ``after_step`` after each.
+    """The replica check, the untrained-parameter check and the notes on starved experts. Every rank calls ``start``
+    before its first step and ``after_step`` after each.
 
     Errors: ``MegatronError``, the same one on all ranks together, if replicas differ.
     """
@@ -34,6 +35,7 @@ class RunChecks:
         self._initial: Tensor | None = None
         """Hashes of the weights before the first step; None once they have been compared."""
         self._took_step = self._used_lr = False
+        self._starved = StarvedExperts()
 
     def start(self) -> None:
         """Compare the replicas as they were initialised or loaded."""
@@ -47,6 +49,7 @@ class RunChecks:
                 self._note_missing_gradients()
             self._took_step = True
             self._used_lr = self._used_lr or result.learning_rate > 0.0
+        self._note_starved(result)
         if self._is_due():
             self.compare()
 
@@ -81,6 +84,14 @@ class RunChecks:
             self.untrained.without_gradient(),
             "The loss does not depend on them, or an operation on the way has no backward: they will not learn. Fix "
             "the model, or freeze them with requires_grad_(False) if that is meant",
+        )
+
+    def _note_starved(self, result: StepResult) -> None:
+        self._note(
+            f"experts with less than {STARVED_SHARE:.0%} of the mean load for {STARVED_STEPS} steps up to iteration "
+            f"{self.run.state.iteration}",
+            self._starved.after_step(result.expert_load),
+            "They learn next to nothing. Raise --moe-aux-loss-coeff, or balance with --moe-router-enable-expert-bias",
         )
 
     def _note_unmoved(self, before: Tensor, now: Tensor) -> None:

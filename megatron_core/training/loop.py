@@ -101,6 +101,7 @@ def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: fl
         model_flops_per_second=flops / seconds / run.world.size,
         memory_bytes=peak_memory_bytes(),
         auxiliary_losses=result.auxiliary_losses,
+        expert_load=result.expert_load,
         skipped=result.skipped,
         layout=run.layout,
     )

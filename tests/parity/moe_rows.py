@@ -16,6 +16,7 @@ SMALL = {
 MIXTRAL = SMALL | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 DEEPSEEK = SMALL | {
     "num_layers": 3,
+    "num_experts": 8,
     "moe_layer_freq": (0, 1, 1),
     "moe_router_score_function": "sigmoid",
     "moe_router_num_groups": 2,
