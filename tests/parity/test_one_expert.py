@@ -38,8 +38,7 @@ def _train(settings: dict) -> RankTrace:
         assert all(load[1:] == [0, 0, 0, load[-1]] for load in result.expert_load.values())
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    run.data_parallel.finish_param_sync()
-    trace.add_weights(run.stages.values())
+    trace.add_weights(run.data_parallel, run.stages.values())
     torch.use_deterministic_algorithms(False)
     return trace
 
