@@ -39,6 +39,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "phi3": ("Phi3", LLAMA),
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

@@ -92,15 +92,18 @@ LAYOUTS = {
     "pp2 dp2, ZeRO-1": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     "tp2 pp2, sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
+EXPERTS = {"ep2": {"expert_model_parallel_size": 2}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama, tied", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, layout) for name in ("llama, tied", "gpt_neox") for layout in LAYOUTS), ("mixtral", "ep2")],
+)
 def test_training_goes_on_from_it_in_every_layout(name: str, layout: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)
     (alone,) = run_ranks(1, _losses, tmp_path, {})
-    world_size = 2 if layout == "tp2" else 4
-    for losses in run_ranks(world_size, _losses, tmp_path, LAYOUTS[layout]):
+    world_size = 2 if layout in ("tp2", "ep2") else 4
+    for losses in run_ranks(world_size, _losses, tmp_path, (LAYOUTS | EXPERTS)[layout]):
         assert losses == pytest.approx(alone, rel=1e-9)
 
 

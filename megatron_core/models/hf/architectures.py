@@ -9,7 +9,13 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.tensors import Source, gate_and_value, separate_qkv, stacked_qkv
+from megatron_core.models.hf.tensors import (
+    Source,
+    expert_gate_and_value,
+    gate_and_value,
+    separate_qkv,
+    stacked_qkv,
+)
 
 Settings = dict[str, Any]
 
@@ -28,6 +34,8 @@ class Architecture:
     """Our tensor's name, with ``{n}`` for the layer, -> theirs."""
     fixed: Settings = field(default_factory=dict)
     """Our settings that every model of the architecture has."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of other releases -> names in ``keys``."""
     assumed: Settings = field(default_factory=dict)
     """Their values of keys that config.json leaves out."""
     required: Settings = field(default_factory=dict)
@@ -41,7 +49,8 @@ class Architecture:
 
     def settings(self, theirs: Settings) -> Settings:
         """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""
-        theirs = self.assumed | {key: value for key, value in theirs.items() if value is not None}
+        present = {self.aliases.get(key, key): value for key, value in theirs.items() if value is not None}
+        theirs = self.assumed | present
         for key, value in self.required.items():
             if theirs.get(key, value) != value:
                 raise CheckpointError(
@@ -178,6 +187,17 @@ QKV_BIAS = {
 QK_NORM = {f"{LAYER}self_attention.{x}_layernorm.weight": Source((f"{THEIRS}self_attn.{x}_norm.weight",)) for x in "qk"}
 
 
+def _with_experts(prefix: str, names: tuple[str, str, str]) -> dict[str, Source]:
+    """Llama's tensors with experts in place of the MLP: their gate's, value's and output matrices are ``names``."""
+    gate, value, output = (f"{THEIRS}{prefix}experts.{{e}}.{name}.weight" for name in names)
+    dense = {name: source for name, source in LLAMA_TENSORS.items() if ".mlp.linear" not in name}
+    return dense | {
+        LAYER + "mlp.router.weight": Source((f"{THEIRS}{prefix}gate.weight",)),
+        LAYER + "mlp.experts.linear_fc1.weight": Source((gate, value), expert_gate_and_value),
+        LAYER + "mlp.experts.linear_fc2.weight": Source((output,)),
+    }
+
+
 def _with_window(theirs: Settings) -> Settings:
     return rope_settings(theirs) | window_settings(theirs)
 
@@ -244,6 +264,39 @@ PHI3 = Architecture(
     required={"hidden_act": "silu"},
     read=_with_window,
     write=_with_window_json,
+)
+
+MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    LLAMA_KEYS
+    | {
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+    },
+    _with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
+    fixed=LLAMA_FIXED,
+    required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    read=_with_window,
+    write=_with_window_json,
+)
+QWEN3_MOE = Architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    LLAMA_KEYS
+    | {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+    },
+    _with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
+    fixed=LLAMA_FIXED | {"qk_layernorm": True},
+    aliases={"num_local_experts": "num_experts"},
+    required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    read=lambda theirs: _with_window(theirs) | {"moe_router_pre_softmax": not theirs.get("norm_topk_prob", False)},
+    write=lambda config: _qwen_json(config) | {"norm_topk_prob": not config.moe_router_pre_softmax},
 )
 
 
@@ -350,7 +403,9 @@ GPT_NEOX = Architecture(
     base="gpt_neox.",
 )
 
-ARCHITECTURES = {found.model_type: found for found in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX)}
+ARCHITECTURES = {
+    found.model_type: found for found in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+}
 """By ``model_type``; where several have a model's settings, the first one is exported."""
 
 

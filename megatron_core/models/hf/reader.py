@@ -71,7 +71,8 @@ class HuggingFaceReader:
 
     def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
         """``CheckpointError`` unless our tensors, by name and shape, need every tensor in the folder, and no other."""
-        used = {self._stored(their) or their for name in ours for their in self.architecture.source(name).names}
+        shapes = (self.architecture.source(name).their_shapes(self.model, shape) for name, shape in ours.items())
+        used = {self._stored(name) or name for each in shapes for name in each}
         tied = {self._stored("lm_head.weight")} if self.theirs.get("tie_word_embeddings", True) else set()
         unused = sorted(name for name in set(self._where) - used - tied if not name.endswith(DERIVED))
         missing = sorted(used - set(self._where))

@@ -26,7 +26,8 @@ Blocks = Callable[[ModelConfig], list[Block]]
 class Source:
     """Where one of our tensors is in their checkpoint; ``{n}`` in a name stands for the layer's number.
 
-    One record serves both directions: importing reads the blocks, exporting writes them.
+    One record serves both directions: importing reads the blocks, exporting writes them. With ``{e}`` in the names, our
+    tensor has the experts' matrices one after the other, ``[E, out, in]``, and each of theirs one expert's.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,11 @@ class Source:
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Box, Box]]:
         """What fills ``box`` of our tensor of ``shape``: their name, the box there, before transposing, and the box in
         ours."""
+        if self._of_experts:
+            for e in range(box.start[0], box.stop[0]):
+                for name, theirs, ours in self._numbered("{e}", e).parts(config, shape[1:], _without_first(box)):
+                    yield name, theirs, Box((e, *ours.start), (e + 1, *ours.stop))
+            return
         for at, block in self.rows(config, shape[0]):
             rows = Box((at, *(0,) * (len(shape) - 1)), (at + block.stop - block.start, *shape[1:]))
             common = box.intersect(rows)
@@ -56,6 +62,9 @@ class Source:
 
     def their_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of their tensors, by name, for ours of ``shape``."""
+        if self._of_experts:
+            each = (self._numbered("{e}", e).their_shapes(config, shape[1:]) for e in range(shape[0]))
+            return {name: found for shapes in each for name, found in shapes.items()}
         rows = dict.fromkeys(self.names, 0)
         for _, block in self.rows(config, shape[0]):
             name = self.names[block.tensor]
@@ -65,7 +74,19 @@ class Source:
 
     def for_layer(self, number: str) -> Source:
         """The same with the layer's number in the names."""
-        return Source(tuple(name.replace("{n}", number) for name in self.names), self.blocks, self.transposed)
+        return self._numbered("{n}", number)
+
+    @property
+    def _of_experts(self) -> bool:
+        return "{e}" in self.names[0]
+
+    def _numbered(self, mark: str, number: object) -> Source:
+        names = tuple(name.replace(mark, str(number)) for name in self.names)
+        return Source(names, self.blocks, self.transposed)
+
+
+def _without_first(box: Box) -> Box:
+    return Box(box.start[1:], box.stop[1:])
 
 
 def separate_qkv(config: ModelConfig) -> list[Block]:
@@ -82,6 +103,11 @@ def stacked_qkv(config: ModelConfig) -> list[Block]:
 def gate_and_value(config: ModelConfig) -> list[Block]:
     """Two matrices, the gate's and the value's -> one over the other."""
     return [Block(0, 0, config.ffn_size), Block(1, 0, config.ffn_size)]
+
+
+def expert_gate_and_value(config: ModelConfig) -> list[Block]:
+    """As ``gate_and_value``, of one expert."""
+    return [Block(0, 0, config.expert_ffn_size), Block(1, 0, config.expert_ffn_size)]
 
 
 def _qkv(config: ModelConfig, tensors: tuple[int, int, int], offsets: tuple[int, int, int]) -> list[Block]:
