@@ -118,6 +118,7 @@ def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] =
         world.rank,
         ends=ends,
         instances=config.num_distributed_optimizer_instances,
+        a2a_size=config.a2a_size,
         timeout=timeout,
     )
     world.prefix = groups.prefix if world.size > 1 else ""

@@ -28,7 +28,19 @@ class Done:
         """Return at once."""
 
 
-Handle = dist.Work | Done
+class All:
+    """The handle of several operations at once; it holds ``sent``, which may not be freed before they are done."""
+
+    def __init__(self, works: Sequence[dist.Work], sent: Tensor) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        """Wait for each of them."""
+        for work in self._works:
+            work.wait()
+
+
+Handle = dist.Work | Done | All
 
 
 def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> Handle:
@@ -87,6 +99,16 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Hand
     return part, _reduce_scatter(part, x, group=group, async_op=True)
 
 
+def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
+    """Begin to send ``x`` to the next rank of the group: the result is that of the rank before, once waited for."""
+    if group.size() == 1:
+        return x, Done()
+    x, arriving, ring = x.contiguous(), torch.empty_like(x), process_group(group)
+    after, before = (dist.get_global_rank(ring, (group.rank() + step) % group.size()) for step in (1, -1))
+    operations = [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, arriving, before, ring)]
+    return arriving, All(dist.batch_isend_irecv(operations), x)
+
+
 def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     """Begin to sum over the group, into ``x`` itself."""
     x = x.contiguous()
@@ -136,6 +158,15 @@ def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group],
 
 
 _split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
+
+
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    if group.size() == 1:
+        return x
+    x = x.contiguous()
+    result = torch.empty_like(x)
+    dist.all_to_all_single(result, x, group=process_group(group))
+    return result
 
 
 class _Pair(torch.autograd.Function):
@@ -189,6 +220,11 @@ def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
     """Gather dim 0; backward reduce-scatters, or takes this rank's part if the gradient is whole on every rank."""
     return _Pair.apply(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
+
+
+def exchange_parts(x: Tensor, group: Group) -> Tensor:
+    """``[size, ...]``: part i goes to rank i, and part i of the result is from rank i; backward does the same."""
+    return _Pair.apply(x, group, _all_to_all, _all_to_all)
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:

@@ -54,6 +54,25 @@ class LocalGroup:
 Group = dist.ProcessGroup | LocalGroup
 
 
+@dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that share each sequence: all of them, and the same in two levels.
+
+    ``heads`` are ``a2a`` neighbours, among which heads are exchanged; ``ring`` the ranks with the same index in their
+    ``heads``, around which keys and values travel. rank of ``whole`` = rank of ``heads`` + ``heads.size()`` x rank of
+    ``ring``.
+    """
+
+    whole: Group = LocalGroup()
+    heads: Group = LocalGroup()
+    ring: Group = LocalGroup()
+
+
+ALONE = LocalGroup()
+WHOLE_SEQUENCES = ContextGroups()
+"""Without context parallelism."""
+
+
 def process_group(group: Group) -> dist.ProcessGroup:
     """The group as torch.distributed's; ``LayoutError`` for one without a communicator."""
     if isinstance(group, LocalGroup):
@@ -65,7 +84,8 @@ class ParallelGroups:
     """The process groups that one rank belongs to, for both views of the ranks.
 
     ``group(axes)`` is the group of the ranks that differ from this one only on ``axes``; combinations with the same
-    ranks share one communicator. Two more: ``embedding``, the pipeline ranks ``ends`` of the first and the last stage,
+    ranks share one communicator. ``context`` has the context-parallel ones, also on two levels, the lower one of
+    ``a2a_size`` ranks. Two more: ``embedding``, the pipeline ranks ``ends`` of the first and the last stage,
     which both hold a tied embedding; and ``reverse_pp``, a second group over the pipeline ranks: messages up and down
     the pipeline never share a communicator, so they cannot block each other.
 
@@ -79,6 +99,7 @@ class ParallelGroups:
         *,
         ends: tuple[int, int] = (0, -1),
         instances: int = 1,
+        a2a_size: int = 1,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.grid = grid
@@ -93,6 +114,7 @@ class ParallelGroups:
         self._sharding = {axes: self._split_group(axes, instances) for axes in ("dp-cp", "edp")}
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
+        self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         self._made.clear()
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
 
@@ -132,7 +154,8 @@ class ParallelGroups:
     @property
     def prefix(self) -> str:
         """How this rank's messages begin, as ``[pp1 dp0 tp1]``."""
-        return f"[pp{self.index('pp')} dp{self.index('dp')} tp{self.index('tp')}]"
+        context = f" cp{self.index('cp')}" if self.size("cp") > 1 else ""
+        return f"[pp{self.index('pp')} dp{self.index('dp')}{context} tp{self.index('tp')}]"
 
     def _whole_group(self, axes: str) -> Group:
         group = self._own_group(axes)
@@ -165,7 +188,11 @@ class ParallelGroups:
                 f"num_distributed_optimizer_instances={instances} cannot split the {size} ranks over {axes}; choose a "
                 "divisor of them"
             )
-        part = size // instances
+        return self._levels(axes, size // instances)
+
+    def _levels(self, axes: str, part: int) -> tuple[Group, Group]:
+        """This rank's group of ``part`` neighbours over ``axes``, and that of the ranks with its index among theirs."""
+        size = len(self.ranks(axes))
         inner = self._own_group(axes, lambda ranks: [ranks[i : i + part] for i in range(0, size, part)])
         outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
         assert inner is not None and outer is not None, "every rank is in one of each"

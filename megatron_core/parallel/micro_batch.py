@@ -8,7 +8,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import ParallelGroups
+
+Range = tuple[int, int]
+
+
+def zigzag(length: int, rank: int, size: int) -> tuple[Range, ...]:
+    """The positions, as half-open ranges, that context-parallel rank ``rank`` of ``size`` has of a sequence.
+
+    Of 2 ``size`` equal chunks rank r has r and 2 ``size`` - 1 - r, so that all ranks have the same work in causal
+    attention. Source: Megatron-LM; Zhu, "ring-flash-attention".
+    Errors: ``LayoutError`` for a length that 2 ``size`` does not divide.
+    """
+    if size == 1:
+        return ((0, length),)
+    chunk, rest = divmod(length, 2 * size)
+    if rest:
+        raise LayoutError(
+            f"a sequence of {length} tokens cannot be cut into 2 x {size} chunks for context_parallel_size={size}; "
+            f"use a multiple of {2 * size}"
+        )
+    return tuple((i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
 
 
 @dataclass(frozen=True)
@@ -16,42 +37,52 @@ class SequenceSplit:
     """This rank's part of every sequence.
 
     Two cuts follow one another. The *local* sequence is what attention, matrix products and the loss of this rank work
-    on; without context parallelism it is the whole one. The *residual* sequence is what the rank holds outside the
-    matrix products: with sequence parallelism run ``tp_rank`` of ``tp_size`` equal runs of the local one (Korthikanti
-    et al. 2022, section 4.2.2), else all of it. Whatever depends on where a token stands (embedding, rotary angles,
-    dropout) is given ``positions`` and derives none from a rank.
+    on: with context parallelism two chunks of the whole one (``zigzag``), else all of it. The *residual* sequence is
+    what the rank holds outside the matrix products: with sequence parallelism run ``tp_rank`` of ``tp_size`` equal runs
+    of the local one (Korthikanti et al. 2022, section 4.2.2), else all of it. Whatever depends on where a token stands
+    (embedding, rotary angles, dropout) is given ``positions`` and derives none from a rank.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
     sequence_parallel: bool = False
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @classmethod
     def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> SequenceSplit:
         """The split in a layout."""
-        return cls(groups.index("tp"), groups.size("tp"), sequence_parallel)
+        return cls(groups.index("tp"), groups.size("tp"), sequence_parallel, groups.index("cp"), groups.size("cp"))
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's losses count in a sum over all ranks: tensor-parallel ranks compute copies of them."""
+        """Whether this rank's losses count in a sum over all ranks: tensor-parallel ranks compute copies of them,
+        context-parallel ranks those of their own tokens."""
         return self.tp_rank == 0
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Positions, in their sequence of ``length`` tokens, of the local ones: int64 ``[n]``."""
-        return torch.arange(length, device=device)
+        return torch.cat([torch.arange(*run, device=device) for run in zigzag(length, self.cp_rank, self.cp_size)])
 
     def local(self, whole: Tensor) -> Tensor:
         """The local part of ``[b, s, ...]``."""
-        return whole
+        if self.cp_size == 1:
+            return whole
+        runs = zigzag(whole.shape[1], self.cp_rank, self.cp_size)
+        return torch.cat([whole[:, first:stop] for first, stop in runs], dim=1)
 
     def residual(self, local: Tensor, dim: int = 0) -> Tensor:
         """The residual part of a local sequence that runs along ``dim``: a view."""
         length = self.residual_length(local.shape[dim])
         return local.narrow(dim, self.tp_rank * length, length) if self.sequence_parallel else local
 
-    def residual_length(self, length: int) -> int:
-        """Tokens of the residual part of a sequence of ``length`` tokens, which is what travels between stages."""
-        return length // self.tp_size if self.sequence_parallel else length
+    def residual_length(self, local_length: int) -> int:
+        """Tokens of the residual part of a local sequence, which is what travels between stages."""
+        return local_length // self.tp_size if self.sequence_parallel else local_length
+
+    def message_length(self, length: int) -> int:
+        """The same of a whole sequence of ``length`` tokens."""
+        return self.residual_length(length // self.cp_size)
 
 
 @dataclass(frozen=True)

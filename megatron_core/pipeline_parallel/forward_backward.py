@@ -137,7 +137,7 @@ class _Step:
     def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
         dtype = self._setting("pipeline_dtype") or self.dtype
         split = SequenceSplit.of(self.groups, sequence_parallel=bool(self._setting("sequence_parallel")))
-        shape = (split.residual_length(seq_length), micro_batch_size, self._setting("hidden_size"))
+        shape = (split.message_length(seq_length), micro_batch_size, self._setting("hidden_size"))
         return MessageFormat(shape, dtype, self.device, variable=bool(self._setting("variable_seq_lengths")))
 
     def _suspend_sync(self) -> None:

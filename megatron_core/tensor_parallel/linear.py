@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core.ops import Backend, accumulate_weight_grad_
@@ -118,11 +117,11 @@ def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
     return full
 
 
-def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm) -> tuple[Tensor, dist.Work | Done]:
+def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
     return start_input_grad_reduction(grad_y.matmul(weight), comm)
 
 
-def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, dist.Work | Done]:
+def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
     """Start to sum the gradient of the gathered input over the group, and split it as the input is split."""
     if comm.gather_sequence:
         return start_reduce_scatter_sequence(grad_x, comm.group)

@@ -19,6 +19,9 @@ class ModelParallelConfig:
     """Dtype of weights and activations."""
     tp_comm_overlap: bool = True
     """Reduce input gradients while weight gradients are computed."""
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    """How attention communicates over context-parallel ranks, one for all layers or one for each; see
+    --cp-comm-type."""
     perform_initialization: bool = True
     """Initialise the weights in the constructor of a layer; False: the caller does it."""
     variable_seq_lengths: bool = False
