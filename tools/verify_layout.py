@@ -34,7 +34,7 @@ class Options:
     """
 
     layouts: tuple[str, ...] = ()
-    """Layouts such as "tp2", "tp2 sp", "pp2 v2", "dp2 zero1 overlap", "tp2 pp2 dp2 zb_v" (sp: sequence parallel; v:
+    """Layouts such as "tp2", "cp2 sp tp2", "pp2 v2", "dp2 zero1 overlap", "tp2 pp2 dp2 zb_v" (sp: sequence parallel; v:
     chunks on each pipeline rank; zero1: sharded optimizer; or a --pipeline-schedule). Default: the layout of the
     model's flags."""
     all: bool = False

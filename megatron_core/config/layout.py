@@ -11,13 +11,13 @@ from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, TRAINING
 
-_SIZES = {"tp": "tp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
+_SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
 _SWITCHES = {
     "sp": ("sequence_parallel", True),
     **{f"zero{stage}": ("zero_stage", stage) for stage in (1, 2, 3)},
     "overlap": ("overlap", True),
 }
-_WORDS = f"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, {', '.join(TRAINING)}"
+_WORDS = f"tpN, cpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, {', '.join(TRAINING)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Layout:
 
     tp: int = 1
     """Tensor-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks."""
     pp: int = 1
     """Pipeline ranks."""
     chunks: int = 1
@@ -64,6 +66,7 @@ class Layout:
         """The layout of these settings."""
         return cls(
             tp=parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
             chunks=1 if parallel.implied_chunks else parallel.num_chunks(num_layers),
             schedule=parallel.pipeline_schedule,
@@ -91,13 +94,14 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def settings(self) -> dict[str, object]:
         """The layout as settings for ``RunConfig.from_flat``."""
         return {
             **BALANCED_STAGES,
             "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
             "pipeline_model_parallel_size": self.pp,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
@@ -134,23 +138,30 @@ def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> 
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tp in reversed(sizes):
         for pp in sizes:
-            if world_size % (tp * pp):
-                continue
-            dp = world_size // (tp * pp)
-            for chunks in range(1, max_stages // pp + 1 if pp > 1 else 2):
-                for layout in _variants(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks)):
-                    yield from _expert_splits(layout, sizes) if experts else [layout]
+            for cp in sizes:
+                if world_size % (tp * pp * cp):
+                    continue
+                dp = world_size // (tp * pp * cp)
+                for chunks in range(1, max_stages // pp + 1 if pp > 1 else 2):
+                    for layout in _variants(Layout(tp=tp, cp=cp, pp=pp, dp=dp, chunks=chunks)):
+                        yield from _expert_splits(layout, sizes) if experts else [layout]
 
 
 def _variants(layout: Layout) -> Iterator[Layout]:
-    """The layout with every combination of the switches that have an effect in it."""
+    """The layout with every combination of the switches that have an effect in it; with context parallelism, whose
+    ranks share optimizer state and weights too, with a few of them."""
+    sharding = [(0, False)]
+    if layout.cp > 1:
+        sharding += [(1, True), (3, False)]
+    elif layout.dp > 1:
+        sharding = list(product((0, 1, 2, 3), (False, True)))
     for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
-        for stage, overlap in product((0, 1, 2, 3), (False, True)) if layout.dp > 1 else [(0, False)]:
+        for stage, overlap in sharding:
             yield replace(layout, sequence_parallel=sequence_parallel, zero_stage=stage, overlap=overlap)
 
 
 def _expert_splits(layout: Layout, sizes: list[int]) -> Iterator[Layout]:
     """The layout with experts split in every way over the ranks of a stage."""
     for ep, etp in product(sizes, sizes):
-        if layout.tp * layout.dp % (ep * etp) == 0:
+        if layout.tp * layout.cp * layout.dp % (ep * etp) == 0:
             yield replace(layout, ep=ep, etp=None if etp == layout.tp else etp)

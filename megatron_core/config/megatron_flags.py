@@ -106,7 +106,6 @@ VALUES_WITHOUT_EFFECT: dict[str, str] = {
 
 ONLY_VALUE: dict[str, str] = {
     "ckpt_format": "torch_dist",
-    "cp_comm_type": "p2p",
     "exp_avg_dtype": "fp32",
     "exp_avg_sq_dtype": "fp32",
     "main_grads_dtype": "fp32",
@@ -133,7 +132,7 @@ NOT_SUPPORTED: frozenset[str] = _names(
     error_injection_rate eval_global_batch_size eval_micro_batch_size exit_signal_handler
     external_cuda_graph fake_process_group fine_grained_activation_offloading
     first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection full_validation glu_linear_offset
-    grad_reduce_in_bf16 heterogeneous_layers_config_path hierarchical_context_parallel_sizes
+    grad_reduce_in_bf16 heterogeneous_layers_config_path
     hybrid_layer_pattern init_method_xavier_uniform is_hybrid_model iterations_to_skip kv_lora_rank
     log_energy log_max_attention_logit log_straggler lr_decay_samples lr_warmup_samples memory_snapshot_path
     microbatch_group_size_per_virtual_pipeline_stage

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 else:
     PipelineSchedule = Literal[TRAINING]  # an entry in the table of schedules is enough to add one
 
+CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+
 BALANCED_STAGES: dict[str, bool | None] = {
     "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None,
@@ -37,7 +39,13 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks over which the layers are split, as stages of a pipeline (PP)."""
     context_parallel_size: int = 1
-    """Ranks over which each sequence is split (CP); only 1 is supported so far."""
+    """Ranks over which each sequence is split (CP), two chunks on each rank so that all have the same work."""
+    cp_comm_type: tuple[CPCommType, ...] = ("p2p",)
+    """How attention communicates over the CP ranks, once or for each layer. p2p: keys and values go around a ring while
+    the ranks compute. all_gather: every rank gathers all of them. a2a: each rank has some heads of the whole sequence.
+    a2a+p2p: a2a among neighbours, p2p among their groups."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    """With --cp-comm-type a2a+p2p: ranks of an a2a group and of a ring, whose product is the CP size."""
     expert_model_parallel_size: int = 1
     """Ranks over which the experts of a layer are split (EP)."""
     expert_tensor_parallel_size: int | None = None
@@ -109,6 +117,11 @@ class ParallelConfig:
         if self.data_parallel_sharding_strategy is not None:
             return SHARDING_STRATEGIES.index(self.data_parallel_sharding_strategy)
         return int(self.use_distributed_optimizer)
+
+    @property
+    def a2a_size(self) -> int:
+        """Ranks that exchange heads with --cp-comm-type a2a+p2p."""
+        return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
 
     @property
     def model_parallel_size(self) -> int:

@@ -201,8 +201,6 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"choose sizes whose product is one of {', '.join(map(str, divisors(stage)))}"
         )
         return
-    if parallel.context_parallel_size > 1:
-        yield f"context_parallel_size={parallel.context_parallel_size} is not supported yet; legal: 1"
 
 
 def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
@@ -212,10 +210,11 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
     a multiple of TP x PP x CP. If no size fits the world, those that fit the model.
     """
     model, parallel = config.model, config.parallel
+    cp = max(parallel.context_parallel_size, 1)
     lengths = [config.data.seq_length]
     if config.data.seq_length_warmup is not None:
         lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
-    even = [model.num_attention_heads, model.ffn_size, *(lengths if parallel.sequence_parallel else ())]
+    even = [model.num_attention_heads, model.ffn_size, *(n // cp for n in lengths if parallel.sequence_parallel)]
     groups = model.query_groups
     # Fewer groups than ranks is legal when each rank belongs to exactly one group. C19
     legal = [
@@ -244,7 +243,7 @@ def _tensor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if model.group_query_attention and leaves_rest(groups, tp) and leaves_rest(tp, groups):
         wrong.append(f"num_query_groups={groups}")
     way_out = ""
-    if config.parallel.sequence_parallel and leaves_rest(length, tp):
+    if config.parallel.sequence_parallel and config.parallel.context_parallel_size == 1 and leaves_rest(length, tp):
         wrong.append(f"seq_length={length}")
         way_out = f", or a seq_length of {nearest_multiples(length, tp)}, or no --sequence-parallel"
     if wrong:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_core.config.ramp import Ramp
+from megatron_core.config.rules_context import sequence_unit
 from megatron_core.config.rules_layout import leaves_rest
 from megatron_core.config.rules_training import copies_of
 from megatron_core.config.run import RunConfig
@@ -31,10 +32,7 @@ def _batch_problems(config: RunConfig, copies: int) -> Iterator[str]:
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:
-    parallel = config.parallel
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    shown = f"tensor_model_parallel_size={parts} (sequence_parallel=True)"
-    yield from _problems("seq_length_warmup", config.data.length_ramp, "seq_length", parts, shown)
+    yield from _problems("seq_length_warmup", config.data.length_ramp, "seq_length", *sequence_unit(config.parallel))
 
 
 def _problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_shown: str) -> Iterator[str]:

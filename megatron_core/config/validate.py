@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
@@ -35,6 +36,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from recompute_problems(config)
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
+    yield from context_problems(config)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)
     yield from ramp_problems(config, world_size)

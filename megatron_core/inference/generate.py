@@ -42,7 +42,9 @@ class Generator:
     ) -> Generator:
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
         validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
-        layers, stages = build_stages(config, groups, reader.state["vocab_size"], device, initialise=False)
+        layers, stages = build_stages(
+            config, groups, reader.state["vocab_size"], device, initialise=False, context_parallel=False
+        )
         for model in stages.values():
             reader.fill(parameter_pieces(model.named_global_parameters()))
             model.eval()

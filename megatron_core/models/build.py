@@ -26,13 +26,15 @@ def build_stages(
     stage_to_rank: Sequence[int] | None = None,
     initialise: bool = True,
     deferred: bool = False,
+    context_parallel: bool = True,
     layer_specs: LayerSpecs = layer_spec,
 ) -> tuple[list[range], dict[int, GPTModel]]:
     """The layers of every stage of the whole model, and this rank's stages by number.
 
     ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
     weights are left as they come, for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
-    rank that has no room for all of them: ``DataParallel`` makes and shards them one bucket after another.
+    rank that has no room for all of them: ``DataParallel`` makes and shards them one bucket after another. Without
+    ``context_parallel`` every context-parallel rank is given whole sequences.
     """
     chunks = config.parallel.num_chunks(config.model.num_layers)
     stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
@@ -41,6 +43,7 @@ def build_stages(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
+        cp_comm_type=config.parallel.cp_comm_type,
         perform_initialization=initialise and not deferred,
         kernel_backend=config.model.kernel_backend,
         device=torch.device("meta") if deferred else device,
@@ -59,6 +62,7 @@ def build_stages(
             pre_process=stage == 0,
             post_process=last,
             groups=groups,
+            context_parallel=context_parallel,
             seed=config.training.seed,
             tied_weight=_tied_weight(config, stages) if last and stage else None,
             layer_specs=layer_specs,

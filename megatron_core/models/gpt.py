@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
@@ -13,7 +12,7 @@ from megatron_core.errors import DataError
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.sharding import (
     allocate,
@@ -97,7 +96,8 @@ class GPTModel(nn.Module):
     Initial weights depend on ``seed`` and the parameters' global names alone. ``tied_weight`` is the word embedding's,
     for a last stage on the rank that holds the first one, too. ``layer_specs(config, layer_number)`` says what each
     layer is made of. ``groups`` are this rank's, by default those of the current layout; ``tp_group`` alone is enough
-    for a model without experts.
+    for a model without experts. With ``context_parallel`` the ranks of its axis are given parts of every sequence
+    (``SequenceSplit.local``), without it whole ones.
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -113,6 +113,7 @@ class GPTModel(nn.Module):
         post_process: bool = True,
         tp_group: Group | None = None,
         groups: ParallelGroups | None = None,
+        context_parallel: bool = True,
         seed: int = 1234,
         tied_weight: nn.Parameter | None = None,
         layer_specs: LayerSpecs = layer_spec,
@@ -125,7 +126,8 @@ class GPTModel(nn.Module):
         if groups is None:
             groups = current() if tp_group is None else ParallelGroups.single()
         self.tp_group = groups.group("tp") if tp_group is None else tp_group
-        context = LayerContext(config, self.parallel, self.tp_group, seed, groups)
+        cp = groups.context if context_parallel else WHOLE_SEQUENCES
+        context = LayerContext(config, self.parallel, self.tp_group, seed, groups, cp)
         self.split = context.split
         self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
         # In a tuple, because a module makes every parameter that it is given its own.
@@ -210,17 +212,17 @@ class GPTModel(nn.Module):
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
         ``input_ids``, ``labels`` ``[b, s]``; ``positions`` ``[s]`` says where the tokens stand in their sequences, None
-        for 0, 1, 2, ... Learned and rotary positions follow ``position_ids`` ``[b, s]``, or ``[1, s]`` for the same in
-        every sequence; None: ``positions``. ``hidden_states`` is the previous stage's output; ``sample_index`` ``[b]``
-        keys dropout. ``document_lengths`` has a list for each sequence: documents of so many tokens, in this order, see
-        nothing of one another. ``cache`` holds what came before ``positions``; documents and a cache do not go
-        together. ``auxiliary_losses`` collects those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0
-        for tokens that do not count in them.
+        for 0, 1, 2, ..., or this rank's part of them. Learned and rotary positions follow ``position_ids`` ``[b, s]``,
+        or ``[1, s]`` for the same in every sequence; None: ``positions``. ``hidden_states`` is the previous stage's
+        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each whole sequence:
+        documents of so many tokens, in this order, see nothing of one another. ``cache`` holds what came before
+        ``positions``; documents and a cache do not go together. ``auxiliary_losses`` collects those of this micro-batch
+        that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
         if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
         if position_ids is None:
             position_ids = positions[None]
         context = SequenceContext(
@@ -273,4 +275,4 @@ class GPTModel(nn.Module):
         if cache is not None:
             raise DataError("document_lengths say nothing of the positions in a cache; give one of the two")
         batch, length = input_ids.shape
-        return PackedDocuments.of(lengths, batch, length, input_ids.device)
+        return PackedDocuments.of(lengths, batch, length * self.split.cp_size, input_ids.device)

@@ -66,6 +66,7 @@ class RankEstimate:
             rank,
             ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1]),
             instances=config.parallel.num_distributed_optimizer_instances,
+            a2a_size=config.parallel.a2a_size,
         )
         vocab_size = config.data.vocab_size or vocabulary_size(config, tokenizer_of(config.data))
         layers, stages = build_stages(

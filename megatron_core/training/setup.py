@@ -94,8 +94,8 @@ class Run(Trainable):
 
 
 def message_format(config: RunConfig, split: SequenceSplit, device: torch.device) -> MessageFormat:
-    """What travels between stages: ``[s, b, h]``, ``[s/tp, b, h]`` with sequence parallel."""
-    length = split.residual_length(config.data.seq_length)
+    """What travels between stages: ``[s/cp, b, h]``, ``[s/cp/tp, b, h]`` with sequence parallel."""
+    length = split.message_length(config.data.seq_length)
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError, LayoutError
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.groups import WHOLE_SEQUENCES, ContextGroups, Group, ParallelGroups
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
@@ -31,6 +31,8 @@ class LayerContext:
     seed: int
     groups: ParallelGroups = field(default_factory=ParallelGroups.single)
     """All groups of this rank, for layers that are split over other axes, too."""
+    cp: ContextGroups = WHOLE_SEQUENCES
+    """The ranks over which sequences are split."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -40,7 +42,8 @@ class LayerContext:
     @property
     def split(self) -> SequenceSplit:
         """How sequences are cut."""
-        return SequenceSplit(self.tp_group.rank(), self.tp_group.size(), self.sequence_parallel)
+        tp, cp = self.tp_group, self.cp.whole
+        return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
 
     @property
     def init_method(self) -> Normal:

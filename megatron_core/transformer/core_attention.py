@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import attention_softmax
+from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 
 
@@ -16,6 +17,7 @@ class CoreAttention(nn.Module):
 
     Returns ``[s, b, heads * d]``. Causal: the last query's own key is the last one. ``window_size`` is Megatron's
     (left, right): a query sees so many keys before its own, -1 for all; none after it, whatever ``right`` is.
+    ``heads_over`` are the ranks among which the heads of a tensor-parallel rank are split once more.
     The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells the formula out; it is for
     ``attention_backend='unfused'`` and for attention dropout, whose mask has to depend on the global head and not on a
     generator.
@@ -23,13 +25,22 @@ class CoreAttention(nn.Module):
     the window.
     """
 
-    def __init__(self, context: LayerContext, layer_number: int, *, window_size: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_number: int,
+        *,
+        window_size: tuple[int, int] | None = None,
+        heads_over: Group = ALONE,
+    ) -> None:
         super().__init__()
         config = context.config
         self.unfused = config.attention_backend == "unfused"
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
-        self.first_head = context.tp_group.rank() * (config.num_attention_heads // context.tp_group.size())
+        parts = context.tp_group.size() * heads_over.size()
+        part = context.tp_group.rank() * heads_over.size() + heads_over.rank()
+        self.first_head = part * (config.num_attention_heads // parts)
         self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:

@@ -11,10 +11,10 @@ from torch import nn
 from megatron_core.config import ModelConfig
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.sharded_attention import core_attention_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     return LayerSpec(
         self_attention=partial(
             SelfAttention,
-            core_attention=partial(CoreAttention, window_size=config.window_of_layer(layer_number)),
+            core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             qk_layernorm=Norm if config.qk_layernorm else None,
         ),
         mlp=MoELayer if has_experts else MLP,

@@ -90,6 +90,11 @@ class _Training:
         world = this_world()
         config = RunConfig.from_flat(layout.settings()).parallel
         self.device, self.dtype = world.device, getattr(torch, dtype)
+        if layout.cp > 1:
+            raise LayoutError(
+                f"layout {str(layout)!r} splits sequences, of which a model of your own knows nothing; "
+                f"remove cp{layout.cp}"
+            )
         self.num_microbatches = self._num_microbatches(layout)
         self.plan = _plan(layout, self.num_microbatches)
         stage_to_rank = self.plan.stage_to_rank

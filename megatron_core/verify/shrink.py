@@ -25,26 +25,28 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     What the model is made of stays: norms, activations, positions, biases, the share of query groups, tying, dropout,
     recomputation, optimizer. Data and checkpoints are left out.
     """
-    tp = lcm(*(layout.tp for layout in layouts))
+    tp, cp = (lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "cp"))
     stages = max(layout.num_stages for layout in layouts)
-    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, stages, layouts)
+    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, cp, stages, layouts)
     return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
 
 
-def _model(config: RunConfig, tp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
+def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
     model = config.model
     heads = model.num_attention_heads
-    if heads > MOST_HEADS or heads % tp:
-        heads = lcm(MOST_HEADS, tp)
+    head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # others exchange heads
+    if heads > MOST_HEADS or heads % head_ranks:
+        heads = lcm(MOST_HEADS, head_ranks)
     layers = max(min(model.num_layers, MOST_LAYERS), stages)
     hidden = heads * HEAD_SIZE
+    unit = lcm(tp * cp, 2 * cp) if cp > 1 else tp
     sizes: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "kv_channels": HEAD_SIZE if model.kv_channels else None,
         "max_position_embeddings": None,
-        "seq_length": -(-min(config.data.seq_length, SEQUENCE) // tp) * tp,
+        "seq_length": -(-min(config.data.seq_length, SEQUENCE) // unit) * unit,
         "make_vocab_size_divisible_by": min(model.make_vocab_size_divisible_by, 8),
         # Large enough that every part of the small model matters to its loss.
         "init_method_std": 0.05,
@@ -62,6 +64,8 @@ def _model(config: RunConfig, tp: int, stages: int, layouts: Sequence[Layout]) -
         sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])
     if model.window_attn_skip_freq is not None and len(model.window_attn_skip_freq) > 1:
         sizes["window_attn_skip_freq"] = (model.window_attn_skip_freq * layers)[:layers]
+    if len(config.parallel.cp_comm_type) > 1:
+        sizes["cp_comm_type"] = (config.parallel.cp_comm_type * layers)[:layers]
     if model.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
     return sizes

@@ -13,6 +13,7 @@ from tests.config.moe_faults import MOE, MOE_FAULTS
 from tests.config.stage_faults import STAGE_FAULTS
 
 FULL = {"recompute_granularity": "full"}
+CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 FIM = {"tokenizer_type": "NullTokenizer", "fim_data": True}
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
@@ -76,7 +77,21 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     # the layout
     ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "1, 2, 3, 6")),
-    ({"context_parallel_size": 2}, 2, ("context_parallel_size=2", "legal: 1")),
+    (CP2 | {"seq_length": 62}, 2, ("seq_length=62", "2 x context_parallel_size=2", "nearest legal: 60, 64")),
+    (
+        CP2 | {"seq_length": 60, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        8,
+        ("seq_length=60", "multiple of 8", "tensor_model_parallel_size=4", "nearest legal: 56, 64"),
+    ),
+    (CP2 | {"seq_length_warmup": (6, 2, 100)}, 2, ("seq_length_warmup=6 2 100", "start and increment", "2 x context")),
+    (CP2 | {"cp_comm_type": ("p2p", "a2a", "a2a")}, 2, ("cp_comm_type=p2p a2a a2a names 3", "num_layers=2")),
+    (CP2 | {"cp_comm_type": ("a2a+p2p",)}, 2, ("sizes=None", "context_parallel_size=2; legal: 1 2, 2 1")),
+    (CP2 | {"hierarchical_context_parallel_sizes": (1, 2)}, 2, ("no effect with cp_comm_type=p2p", "a2a+p2p")),
+    (
+        {"context_parallel_size": 8, "cp_comm_type": ("a2a", "p2p")},
+        8,
+        ("cp_comm_type=a2a exchanges the 12 heads", "among 8 ranks", "legal: 1, 2, 3, 4, 6, 12 ranks"),
+    ),
     (
         MOE | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
         6,

@@ -10,7 +10,7 @@ from megatron_core.errors import LayoutError
 
 
 @pytest.mark.parametrize(
-    "text", ["1 process", "tp2", "tp2 sp", "pp2 v2", "dp4 zero3 overlap", "tp2 pp2 v3 dp2 sp zero1 overlap"]
+    "text", ["1 process", "tp2", "tp2 sp", "pp2 v2", "dp4 zero3 overlap", "tp2 cp2 pp2 v3 dp2 sp zero1 overlap"]
 )
 def test_words_there_and_back(text: str) -> None:
     assert str(Layout.parse(text)) == text
@@ -21,9 +21,9 @@ def test_order_of_words_does_not_matter() -> None:
     assert Layout.parse("tp1 pp1") == Layout.parse("")
 
 
-@pytest.mark.parametrize("text", ["tp", "tp0", "tpx", "cp2", "tp2 tp2", "sp sp", "2", "zero4"])
+@pytest.mark.parametrize("text", ["tp", "tp0", "tpx", "cp", "tp2 tp2", "sp sp", "2", "zero4"])
 def test_other_words_are_refused_with_the_legal_ones(text: str) -> None:
-    with pytest.raises(LayoutError, match=r"tpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap"):
+    with pytest.raises(LayoutError, match=r"tpN, cpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap"):
         Layout.parse(text)
 
 
@@ -38,12 +38,16 @@ def test_every_layout_of_four_ranks_by_hand() -> None:
     data_parallel = {
         f"{stage}{overlap}" for stage in ("", " zero1", " zero2", " zero3") for overlap in ("", " overlap")
     }
+    context_parallel = {"", " zero1 overlap", " zero3"}
     assert found == {
         *("tp4", "tp4 sp", "pp4"),
         *(f"tp2 pp2{chunks}{sp}" for chunks in ("", " v2") for sp in ("", " sp")),
         *(f"tp2 dp2{sp}{rest}" for sp in ("", " sp") for rest in data_parallel),
         *(f"pp2{chunks} dp2{rest}" for chunks in ("", " v2") for rest in data_parallel),
         *(f"dp4{rest}" for rest in data_parallel),
+        *(f"tp2 cp2{sp}{rest}" for sp in ("", " sp") for rest in context_parallel),
+        *(f"cp2 pp2{chunks}{rest}" for chunks in ("", " v2") for rest in context_parallel),
+        *(f"{words}{rest}" for words in ("cp2 dp2", "cp4") for rest in context_parallel),
     }
 
 

@@ -10,7 +10,8 @@ from megatron_core.verify import RankFailure, Trace, trace_training
 from megatron_core.verify.compare import Bounds
 from tests.defects.defect import Defect
 from tests.defects.plant import planted
-from tests.parity.rows import BASE, ROWS, baseline_of
+from tests.parity.every_row import EVERY_ROW
+from tests.parity.rows import BASE, baseline_of
 from tests.parity.test_matrix import faults
 
 INCOMPLETE = "do not make up one whole model"
@@ -19,7 +20,8 @@ INCOMPLETE = "do not make up one whole model"
 
 def symptoms(defect: Defect) -> list[str]:
     """What the matrix says about the defect's row."""
-    baseline = baseline_of(BASE | ROWS[defect.row][1])  # before anything is planted: one process must stay the baseline
+    # Before anything is planted: one process must stay the baseline.
+    baseline = baseline_of(BASE | EVERY_ROW[defect.row][1])
     return judged(defect, baseline, Bounds("float64"))
 
 
@@ -50,6 +52,6 @@ def _step_of(symptom: str) -> int:
 
 def train(defect: Defect, extra: dict | None = None) -> Trace:
     """The trace of the defect's row with the defect in it."""
-    world_size, model, layout = ROWS[defect.row]
+    world_size, model, layout = EVERY_ROW[defect.row]
     with planted(defect.target, defect.old, defect.new):
         return trace_training(RunConfig.from_flat(BASE | model | (extra or {}) | layout), world_size)

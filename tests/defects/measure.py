@@ -13,7 +13,8 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Bounds
 from tests.defects.defects import DEFECTS
 from tests.defects.judge import judged
-from tests.parity.rows import BASE, ROWS, baseline_of, noise_of
+from tests.parity.every_row import EVERY_ROW
+from tests.parity.rows import BASE, baseline_of, noise_of
 from tests.parity.test_matrix import faults
 
 
@@ -25,7 +26,7 @@ def main(dtype: str) -> None:
     @cache
     def reference(row: str) -> tuple[Trace, Bounds]:
         """The baseline of a row and how far from it rounding leads; both before anything is planted."""
-        world_size, model, layout = ROWS[row]
+        world_size, model, layout = EVERY_ROW[row]
         baseline = baseline_of(BASE | model | calm)
         bounds = Bounds(dtype, noise_of(BASE | model | calm, narrow))
         healthy = trace_training(RunConfig.from_flat(BASE | model | calm | narrow | layout), world_size)

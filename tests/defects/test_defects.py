@@ -12,7 +12,7 @@ import pytest
 from tests.defects.defect import Defect
 from tests.defects.defects import DEFECTS
 from tests.defects.judge import first_sign, symptoms
-from tests.parity.rows import ROWS
+from tests.parity.every_row import EVERY_ROW
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=[defect.name for defect in DEFECTS])
@@ -27,4 +27,4 @@ def test_table() -> None:
     assert len(DEFECTS) >= 25
     assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
     assert len({(defect.target, defect.old, defect.new) for defect in DEFECTS}) == len(DEFECTS)
-    assert {defect.row for defect in DEFECTS} <= ROWS.keys()
+    assert {defect.row for defect in DEFECTS} <= EVERY_ROW.keys()

@@ -60,7 +60,7 @@ def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
 def test_every_layout_of_a_world(verify: Verify) -> None:
     result = verify(*SMALL, "--all", "--world-size", "2", "--dtype", "float32")
     assert result.status == 0, result.stderr + result.stdout
-    assert "7 of 7 layouts hold in float32" in result.stdout  # tp2, tp2 sp, pp2, dp2 (zero1, overlap)
+    assert "14 of 14 layouts hold in float32" in result.stdout  # tp2, tp2 sp, pp2; dp2 and cp2 with ZeRO, overlap
     assert result.stdout.splitlines()[2].startswith("1 process")
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
     ("args", "message"),
     [
         ((), "there is no layout to check"),
-        (("--layouts", "tp2 cp4"), "legal: tpN"),
+        (("--layouts", "tp2 cq4"), "legal: tpN"),
         (("--layouts", "tp2", "--all"), "--all and --layouts exclude one another"),
         (("--all",), "--all needs --world-size"),
         (("--all", "--world-size", "1"), "no layout of --world-size 1 fits"),

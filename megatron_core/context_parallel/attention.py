@@ -1,0 +1,87 @@
+"""Causal attention of this rank's queries over the keys of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.context_parallel.exchange import Exchange
+from megatron_core.context_parallel.products import Products, merge_
+from megatron_core.context_parallel.tiles import Documents, Tile, tiles
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.micro_batch import zigzag
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """A sequence of ``length`` tokens, zig-zag over the ranks of ``exchange.group``, and what its tokens see."""
+
+    length: int
+    exchange: Exchange
+    products: Products
+    documents: Documents | None = None
+    """Lengths of the documents in each whole sequence; None: one document each."""
+    window: int | None = None
+    """Keys that a query sees, its own and those before it; None: all."""
+
+    def tiles_with(self, owner: int) -> tuple[Tile, ...]:
+        """The products of this rank's queries with the keys of rank ``owner``."""
+        size, rank = self.exchange.group.size(), self.exchange.group.rank()
+        queries, keys = (zigzag(self.length, each, size) for each in (rank, owner))
+        return tiles(queries, keys, self.documents, self.window)
+
+
+def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SharedSequence) -> Tensor:
+    """softmax(Q K^T / sqrt(d)) V over the keys that each query sees, on whatever rank they are.
+
+    ``[b, heads, n, d]``, ``[b, groups, n, d]`` twice -> ``[b, heads, n, d]``; n is this rank's part of the sequence.
+    Backward needs query, key, value, output and log-sum-exp of this rank alone. The parts of a softmax are merged in
+    float32 or wider.
+    """
+    return _SharedAttention.apply(query, key, value, sequence)
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sequence):
+        own = torch.stack((key, value))
+        out = query.new_zeros(query.shape, dtype=wide(query.dtype))
+        lse = out.new_full(query.shape[:-1], -torch.inf)
+        for owner, (keys, values) in sequence.exchange.forward(own):
+            for tile in sequence.tiles_with(owner):
+                at, of = _ranges(tile)
+                merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, owner))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, own, out, lse)
+        ctx.sequence = sequence
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, own, out, lse = ctx.saved_tensors
+        sequence = ctx.sequence
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+
+        def gradient_of(owner: int, block: Tensor) -> Tensor:
+            total = torch.zeros_like(block, dtype=lse.dtype)
+            for tile in sequence.tiles_with(owner):
+                at, of = _ranges(tile)
+                given = grad[at], query[at], block[0][of], block[1][of], out[at], lse[at]
+                for sum_, part in zip(
+                    (grad_query[at], total[0][of], total[1][of]),
+                    sequence.products.backward(*given, tile, owner),
+                    strict=True,
+                ):
+                    sum_ += part
+            return total
+
+        grad_key, grad_value = sequence.exchange.backward(own, gradient_of).to(query.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _ranges(tile: Tile) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+    """The queries and the keys of a tile in ``[b, heads, n, ...]``."""
+    heads = slice(None)
+    return (tile.rows, heads, slice(*tile.queries)), (tile.rows, heads, slice(*tile.keys))

@@ -1,0 +1,56 @@
+"""Sequence parts for heads and back: each rank gets some heads of the whole sequence (Jacobs et al. 2023, Ulysses)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.collectives import exchange_parts
+from megatron_core.parallel.groups import Group
+
+
+def replicated_groups(groups: int, size: int) -> int:
+    """Key-value heads before they are exchanged among ``size`` ranks: the fewest copies that give each rank as many."""
+    return math.lcm(groups, size)
+
+
+class HeadExchange:
+    """Exchanges within ``group``, whose ranks are neighbours in a context-parallel group of ``cp_size`` ranks.
+
+    The chunks of ranks that are neighbours in a zig-zag are neighbours in the sequence: together they are the chunks of
+    one rank of a zig-zag over cp_size / size ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n size, b, heads / size, d]`` and the same of the
+        key-value heads that go with them; tokens in ascending order. One message."""
+        size = self.group.size()
+        copies = replicated_groups(key.shape[2], size) // key.shape[2]
+        if copies > 1:
+            key, value = (x.repeat_interleave(copies, dim=2) for x in (key, value))
+        parts = [x.unflatten(2, (size, -1)) for x in (query, key, value)]
+        sizes = [part.shape[3] for part in parts]
+        mixed = exchange_parts(torch.cat(parts, dim=3).movedim(2, 0), self.group)
+        query, key, value = self._ascending(mixed).split(sizes, dim=2)
+        return query, key, value
+
+    def to_sequence(self, out: Tensor) -> Tensor:
+        """``[n size, b, heads / size * d]`` -> ``[n, b, heads * d]``: the way back."""
+        parts = self._by_rank(out)
+        return exchange_parts(parts, self.group).movedim(0, 2).flatten(2)
+
+    def _ascending(self, parts: Tensor) -> Tensor:
+        """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]``: first chunks as they come, second ones
+        backwards."""
+        first, second = parts.chunk(2, dim=1)
+        return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
+
+    def _by_rank(self, tokens: Tensor) -> Tensor:
+        """The inverse."""
+        first, second = (half.unflatten(0, (self.group.size(), -1)) for half in tokens.chunk(2))
+        return torch.cat([first, second.flip(0)], dim=1)

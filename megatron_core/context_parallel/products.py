@@ -1,0 +1,160 @@
+"""Attention of one tile with the log-sum-exp of its scores, and its gradients given those of the whole softmax.
+
+Part i of a query's keys gives o_i = softmax(s_i) V_i and l_i = log sum exp(s_i). With l = log sum exp(l_i) the whole
+attention is sum exp(l_i - l) o_i, and the gradients of part i are those of attention with the weights exp(s_i - l).
+Source: Dao et al. 2022, section 3.1; Liu et al. 2023 for parts on several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_core.context_parallel.tiles import Tile
+from megatron_core.ops.rows import wide
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+Drop = Callable[[Tensor, Tile, int], Tensor]
+"""(weights of a tile, the tile, the rank whose keys they are) -> the weights that stay, over the share that does."""
+
+
+class Products(Protocol):
+    """A way to compute a tile: queries ``[b, heads, q, d]``, keys and values ``[b, groups, k, d]``.
+
+    ``owner`` is the rank whose keys they are.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
+        """Output ``[b, heads, q, d]`` and log-sum-exp ``[b, heads, q]``, the latter in float32 or wider."""
+        ...
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
+    ) -> Gradients:
+        """Gradients of query, key and value; ``out`` and ``lse`` are those of the whole attention."""
+        ...
+
+
+class Unfused:
+    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, if there is any."""
+
+    def __init__(self, drop: Drop | None = None) -> None:
+        self.drop = drop
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
+        """As ``Products``."""
+        scores = self._scores(query, key, tile)
+        lse = scores.logsumexp(-1)
+        weights = self._kept((scores - lse.unsqueeze(-1)).exp(), tile, owner)
+        return (_by_group(weights, key) @ value.unsqueeze(2).to(weights.dtype)).flatten(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
+    ) -> Gradients:
+        """As ``Products``."""
+        grad, out, query, key, value = (x.to(lse.dtype) for x in (grad, out, query, key, value))
+        weights = (self._scores(query, key, tile) - lse.unsqueeze(-1)).exp()
+        grad_value = _over_group(self._kept(weights, tile, owner), grad, key)
+        grad_weights = (_by_group(grad, key) @ value.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+        grad_weights = self._kept(grad_weights, tile, owner)
+        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
+        grad_query = (_by_group(grad_scores, key) @ key.unsqueeze(2)).flatten(1, 2)
+        return grad_query, _over_group(grad_scores, query, key), grad_value
+
+    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
+        scores = (_by_group(query, key) @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+        scores = scores.to(wide(scores.dtype)) / math.sqrt(query.shape[-1])
+        return scores if tile.band is None else scores.masked_fill(~visible(tile, scores.device), -torch.inf)
+
+    def _kept(self, weights: Tensor, tile: Tile, owner: int) -> Tensor:
+        return weights if self.drop is None else self.drop(weights, tile, owner)
+
+
+class FusedOnCPU:
+    """torch's flash attention for CPUs, which has float64, groups of heads and masks."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
+        """As ``Products``."""
+        mask = self._mask(query, tile)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, tile.is_causal_square, attn_mask=mask
+        )
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
+    ) -> Gradients:
+        """As ``Products``."""
+        mask = self._mask(query, tile)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, tile.is_causal_square, attn_mask=mask
+        )
+
+    def _mask(self, query: Tensor, tile: Tile) -> Tensor | None:
+        """Added to the scores: 0 where a query sees a key, else -inf."""
+        if tile.band is None or tile.is_causal_square:
+            return None
+        seen = visible(tile, query.device)
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+
+
+class FusedOnCUDA:
+    """torch's flash attention for GPUs, in 16 bits; tiles with a window, for which it has no mask, unfused."""
+
+    def __init__(self) -> None:
+        self.unfused = Unfused()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
+        """As ``Products``."""
+        if tile.band is not None and not tile.is_causal_square:
+            return self.unfused.forward(query, key, value, tile, owner)
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, tile.is_causal_square, False)[
+            :2
+        ]
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
+    ) -> Gradients:
+        """As ``Products``."""
+        if tile.band is not None and not tile.is_causal_square:
+            return self.unfused.backward(grad, query, key, value, out, lse, tile, owner)
+        no_state = torch.empty(0, dtype=torch.uint64, device=query.device)  # of a generator: nothing is dropped
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2]),
+            *(0.0, tile.is_causal_square, no_state, no_state),
+        )
+
+
+def fused_products(device: torch.device, dtype: torch.dtype) -> Products:
+    """The fastest of those that compute on ``device`` in ``dtype``."""
+    if device.type == "cpu":
+        return FusedOnCPU()
+    return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) else Unfused()
+
+
+def visible(tile: Tile, device: torch.device) -> Tensor:
+    """``[q, k]``, True where a query of a tile with a band sees a key."""
+    assert tile.band is not None, "without a band all is visible"
+    offset, window = tile.band
+    shape = tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]
+    return torch.ones(shape, dtype=torch.bool, device=device).tril(offset).triu(offset - window + 1)
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the attention over some keys to that over others, in place; ``lse`` is -inf where there were none yet."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _by_group(x: Tensor, key: Tensor) -> Tensor:
+    """``[b, heads, ...]`` -> ``[b, groups, heads of each, ...]``."""
+    return x.unflatten(1, (key.shape[1], -1))
+
+
+def _over_group(weights: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    """The transposed ``weights`` times ``x``, summed over the heads of each group: ``[b, groups, k, d]``."""
+    return (_by_group(weights, key).transpose(-1, -2) @ _by_group(x, key).to(weights.dtype)).sum(2)

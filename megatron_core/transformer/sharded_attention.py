@@ -1,0 +1,115 @@
+"""Attention cores whose sequences lie on several context-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from megatron_core.context_parallel import (
+    AllGather,
+    Exchange,
+    HeadExchange,
+    Products,
+    Ring,
+    SharedSequence,
+    Tile,
+    Unfused,
+    fused_products,
+    shared_attention,
+)
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+
+Window = tuple[int, int] | None
+
+
+def core_attention_of(context: LayerContext, layer_number: int, *, window_size: Window = None) -> nn.Module:
+    """The attention core of a layer: ``CoreAttention``, or what the layer's ``cp_comm_type`` says."""
+    groups, kinds = context.cp, context.parallel.cp_comm_type
+    if groups.whole.size() == 1:
+        return CoreAttention(context, layer_number, window_size=window_size)
+    kind = kinds[0] if len(kinds) == 1 else kinds[layer_number]
+    if kind == "a2a":
+        inner = CoreAttention(context, layer_number, window_size=window_size, heads_over=groups.whole)
+        return HeadParallelAttention(inner, groups.whole, ring=ALONE)
+    if kind == "a2a+p2p":
+        shared = partial(SharedCoreAttention, exchange=Ring(groups.ring), heads_over=groups.heads)
+        inner = shared(context, layer_number, window_size=window_size)
+        return HeadParallelAttention(inner, groups.heads, ring=groups.ring)
+    exchange = Ring(groups.whole) if kind == "p2p" else AllGather(groups.whole)
+    return SharedCoreAttention(context, layer_number, exchange=exchange, window_size=window_size)
+
+
+class SharedCoreAttention(CoreAttention):
+    """``CoreAttention`` whose keys and values come from all ranks of ``exchange``, each with its part of a zig-zag.
+
+    Source: Liu et al. 2023 (ring attention); Dubey et al. 2024, section 3.3.2 (gathered keys and values).
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_number: int,
+        *,
+        exchange: Exchange,
+        window_size: Window = None,
+        heads_over: Group = ALONE,
+    ) -> None:
+        super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
+        self.exchange = exchange
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n, b, heads * d]``, n tokens of this rank."""
+        if context.attention_mask is not None:
+            raise LayoutError(
+                "attention_mask [b, 1, s, s] is not supported when keys travel between context-parallel ranks; give "
+                "document_lengths, or use cp_comm_type=a2a"
+            )
+        length = query.shape[0] * self.exchange.group.size()
+        documents = None if context.documents is None else context.documents.lengths
+        products = self._products(query, length, context)
+        sequence = SharedSequence(length, self.exchange, products, documents, self.window)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = shared_attention(query, key, value, sequence)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
+        if not (self.unfused or self.dropout.active):
+            return fused_products(query.device, query.dtype)
+        if not self.dropout.active:
+            return Unfused()
+        size, queries, samples = self.exchange.group.size(), context.positions, context.sample_index
+        assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
+
+        def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
+            keys = SequenceSplit(cp_rank=owner, cp_size=size).positions(length, weights.device)
+            return self.dropout(
+                weights,
+                samples[tile.rows],
+                position_ids=queries[slice(*tile.queries)],
+                key_positions=keys[slice(*tile.keys)],
+                first_head=self.first_head,
+            )
+
+        return Unfused(drop)
+
+
+class HeadParallelAttention(nn.Module):
+    """The core ``inner`` on some heads of longer parts of the sequence: of all of it, or of one part for each rank of
+    ``ring``. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses)."""
+
+    def __init__(self, inner: CoreAttention, heads: Group, *, ring: Group) -> None:
+        super().__init__()
+        self.inner, self.exchange, self.ring = inner, HeadExchange(heads), ring
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n, b, heads * d]``, n tokens of this rank."""
+        query, key, value = self.exchange.to_heads(query, key, value)
+        split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())
+        positions = split.positions(len(query) * self.ring.size(), query.device)
+        return self.exchange.to_sequence(self.inner(query, key, value, replace(context, positions=positions)))

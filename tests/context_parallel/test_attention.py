@@ -1,0 +1,112 @@
+"""Attention of each rank, all ranks simulated in one process, against the whole softmax in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_core.context_parallel import HeadExchange, Products, SharedSequence, Unfused, shared_attention
+from megatron_core.context_parallel.products import FusedOnCPU, merge_
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.micro_batch import SequenceSplit
+from tests.context_parallel.test_tiles import lengths_of, seen
+
+
+@dataclass
+class Simulated:
+    """The exchange of one of the ranks: the blocks of all are known, gradients of others are kept for them."""
+
+    group: LocalGroup
+    blocks: list[Tensor]
+    gradients: list[list[Tensor]] = field(default_factory=list)
+
+    def forward(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for step in range(self.group.size()):
+            owner = (self.group.rank() - step) % self.group.size()
+            yield owner, self.blocks[owner]
+
+    def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+        for owner, block in self.forward(own):
+            self.gradients[owner].append(gradient_of(owner, block))
+        return torch.zeros_like(own)
+
+
+def whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The formula."""
+    each = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    return scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ value
+
+
+CASES = {
+    "causal": (None, None),
+    "documents": (7, None),
+    "window": (None, 5),
+    "window of many tiles": (None, 200),
+    "documents and window": (8, 9),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float64), (2, torch.bfloat16), (4, torch.float64)], ids=str)
+@pytest.mark.parametrize("products", [Unfused(), FusedOnCPU()], ids=["unfused", "fused"])
+def test_output_and_gradients(case: str, size: int, products: Products, dtype: torch.dtype) -> None:  # C23
+    seed, window = CASES[case]
+    length = 48 if window != 200 else 640
+    documents = None if seed is None else (lengths_of(length, seed), lengths_of(length, seed + 1))
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 8), (2, 4, length, 8)]
+    *inputs, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    exact = [x.double().clone().requires_grad_() for x in inputs]
+    expected = whole(*exact, seen(length, documents, window).expand(2, -1, -1))
+    expected.backward(grad.double())
+    where = [SequenceSplit(cp_rank=rank, cp_size=size).positions(length) for rank in range(size)]
+    parts = [[x[:, :, at].clone().requires_grad_() for x in inputs] for at in where]
+    blocks, gradients = [torch.stack(part[1:]).detach() for part in parts], [[] for _ in where]
+    bound = 1e-12 if dtype == torch.float64 else 3e-2
+    for rank, at in enumerate(where):
+        exchange = Simulated(LocalGroup(size, rank), blocks, gradients)
+        out = shared_attention(*parts[rank], SharedSequence(length, exchange, products, documents, window))
+        assert out.dtype == dtype
+        out.backward(grad[:, :, at])
+        torch.testing.assert_close(out.double(), expected[:, :, at], rtol=bound, atol=bound)
+        grad_query = parts[rank][0].grad.double()
+        torch.testing.assert_close(grad_query, exact[0].grad[:, :, at], rtol=bound, atol=bound)
+    for at, summands in zip(where, gradients, strict=True):
+        for x, found in zip(exact[1:], sum(summands), strict=True):
+            torch.testing.assert_close(found.double(), x.grad[:, :, at], rtol=bound, atol=bound)
+
+
+def test_parts_are_merged_in_float32() -> None:
+    """4096 parts that each add little: in bfloat16, or without the largest score taken out, they would be lost."""
+    scores, values = torch.randn(4096, dtype=torch.float64) * 3 + 80, torch.randn(4096, dtype=torch.float64)
+    out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -torch.inf)
+    for score, value in zip(scores, values.bfloat16(), strict=True):
+        merge_(out, lse, value.view(1, 1, 1, 1), score.float().view(1, 1, 1))
+    torch.testing.assert_close(lse.double().squeeze(), scores.logsumexp(0), rtol=1e-5, atol=0)
+    expected = scores.softmax(0) @ values.bfloat16().double()
+    torch.testing.assert_close(out.double().squeeze(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_keys_that_none_sees_change_nothing() -> None:
+    """-inf on both sides of a merge would be no number: tiles have no such rows, and only the first merge has one."""
+    out, lse = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
+    part = torch.randn(1, 1, 2, 3)
+    merge_(out, lse, part, torch.tensor([[[0.5, -200.0]]]))
+    assert torch.equal(out, part) and torch.equal(lse, torch.tensor([[[0.5, -200.0]]]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_chunks_of_neighbours_are_put_in_order(size: int) -> None:
+    exchange = HeadExchange(LocalGroup(size))
+    for ring_rank in range(2):
+        ranks = range(ring_rank * size, (ring_rank + 1) * size)
+        parts = torch.stack([SequenceSplit(cp_rank=r, cp_size=2 * size).positions(24 * size) for r in ranks])
+        ordered = exchange._ascending(parts)
+        assert torch.equal(ordered, SequenceSplit(cp_rank=ring_rank, cp_size=2).positions(24 * size))
+        assert torch.equal(exchange._by_rank(ordered), parts)
