@@ -1,0 +1,379 @@
+"""Router, losses, capacity and grouped products against formulas that are written out, and defects in them.
+
+What all layouts have in common no parity row can show. Each check is a function that must fail with a defect planted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_core.config import ModelConfig
+from megatron_core.ops.grouped import grouped_product, is_grouped
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tensor_parallel.grouped_linear import grouped_linear
+from megatron_core.transformer import LayerContext, SequenceContext
+from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.moe import MoELayer, update_expert_biases
+from megatron_core.transformer.moe.balance import balancing_loss, z_loss
+from megatron_core.transformer.moe.choice import choose, probabilities, sinkhorn, within_capacity
+from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
+from megatron_core.transformer.moe.router import Routing
+from tests.defects.plant import planted
+
+N, B, E, K, H = 7, 3, 8, 2, 8
+BASE = ModelConfig(
+    num_layers=1,
+    hidden_size=H,
+    num_attention_heads=2,
+    num_experts=E,
+    moe_router_topk=K,
+    moe_ffn_hidden_size=4,
+    swiglu=True,
+    disable_bias_linear=True,
+    init_method_std=0.5,
+)
+ONE = LocalGroup()
+
+
+def _logits() -> Tensor:
+    return torch.randn(N, B, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def _layer(**settings: object) -> MoELayer:
+    torch.manual_seed(1)
+    config = replace(BASE, **settings)
+    layer = MoELayer(LayerContext(config, ModelParallelConfig(params_dtype=torch.float64), ONE, 1), 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def check_softmax() -> None:
+    """Softmax over the chosen ones; or over all, without renormalisation."""
+    logits = _logits()
+    experts = choose(logits, None, BASE)
+    whole = logits.softmax(-1)
+    best = whole.topk(K)
+    torch.testing.assert_close(experts, best.indices)
+    torch.testing.assert_close(probabilities(logits, experts, BASE), best.values / best.values.sum(-1, keepdim=True))
+    pre = replace(BASE, moe_router_pre_softmax=True, moe_router_topk_scaling_factor=3.0)
+    torch.testing.assert_close(probabilities(logits, experts, pre), 3 * best.values)
+
+
+def check_sigmoid_and_bias() -> None:
+    """The bias decides, the probability is without it; scores below any epsilon keep their ratios."""
+    sigmoid, logits = replace(BASE, moe_router_score_function="sigmoid"), _logits()
+    bias = torch.linspace(-1, 1, E)
+    experts = choose(logits, bias, sigmoid)
+    torch.testing.assert_close(experts, (logits.sigmoid() + bias).topk(K).indices)
+    chosen = logits.sigmoid().gather(-1, experts)
+    torch.testing.assert_close(probabilities(logits, experts, sigmoid), chosen / chosen.sum(-1, keepdim=True))
+    tiny = probabilities(logits - 100, experts, sigmoid)
+    torch.testing.assert_close(tiny.sum(-1), torch.ones(N, B, dtype=torch.float64))
+    one = replace(sigmoid, moe_router_topk=1)
+    torch.testing.assert_close(probabilities(logits, experts[..., :1], one), chosen[..., :1])
+    root = replace(one, moe_router_score_function="sqrtsoftplus")
+    expected = functional.softplus(logits).sqrt().gather(-1, experts[..., :1])
+    torch.testing.assert_close(probabilities(logits, experts[..., :1], root), expected)
+
+
+def check_groups() -> None:
+    """Experts come from the best groups alone, also where the bias makes all scores negative."""
+    limited = replace(
+        BASE,
+        moe_router_score_function="sigmoid",
+        moe_router_topk=4,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+    )
+    scores = _logits().sigmoid() - 2.0
+    experts = choose(_logits(), torch.full((E,), -2.0), limited)
+    groups = scores.unflatten(-1, (4, 2)).sum(-1).topk(2).indices
+    for n in range(N):
+        for b in range(B):
+            assert set((experts[n, b] // 2).tolist()) == set(groups[n, b].tolist())
+
+
+def check_sinkhorn() -> None:
+    """All rows have the same sum, and so have all columns."""
+    balanced = sinkhorn(_logits()[:, 0] + 50)
+    torch.testing.assert_close(balanced.sum(0), torch.full((E,), 1 / E, dtype=torch.float64), rtol=1e-3, atol=0)
+    torch.testing.assert_close(balanced.sum(1), torch.full((N,), 1 / N, dtype=torch.float64), rtol=1e-3, atol=0)
+
+
+def check_balancing_loss() -> None:
+    """Term by term, with padding; the counts are those without bias and groups, and have no gradient."""
+    logits, counted = _logits().requires_grad_(), torch.ones(N, B, dtype=torch.float64)
+    counted[4:, 1], counted[:, 2] = 0, 0
+    config = replace(BASE, moe_aux_loss_coeff=1.0)
+    found = balancing_loss(logits, counted, config, ONE, ONE, SequenceContext(), 0)
+    expected = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        tokens = [n for n in range(N) if counted[n, b]]
+        for e in range(E):
+            share = sum(logits[n, b].softmax(-1)[e] for n in tokens)
+            chosen = sum(e in logits[n, b].topk(K).indices for n in tokens)
+            expected = expected + E / (K * max(len(tokens), 1) ** 2) * share * chosen
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 1e-3 and not gradients[0][counted == 0].any()
+    even = balancing_loss(torch.zeros(E, 1, E).double() + torch.eye(E)[:, None] * 1e-9, torch.ones(E, 1).double(),
+                          replace(config, moe_router_topk=1), ONE, ONE, SequenceContext(), 0)  # fmt: skip
+    torch.testing.assert_close(even, torch.ones((), dtype=torch.float64))  # the least that it can be
+
+
+def check_z_loss() -> None:
+    """Padding adds nothing."""
+    logits, counted = _logits(), (torch.arange(N * B).view(N, B) % 3 > 0).double()
+    expected = sum(
+        math.log(sum(math.exp(x) for x in row)) ** 2
+        for row, mask in zip(logits.flatten(0, 1).tolist(), counted.flatten().tolist(), strict=True)
+        if mask
+    )
+    assert z_loss(logits, counted).item() == pytest.approx(expected)
+
+
+def check_capacity() -> None:
+    """Each expert keeps its most probable tokens of each sequence, or the first ones."""
+    logits = _logits()
+    experts = choose(logits, None, BASE)
+    probs = probabilities(logits, experts, BASE)
+    for policy in ("probs", "position"):
+        kept = within_capacity(experts, probs, E, 2, policy)
+        for b in range(B):
+            for e in range(E):
+                slots = [(n, k) for n in range(N) for k in range(K) if experts[n, b, k] == e]
+                if policy == "probs":
+                    slots.sort(key=lambda slot: -probs[slot[0], b, slot[1]])
+                assert [bool(kept[n, b, k]) for n, k in slots] == [i < 2 for i in range(len(slots))]
+
+
+def check_layer() -> None:
+    """A layer is the weighted sum of its experts' MLPs, whatever the dispatch; dropped choices add nothing."""
+    settings = {"moe_shared_expert_intermediate_size": 6, "moe_shared_expert_gate": True}
+    x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for own in ({}, {"moe_expert_capacity_factor": 0.5}, {"moe_token_dispatcher_type": "allgather"},
+                {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}):  # fmt: skip
+        layer = _layer(**settings, **own)
+        output, bias = layer(x, SequenceContext())
+        assert bias is None
+        experts, shared = layer.experts, layer.shared_experts
+        logits = functional.linear(x, layer.router.weight)
+        chosen = choose(logits, None, BASE)
+        probs = probabilities(logits, chosen, BASE)
+        kept = torch.ones_like(probs) if len(own) == 0 or "moe_token_dispatcher_type" in own else within_capacity(
+            chosen, probs, E, math.ceil(N * K / E * 0.5), "probs").double()  # fmt: skip
+        expected = _mlp(x, shared.linear_fc1.weight, shared.linear_fc2.weight)
+        expected = expected * functional.linear(x, shared.gate_weight).sigmoid()
+        for k in range(K):
+            for e in range(E):
+                own_output = _mlp(x, experts.linear_fc1.weight[e], experts.linear_fc2.weight[e])
+                expected = expected + own_output * ((chosen[..., k] == e) * probs[..., k] * kept[..., k])[..., None]
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    gate, value = functional.linear(x, first).chunk(2, -1)
+    return functional.linear(functional.silu(gate) * value, second)
+
+
+def check_bias_update() -> None:
+    """Up for those with less than the mean, down for those with more."""
+    layer = _layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    with torch.no_grad():
+        layer.router.expert_bias.zero_()
+    update_expert_biases([layer], {0: [10, 2, 6, 6, 6, 6, 6, 6]})
+    expected = torch.tensor([-1e-3, 1e-3] + [0.0] * 6)
+    torch.testing.assert_close(layer.router.expert_bias.detach(), expected)
+
+
+def check_auxiliary_gradients() -> None:
+    """Coefficients times 0 and times 1 give routers different gradients, of the losses that are reported."""
+    gradients = []
+    for factor in (0.0, 1.0):
+        layer = _layer(moe_aux_loss_coeff=0.5 * factor, moe_z_loss_coeff=0.1 * factor)
+        x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        losses = AuxiliaryLosses(("load_balancing_loss", "z_loss"), B, torch.tensor(float(N * B)), expert_layers=[0],
+                                 num_experts=E)  # fmt: skip
+        output, _ = layer(x, SequenceContext(auxiliary_losses=losses.of_micro_batch(0)))
+        output.sum().backward()
+        gradients.append(layer.router.weight.grad)
+        load = losses.expert_load(torch.device("cpu"))
+        assert load[0, :-1].sum() == N * B * K
+    weight = layer.router.weight.detach().requires_grad_()
+    logits, counted = functional.linear(x, weight), torch.ones(N, B, dtype=torch.float64)
+    config = replace(BASE, moe_aux_loss_coeff=0.5)
+    balance = balancing_loss(logits, counted, config, ONE, ONE, SequenceContext(), 0) / B
+    z = z_loss(logits, counted) / (N * B)
+    (0.5 * balance + 0.1 * z).backward()
+    torch.testing.assert_close(gradients[1] - gradients[0], weight.grad)
+    assert weight.grad.abs().max() > 1e-3
+    torch.testing.assert_close(losses.totals(torch.device("cpu"), owns_loss=False), torch.stack([balance, z]).detach())
+
+
+def check_masked_choices_have_no_gradient() -> None:
+    """C51: what was not chosen, or was dropped, sends nothing back to the router."""
+    x = torch.randn(4, H, dtype=torch.float64)
+    experts, kept = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 1]]), torch.ones(4, 2, dtype=torch.bool)
+    kept[1, 0] = kept[3, 1] = False
+    for kind in (AllToAll, AllGather):
+        probs = torch.rand(4, 2, dtype=torch.float64).requires_grad_()
+        given = kind(ParallelGroups.single(), E).dispatch(x, Routing(experts, probs, kept))
+        given.combine(given.rows * given.probs[:, None]).sum().backward()
+        torch.testing.assert_close(probs.grad, x.sum(-1, keepdim=True) * kept)
+
+
+def check_grouped_product() -> None:
+    """One product for all experts is the loop to the bit, with empty groups, and forward and backward."""
+    counts = [5, 0, 3, 4]
+    for dtype, inner in ((torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 6), (torch.float64, 16)):
+        x, weight = torch.randn(12, inner).to(dtype), torch.randn(4, 8, inner).to(dtype)
+        expected = [row @ weight[e].t() for e, row in enumerate(x.split(counts))]
+        assert is_grouped(x, weight) == (dtype != torch.float64 and inner == 16)
+        assert torch.equal(grouped_product(x, weight.transpose(1, 2), counts), torch.cat(expected))
+        mine, matrix = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
+        seen, theirs = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        grouped_linear(mine, matrix, counts).square().sum().backward()
+        torch.cat([row @ theirs[e].t() for e, row in enumerate(seen.split(counts))]).square().sum().backward()
+        torch.testing.assert_close((mine.grad, matrix.grad), (seen.grad, theirs.grad))
+        assert not matrix.grad[1].any()
+    nothing = grouped_linear(
+        torch.zeros(0, 16).requires_grad_(), matrix := torch.nn.Parameter(torch.ones(4, 8, 16)), [0] * 4
+    )
+    nothing.sum().backward()
+    assert not matrix.grad.any()
+
+
+CHECKS = [function for name, function in list(globals().items()) if name.startswith("check_")]
+LAYER, ROUTER = "transformer.moe.layer:MoELayer", "transformer.moe.router:TopKRouter"
+CHOICE, BALANCE = "transformer.moe.choice", "transformer.moe.balance"
+# name: the check that must fail, the function, its fragment, the defect
+DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
+    "groups are masked with zeros": (
+        check_groups,
+        f"{CHOICE}:choose",
+        "~eligible[..., None], -inf",
+        "~eligible[..., None], 0.0",
+    ),
+    "the bias does not count in the choice": (check_sigmoid_and_bias, f"{CHOICE}:choose", "ranking + bias", "ranking"),
+    "scores are divided by their sum over all experts": (
+        check_sigmoid_and_bias,
+        f"{CHOICE}:probabilities",
+        "scores.gather(-1, experts).softmax(-1)",
+        "scores.softmax(-1).gather(-1, experts)",
+    ),
+    "tiny scores drown in an epsilon": (
+        check_sigmoid_and_bias,
+        f"{CHOICE}:probabilities",
+        "scores.gather(-1, experts).softmax(-1)",
+        "(lambda s: s / (s.sum(-1, keepdim=True) + 1e-20))(scores.exp().gather(-1, experts))",
+    ),
+    "the scaling factor is forgotten": (check_softmax, f"{CHOICE}:probabilities", "chosen * factor", "chosen"),
+    "logits have been through a softmax": (
+        check_balancing_loss,
+        f"{CHOICE}:log_scores",
+        "return logits",
+        "return logits.softmax(-1)",
+    ),
+    "columns are not scaled": (
+        check_sinkhorn,
+        f"{CHOICE}:sinkhorn",
+        "rows[:, None] * cost * columns",
+        "rows[:, None] * cost",
+    ),
+    "experts keep their least probable tokens": (
+        check_capacity,
+        f"{CHOICE}:within_capacity",
+        "descending=True",
+        "descending=False",
+    ),
+    "padding counts in the balancing loss": (
+        check_balancing_loss,
+        f"{BALANCE}:balancing_loss",
+        "(scores * counted.unsqueeze(-1))",
+        "scores",
+    ),
+    "padding counts as load": (
+        check_balancing_loss,
+        f"{BALANCE}:count_choices",
+        "counted.unsqueeze(-1)",
+        "torch.ones_like(counted).unsqueeze(-1)",
+    ),
+    "padding counts in the z-loss": (check_z_loss, f"{BALANCE}:z_loss", " * counted", ""),
+    "the balancing loss is a constant": (
+        check_balancing_loss,
+        f"{BALANCE}:balancing_loss",
+        "(scores * counted.unsqueeze(-1)).sum(0)",
+        "(scores * counted.unsqueeze(-1)).sum(0).detach()",
+    ),
+    "the balancing loss is k times too large": (
+        check_balancing_loss,
+        f"{BALANCE}:balancing_loss",
+        "return experts / k * ((mass",
+        "return experts * ((mass",
+    ),
+    "the gradient of auxiliary losses is thrown away": (
+        check_auxiliary_gradients,
+        "transformer.auxiliary_loss:_AttachGradient.backward",
+        "return grad, ctx.gradient, None",
+        "return grad, None, None",
+    ),
+    "the bias drives load to where it is": (
+        check_bias_update,
+        "transformer.moe.router:update_expert_biases",
+        "load.mean() - load",
+        "load - load.mean()",
+    ),
+    "dropped choices are computed all the same": (
+        check_layer,
+        f"{ROUTER}._capacity",
+        "return kept[own]",
+        "return torch.ones_like(kept[own])",
+    ),
+    "probabilities have no gradient": (
+        check_masked_choices_have_no_gradient,
+        "transformer.moe.dispatch:AllToAll.dispatch",
+        "routing.probs.flatten()",
+        "routing.probs.detach().flatten().requires_grad_()",
+    ),
+    "the last choice of a token is forgotten": (
+        check_layer,
+        "transformer.moe.dispatch:_SumTaken.forward",
+        ".sum(1)",
+        "[:, :1].sum(1)",
+    ),
+    "an expert begins at the end of the one before the last": (
+        check_grouped_product,
+        "ops.grouped:runs",
+        "start += count",
+        "start += count - (count == 3)",
+    ),
+    "shared experts skip their gate": (
+        check_layer,
+        "transformer.moe.layer:SharedExperts.forward",
+        "if self.gate_weight is None:",
+        "if True:",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])
+def test_formula(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defect_is_caught(name: str, record_property: Callable[[str, object], None]) -> None:
+    check, target, old, new = DEFECTS[name]
+    with planted(target, old, new), pytest.raises((AssertionError, RuntimeError)):
+        check()
