@@ -26,8 +26,8 @@ def state_bytes_per_parameter(compute_dtype: str, data_parallel_size: int = 1, *
     return resident + optimizer / (data_parallel_size if sharded else 1)
 
 
-def layer_activations(config: RunConfig) -> float:
-    """Bytes that one layer keeps of one micro-batch on one rank, unless the whole layer is recomputed.
+def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
+    """Bytes that a layer keeps of one micro-batch on one rank, unless the whole layer is recomputed.
 
     For each token, with n bytes a number, t tensor-parallel ranks, a heads and g groups of d channels, MLP width f:
 
@@ -35,16 +35,34 @@ def layer_activations(config: RunConfig) -> float:
         + n (2 a + 2 g) d / t                               queries, keys, values, and what attention returns
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
+
+    A layer with experts has ``_expert_bytes`` instead of the third line.
     """
     model, n = config.model, _number_size(config)
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
-    split = n * (2 * queries + 2 * keys) + n * model.ffn_size * (3 if model.gated_linear_unit else 2)
+    experts = model.has_experts(layer_number)
+    width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
+    split = n * (2 * queries + 2 * keys) + n * width * (3 if model.gated_linear_unit else 2)
     if model.qk_layernorm:
         split += n * (queries + keys)
-    split += _score_bytes(config)
+    split += _score_bytes(config) + (_expert_bytes(config) if experts else 0)
     tp = config.parallel.tensor_model_parallel_size
     return _tokens(config) * (whole / _sequence_parts(config) + split / tp)
+
+
+def _expert_bytes(config: RunConfig) -> float:
+    """Bytes of one token for the router and the experts, with the mean load and none dropped; a rank has 1 / t of the
+    tokens. With E experts, k of them for a token, width f of each, n bytes a number and u tensor ranks of an expert:
+
+        4 h (16-bit numbers alone) + 4 E (3)    input of the router, logits (and what the balancing loss keeps)
+        + k (n u h + n 3 f (gated: 4 f))        rows that are sent, before and after the activation, times probability
+    """
+    model, n = config.model, _number_size(config)
+    inner = (4 if model.gated_linear_unit else 3) * model.expert_ffn_size
+    rows = model.moe_router_topk * n * (config.parallel.expert_tensor_size * model.hidden_size + inner)
+    logits = 4 * (model.num_experts or 0) * (3 if model.balancing_loss else 1)
+    return rows + logits + (4 * model.hidden_size if n < 4 else 0)
 
 
 def _score_bytes(config: RunConfig) -> int:
@@ -57,7 +75,7 @@ def _score_bytes(config: RunConfig) -> int:
     return model.num_attention_heads * config.data.seq_length * (2 * n + 1 if model.attention_dropout else n)
 
 
-def stage_activations(config: RunConfig, num_layers: int, *, first: bool, last: bool, padded_vocab_size: int) -> float:
+def stage_activations(config: RunConfig, layers: range, *, first: bool, last: bool, padded_vocab_size: int) -> float:
     """Bytes that a stage keeps of one micro-batch: its layers, and those of the embedding and the output layer.
 
     A recomputed run of layers keeps its input alone: n s b h, over t with sequence parallel. The embedding keeps its
@@ -66,8 +84,8 @@ def stage_activations(config: RunConfig, num_layers: int, *, first: bool, last: 
     """
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = tokens * model.hidden_size / _sequence_parts(config)
-    recomputed, inputs = _recomputed(config, num_layers)
-    held = (num_layers - recomputed) * layer_activations(config) + inputs * n * row
+    recomputed, inputs = _recomputed(config, len(layers))
+    held = sum(layer_activations(config, layer) for layer in layers[recomputed:]) + inputs * n * row
     if first and model.hidden_dropout:
         held += row
     if last:
@@ -83,13 +101,14 @@ def peak_activation_bytes(
     """Each pipeline rank's peak: what the plan holds of every stage at once, and the run of layers being recomputed."""
     last = len(layers) - 1
     sizes = [
-        stage_activations(config, len(run), first=at == 0, last=at == last, padded_vocab_size=padded_vocab_size)
+        stage_activations(config, run, first=at == 0, last=at == last, padded_vocab_size=padded_vocab_size)
         for at, run in enumerate(layers)
     ]
     longest = 0
     if config.model.recompute_granularity == "full":
         longest = config.model.recompute_num_layers or 1 if config.model.recompute_method == "uniform" else 1
-    working = min(longest, max(map(len, layers), default=0)) * layer_activations(config)
+    largest = max((layer_activations(config, layer) for run in layers for layer in run), default=0.0)
+    working = min(longest, max(map(len, layers), default=0)) * largest
     return tuple(peak + working for peak in peak_activations(plan, stage_sizes=sizes))
 
 

@@ -58,7 +58,7 @@ def _layers_alone(name: str, **settings: Any) -> float:
     layers, _, _, pp, chunks, _ = MODELS[name]
     plan = make_plan("interleaved" if chunks > 1 else "1f1b", pp, chunks, 4 * pp)
     each = layers // (pp * chunks)
-    size = stage_activations(_config(name, **settings), each, first=False, last=False, padded_vocab_size=0)
+    size = stage_activations(_config(name, **settings), range(each), first=False, last=False, padded_vocab_size=0)
     return peak_activations(plan, stage_sizes=[size] * plan.num_stages)[0]
 
 
@@ -137,9 +137,19 @@ LLAMA = {
 }
 
 
+EXPERTS = LLAMA | {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 192,
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_layer_freq": (0, 1, 1),
+}
+
+
 @pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("settings", [{}, LLAMA, LLAMA | FULL], ids=["GPT", "Llama", "Llama, recomputed"])
+@pytest.mark.parametrize(
+    "settings", [{}, LLAMA, LLAMA | FULL, EXPERTS], ids=["GPT", "Llama", "Llama, recomputed", "experts"]
+)
 def test_formula_is_what_backward_keeps(settings: dict[str, Any], bf16: bool) -> None:
     """Within 10 %: dropout keeps no mask here, and the norm's statistics, which the formula leaves out, are small."""
     sizes = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "micro_batch_size": 2}
@@ -157,5 +167,5 @@ def test_formula_is_what_backward_keeps(settings: dict[str, Any], bf16: bool) ->
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, labels=ids, sample_index=torch.arange(2))
     found = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights)
-    formula = stage_activations(config, 3, first=True, last=True, padded_vocab_size=512)
+    formula = stage_activations(config, range(3), first=True, last=True, padded_vocab_size=512)
     assert formula == pytest.approx(found, rel=0.1)
