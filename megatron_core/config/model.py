@@ -65,8 +65,13 @@ class ModelConfig(MoEConfig):
     """Type of normalization."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside the normalization."""
+    norm_placement: Literal["pre", "sandwich", "post"] = "pre"
+    """Where norms stand. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
+    both (Gemma 2)."""
     qk_layernorm: bool = False
     """Normalize queries and keys, separately for each head."""
+    qk_layernorm_over_heads: bool = False
+    """With --qk-layernorm: over all heads together (OLMo 2); RMSNorm only."""
     swiglu: bool = False
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = False
@@ -83,6 +88,10 @@ class ModelConfig(MoEConfig):
     """Attention and MLP read the same input and are added together (GPT-J, GPT-NeoX)."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weight instead of the word embedding's."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
+    final_logit_softcapping: float | None = None
+    """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
     hidden_dropout: float = 0.1
     """Dropout probability on the residual branches and the embedding."""
     attention_dropout: float = 0.1

@@ -43,6 +43,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
+    if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
+        yield (
+            f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
+            "cross_entropy_fusion_impl=linear; use native"
+        )
     if model.cross_entropy_fusion_impl == "linear" and not model.cross_entropy_loss_fusion:
         yield (
             "cross_entropy_fusion_impl=linear has no effect without cross_entropy_loss_fusion; "
@@ -60,6 +65,14 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         )
     elif model.group_query_attention:
         yield from _uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
+    if model.qk_layernorm_over_heads:
+        if not model.qk_layernorm or model.normalization != "RMSNorm":
+            yield (
+                f"qk_layernorm_over_heads=True needs qk_layernorm=True and normalization=RMSNorm; they are "
+                f"{model.qk_layernorm} and {model.normalization}"
+            )
+        size = config.parallel.tensor_model_parallel_size
+        yield from _uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
 
 
 def _window_problems(config: RunConfig) -> Iterator[str]:

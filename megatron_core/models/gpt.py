@@ -75,11 +75,16 @@ class LanguageModelEmbedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(context, max_sequence_length)
+        # A number of the weights' dtype, as in the models that were trained with it.
+        root = torch.tensor(config.hidden_size**0.5, dtype=parallel.params_dtype)
+        self.scale = root.item() if config.scale_embeddings else None
         self.dropout = context.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
         """``position_ids`` are those of the output: ``[b, s]`` or ``[1, s]``, ``s/tp`` with sequence parallel."""
         hidden = self.word_embeddings(input_ids)
+        if self.scale is not None:
+            hidden = hidden * self.scale
         if not self.sequence_parallel:
             hidden = hidden.transpose(0, 1)
         if self.position_embeddings is not None:
@@ -244,7 +249,7 @@ class GPTModel(nn.Module):
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
             return self._losses(hidden_states, labels.transpose(0, 1), tied).transpose(0, 1)
-        logits, _ = self.output_layer(hidden_states, weight=tied)
+        logits = self._capped(self.output_layer(hidden_states, weight=tied)[0])
         return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
 
     def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
@@ -257,9 +262,15 @@ class GPTModel(nn.Module):
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
+        logits, group = self._capped(logits), self.tp_group
         return vocab_parallel_cross_entropy(
-            logits, target, tp_group=self.tp_group, vocab_size=size, overwrite_logits=True, backend=backend
+            logits, target, tp_group=group, vocab_size=size, overwrite_logits=True, backend=backend
         )
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """c tanh(logits / c) where the configuration has a bound c (Gemma 2, arXiv 2408.00118, section 2)."""
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

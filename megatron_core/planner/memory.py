@@ -32,6 +32,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     For each token, with n bytes a number, t tensor-parallel ranks, a heads and g groups of d channels, MLP width f:
 
         (4 n + 2) h / (t with sequence parallel, else 1)    inputs of norms, QKV and MLP; dropout masks
+        + 2 n h / (the same)                                inputs of the norms behind them, if there are twice as many
         + n (2 a + 2 g) d / t                               queries, keys, values, and what attention returns
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
@@ -44,6 +45,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     experts = model.has_experts(layer_number)
     width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
     split = n * (2 * queries + 2 * keys) + n * width * (3 if model.gated_linear_unit else 2)
+    if model.norm_placement == "sandwich":
+        whole += 2 * n * model.hidden_size
     if model.qk_layernorm:
         split += n * (queries + keys)
     split += _score_bytes(config) + (_expert_bytes(config) if experts else 0)

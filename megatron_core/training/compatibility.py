@@ -22,6 +22,8 @@ TENSORS = (
     "hidden_size",
     "untie_embeddings_and_output_weights",
     "qk_layernorm",
+    "qk_layernorm_over_heads",
+    "norm_placement",
     "normalization",
     "disable_bias_linear",
     "add_qkv_bias",

@@ -56,7 +56,8 @@ class SelfAttention(nn.Module):
         )
         # Each rank normalizes its own heads only, so these gradients are partial with or without sequence parallel.
         head_norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, d, partial_grad=True)
-        self.q_layernorm, self.k_layernorm = head_norm(), head_norm()
+        self.q_layernorm = head_norm(heads=config.num_attention_heads)
+        self.k_layernorm = head_norm(heads=config.query_groups)
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(

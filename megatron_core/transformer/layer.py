@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megatron_core.tensor_parallel import KeyedDropout
@@ -14,7 +16,7 @@ class TransformerLayer(nn.Module):
 
     With ``parallel_residual`` both read the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
     matrix product before it, all in one pass over x. ``layer_number`` is global and counts from 0, whatever stage the
-    layer is on; ``spec`` has the constructors of its parts.
+    layer is on; ``spec`` has the constructors of its parts, which may include norms of the two outputs.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
@@ -22,21 +24,37 @@ class TransformerLayer(nn.Module):
         size, p, partial_grad = context.config.hidden_size, context.config.hidden_dropout, context.sequence_parallel
         self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)
         self.self_attention = spec.self_attention(context, layer_number)
+        self.post_self_attn_layernorm = self._after(spec.post_self_attn_layernorm, context)
         self.attention_dropout = context.dropout(p, f"layers.{layer_number}.attention")
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context, size, partial_grad=partial_grad)
         self.mlp = spec.mlp(context, layer_number)
+        self.post_mlp_layernorm = self._after(spec.post_mlp_layernorm, context)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
         output, bias = self.self_attention(self.input_layernorm(hidden), context)
+        output, bias = _normed(self.post_self_attn_layernorm, output, bias)
         attended = self._add(hidden, output, bias, self.attention_dropout, context)
         mlp_input = hidden if self.parallel_residual else attended
         output, bias = self.mlp(self.pre_mlp_layernorm(mlp_input), context)
+        output, bias = _normed(self.post_mlp_layernorm, output, bias)
         return self._add(attended, output, bias, self.mlp_dropout, context)
+
+    @staticmethod
+    def _after(norm: Callable[..., nn.Module] | None, context: LayerContext) -> nn.Module | None:
+        size, partial_grad = context.config.hidden_size, context.sequence_parallel
+        return None if norm is None else norm(context, size, partial_grad=partial_grad)
 
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
     ) -> Tensor:
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
+
+
+def _normed(norm: nn.Module | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The output of attention or MLP and its bias, or the norm of their sum and no bias."""
+    if norm is None:
+        return x, bias
+    return norm(x if bias is None else x + bias), None

@@ -13,7 +13,7 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
-from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.norm import HeadsNorm, Norm
 from megatron_core.transformer.sharded_attention import core_attention_of
 
 
@@ -31,6 +31,9 @@ class LayerSpec:
     """``forward(hidden, context)`` as ``MLP``'s; ``context`` is a ``SequenceContext``, which takes auxiliary losses."""
     input_layernorm: Callable[..., nn.Module] = Norm
     pre_mlp_layernorm: Callable[..., nn.Module] = Norm
+    post_self_attn_layernorm: Callable[..., nn.Module] | None = None
+    """Of attention's output, before the residual sum; None: there is none."""
+    post_mlp_layernorm: Callable[..., nn.Module] | None = None
     auxiliary_losses: tuple[str, ...] = ()
     """Names of the auxiliary losses that the layer adds, so that every rank knows those of all layers."""
 
@@ -43,11 +46,18 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     """The layers of this project's own models; a ``LayerSpecs`` for others starts from this one with
     ``dataclasses.replace``."""
     has_experts = config.has_experts(layer_number)
+    before = nn.Identity if config.norm_placement == "post" else Norm
+    after = None if config.norm_placement == "pre" else Norm
+    head_norm = HeadsNorm if config.qk_layernorm_over_heads else Norm
     return LayerSpec(
+        input_layernorm=before,
+        pre_mlp_layernorm=before,
+        post_self_attn_layernorm=after,
+        post_mlp_layernorm=after,
         self_attention=partial(
             SelfAttention,
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
-            qk_layernorm=Norm if config.qk_layernorm else None,
+            qk_layernorm=head_norm if config.qk_layernorm else None,
         ),
         mlp=MoELayer if has_experts else MLP,
         auxiliary_losses=moe_loss_names(config) if has_experts else (),

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import layer_norm, rms_norm
-from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
+from megatron_core.parallel.sharding import allocate, replicated, split
 from megatron_core.transformer.context import LayerContext
 
 
@@ -19,7 +21,7 @@ class Norm(nn.Module):
     Source: Ba et al. 2016; Zhang and Sennrich 2019.
     """
 
-    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool) -> None:
+    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
         super().__init__()
         config, parallel = context.config, context.parallel
         self.size, self.epsilon = size, config.norm_epsilon
@@ -45,3 +47,28 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x, self.weight, self.epsilon, backend=self.backend)
         return layer_norm(x, self.weight, self.bias, self.epsilon, backend=self.backend)
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm over the channels of all heads together, of which each tensor-parallel rank has some.
+
+    y = x / sqrt(mean(x^2) + eps) * weight, the mean over all ``heads * d`` channels (OLMo 2, arXiv 2501.00656,
+    section 3.1).
+    """
+
+    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
+        super().__init__()
+        parallel, self.group = context.parallel, context.tp_group
+        self.channels, self.epsilon = size * heads, context.config.norm_epsilon
+        spec = split((self.channels,), 0, self.group.rank(), self.group.size())
+        self.weight = allocate(spec, parallel.params_dtype, parallel.device)
+        self.weight.init_method = nn.init.ones_
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, ..., d]``, this rank's heads -> the same."""
+        flat = x.flatten(2).to(wide(x.dtype))
+        own = flat.square().sum(-1, keepdim=True)
+        # Each rank uses the whole sum for its own channels, so that its gradient is a sum over ranks, too.
+        total = copy_to_region(reduce_from_region(own, self.group), self.group)
+        normed = flat * torch.rsqrt(total / self.channels + self.epsilon) * self.weight
+        return normed.to(x.dtype).view_as(x)

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24},
     ),
+    "olmo2": ("Olmo2", LLAMA),
     "gpt2": ("GPT2", GPT2),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

@@ -97,7 +97,7 @@ EXPERTS = {"ep2": {"expert_model_parallel_size": 2}}
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*((name, layout) for name in ("llama, tied", "gpt_neox") for layout in LAYOUTS), ("mixtral", "ep2")],
+    [*((name, layout) for name in ("llama, tied", "gpt_neox", "olmo2") for layout in LAYOUTS), ("mixtral", "ep2")],
 )
 def test_training_goes_on_from_it_in_every_layout(name: str, layout: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)

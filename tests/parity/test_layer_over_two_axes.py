@@ -105,7 +105,7 @@ class Training:
         self.data.finish_param_sync()
         replicas = Replicas(self.model.named_parameters(), self.groups, torch.device("cpu"))
         assert replicas.differences(replicas.hashes()) == []
-        self.record.add_weights([self.model])
+        self.record.add_weights(self.data, [self.model])
         return self.record
 
     def save(self, folder: Path) -> None:

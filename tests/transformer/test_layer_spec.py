@@ -73,7 +73,7 @@ def train(settings: dict) -> tuple[RankTrace, list[dict[str, float]]]:
         trace.norms.append(result.grad_norm)
         reported.append(dict(result.auxiliary_losses))
     run.data_parallel.finish_param_sync()
-    trace.add_weights(run.stages.values())
+    trace.add_weights(run.data_parallel, run.stages.values())
     return trace, reported
 
 

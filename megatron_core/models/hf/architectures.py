@@ -311,6 +311,22 @@ def _layer_pairs(pairs: Mapping[str, tuple[str, Callable | None]], prefix: str, 
     }
 
 
+OLMO2 = Architecture(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    {key: ours for key, ours in LLAMA_KEYS.items() if key != "head_dim"},
+    {name: source for name, source in LLAMA_TENSORS.items() if "layernorm" not in name or "final" in name}
+    | QK_NORM
+    | {
+        LAYER + "post_self_attn_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
+        LAYER + "post_mlp_layernorm.weight": Source((THEIRS + "post_feedforward_layernorm.weight",)),
+    },
+    fixed=LLAMA_FIXED | {"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    required={"hidden_act": "silu", "attention_bias": False},
+    read=rope_settings,
+    write=rope_json,
+)
+
 GPT2 = Architecture(
     "gpt2",
     "GPT2LMHeadModel",
@@ -403,9 +419,8 @@ GPT_NEOX = Architecture(
     base="gpt_neox.",
 )
 
-ARCHITECTURES = {
-    found.model_type: found for found in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
-}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2)
+ARCHITECTURES = {found.model_type: found for found in _ALL}
 """By ``model_type``; where several have a model's settings, the first one is exported."""
 
 
