@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig

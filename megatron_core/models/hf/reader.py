@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_core.checkpoint import Piece
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.architectures import Settings, architecture_of
+from megatron_core.models.hf.architecture import Settings
+from megatron_core.models.hf.architectures import architecture_of
 from megatron_core.models.hf.tensors import Source
 from megatron_core.parallel.boxes import Box
 

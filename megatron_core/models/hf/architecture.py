@@ -1,0 +1,161 @@
+"""What describes an architecture of the Hugging Face hub, and settings that many of them write alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.tensors import Source
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture, in both directions."""
+
+    model_type: str
+    """``model_type`` in config.json."""
+    class_name: str
+    """``architectures`` in config.json."""
+    keys: Mapping[str, str]
+    """Their key in config.json -> our setting of the same meaning."""
+    tensors: Mapping[str, Source]
+    """Our tensor's name, with ``{n}`` for the layer, -> theirs."""
+    fixed: Settings = field(default_factory=dict)
+    """Our settings that every model of the architecture has."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of other releases -> names in ``keys``."""
+    assumed: Settings = field(default_factory=dict)
+    """Their values of keys that config.json leaves out."""
+    required: Settings = field(default_factory=dict)
+    """Values that their keys must have, if present."""
+    read: Callable[[Settings], Settings] = lambda theirs: {}
+    """Further settings of ours from their configuration."""
+    write: Callable[[ModelConfig], Settings] = lambda config: {}
+    """The inverse of ``read``."""
+    base: str = "model."
+    """What the names of all tensors but the output layer's begin with; files of the bare model leave it out."""
+
+    def settings(self, theirs: Settings) -> Settings:
+        """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""
+        present = {self.aliases.get(key, key): value for key, value in theirs.items() if value is not None}
+        theirs = self.assumed | present
+        for key, value in self.required.items():
+            if theirs.get(key, value) != value:
+                raise CheckpointError(
+                    f"config.json says {key}={theirs[key]!r}; for {self.model_type} only {value!r} is supported"
+                )
+        named = {ours: theirs[key] for key, ours in self.keys.items() if key in theirs}
+        heads, groups = named["num_attention_heads"], named.pop("num_query_groups", None)
+        if groups is not None and groups != heads:
+            named |= {"group_query_attention": True, "num_query_groups": groups}
+        if named.get("kv_channels") == named["hidden_size"] // heads:
+            named["kv_channels"] = None
+        untied = not theirs.get("tie_word_embeddings", False)
+        return {**self.fixed, **named, "untie_embeddings_and_output_weights": untied, **self.read(theirs)}
+
+    def config_json(self, config: ModelConfig) -> Settings:
+        """Their configuration of a model of ours, without what a ``ModelConfig`` does not say."""
+        ours = vars(config) | {
+            "num_query_groups": config.query_groups,
+            "kv_channels": config.head_size,
+            "ffn_hidden_size": config.ffn_size,
+        }
+        return {
+            "architectures": [self.class_name],
+            "model_type": self.model_type,
+            "tie_word_embeddings": config.share_embeddings_and_output_weights,
+            **self.required,
+            **{key: ours[name] for key, name in self.keys.items()},
+            **self.write(config),
+        }
+
+    def source(self, name: str) -> Source:
+        """Where our tensor ``name`` is."""
+        parts = name.split(".")
+        number = parts[2] if name.startswith("decoder.layers.") else ""
+        pattern = ".".join([*parts[:2], "{n}", *parts[3:]]) if number else name
+        if pattern not in self.tensors:
+            raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
+        return self.tensors[pattern].for_layer(number)
+
+
+def rope_settings(theirs: Settings) -> Settings:
+    """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
+    rope: Settings = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"config.json says rope_type={kind!r}; only 'default' is supported")
+    theta = _number((rope, theirs), ("rope_theta", "rotary_emb_base"), 10000.0)
+    return {
+        "rotary_base": theta,
+        "rotary_percent": _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0),
+    }
+
+
+def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) -> float:
+    """The first of ``keys`` that is set."""
+    found = (config[key] for config in configs for key in keys if config.get(key) is not None)
+    return float(next(found, default))
+
+
+def rope_json(config: ModelConfig) -> Settings:
+    """The inverse, in the words that every release of transformers reads."""
+    part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
+    return {"rope_theta": config.rotary_base, "rope_scaling": None, **part}
+
+
+def window_settings(theirs: Settings) -> Settings:
+    """``sliding_window`` counts a token's own key, ``window_size`` those before it; ``layer_types`` names the layers
+    that have it."""
+    window, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
+    if window is None or not theirs.get("use_sliding_window", True):
+        return {}
+    if kinds is None and theirs.get("use_sliding_window"):
+        first = theirs.get("max_window_layers", 0)  # Qwen2: the layers from this one on
+        kinds = ["full_attention"] * first + ["sliding_attention"] * (theirs["num_hidden_layers"] - first)
+    layers = tuple(int(kind == "sliding_attention") for kind in kinds or ())
+    if kinds is not None and not any(layers):
+        return {}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(layers) else layers}
+
+
+def window_json(config: ModelConfig) -> Settings:
+    """The inverse of ``window_settings``."""
+    if config.window_size is None:
+        return {"sliding_window": None}
+    return {"sliding_window": config.window_size[0] + 1} | _layer_types(config)
+
+
+def _layer_types(config: ModelConfig) -> Settings:
+    windows = [config.window_of_layer(n) is not None for n in range(config.num_layers)]
+    return {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
+
+
+def matches(architecture: Architecture, config: ModelConfig) -> bool:
+    """Whether the model's settings survive the way into a config.json and back."""
+    try:
+        again = ModelConfig(**architecture.settings(architecture.config_json(config)))
+    except CheckpointError:
+        return False
+    return _function(again) == _function(config)
+
+
+def _function(config: ModelConfig) -> Settings:
+    """The settings that decide what the model computes, after defaults."""
+    ignored = {*EXECUTION_SETTINGS, *TRAINING_SETTINGS, "max_position_embeddings", "make_vocab_size_divisible_by"}
+    own = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if f.name not in ignored}
+    return own | {
+        "group_query_attention": None,
+        "num_query_groups": config.query_groups,
+        "kv_channels": config.head_size,
+        "ffn_hidden_size": config.ffn_size,
+        "add_qkv_bias": config.has_qkv_bias,
+        "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],
+        "window_attn_skip_freq": None,
+    }
