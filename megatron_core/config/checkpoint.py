@@ -14,7 +14,7 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Steps between checkpoints; default none before the end of the run."""
     load: str | None = None
-    """Folder of checkpoints to resume from."""
+    """Folder of checkpoints to resume from; an empty or absent one starts from scratch, and says so."""
     load_hf: str | None = None
     """Folder of a Hugging Face model to start from: its shape, vocabulary and tokenizer are the defaults of the flags,
     its weights the initial weights. A checkpoint in the folder of --load takes precedence, so that a restarted job
@@ -35,8 +35,15 @@ class CheckpointConfig:
     """Do not load the optimizer's state."""
     no_save_optim: bool = False
     """Do not save the optimizer's state."""
-    exit_on_missing_checkpoint: bool = True
-    """With --load: an empty folder is an error; --no-exit-on-missing-checkpoint starts from scratch."""
+    exit_on_missing_checkpoint: bool = False
+    """With --load: a folder without checkpoints is an error, as it always is with --finetune, --ckpt-step and
+    --use-checkpoint-args."""
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether --load without a checkpoint is an error."""
+        asked = self.exit_on_missing_checkpoint or self.finetune or self.use_checkpoint_args
+        return asked or self.ckpt_step is not None
 
     def for_resume(self) -> CheckpointConfig:
         """The settings for a job that resumes from the checkpoints of this one."""

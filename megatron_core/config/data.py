@@ -45,7 +45,8 @@ class DataConfig:
     """Order of the samples. keyed: computed from the seed and the sample's number, with no index to build or store.
     megatron: Megatron-LM's order for the same seed, so that a run started there continues with the same batches."""
     data_cache_path: str | None = None
-    """Folder in which --data-order megatron stores its indices; default: they are not stored."""
+    """Folder in which --data-order megatron stores its indices; default: they are not stored. The order keyed has
+    none."""
     mid_level_dataset_surplus: float = 0.005
     """Surplus of samples, relative to its share, that --data-order megatron draws from each file of a blend."""
     num_dataset_builder_threads: int = 1
@@ -90,7 +91,7 @@ class DataConfig:
     fim_eod_token: str | None = None
     """Token that ends a document; default the tokenizer's end-of-document token."""
     tokenizer_type: TokenizerType | None = None
-    """Type of the tokenizer."""
+    """Type of the tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file, else none."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer."""
     vocab_file: str | None = None
@@ -104,6 +105,12 @@ class DataConfig:
     vocab_size: int | None = None
     """Vocabulary size; default the tokenizer's. Required for NullTokenizer, and if there is no tokenizer; TikTokenizer
     keeps only as many tokens."""
+
+    @property
+    def tokenizer(self) -> TokenizerType | None:
+        """The type of the tokenizer after defaults; None: no tokenizer."""
+        both = self.vocab_file is not None and self.merge_file is not None
+        return self.tokenizer_type or ("GPT2BPETokenizer" if both else None)
 
     @property
     def length_ramp(self) -> Ramp:

@@ -6,13 +6,14 @@ import difflib
 import json
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from megatron_core.config.megatron_flags import is_unsupported
+from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
 
@@ -85,22 +86,29 @@ def _plain(key: object) -> str:
 
 def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
     """The message for a name that is not a setting."""
-    if is_unsupported(name):
-        return f"Megatron-LM's {name} (in {path}) is not supported by megatron-native (yet); remove it"
-    close = difflib.get_close_matches(name, kinds, n=3, cutoff=0.6)
-    hint = f"perhaps you meant {' or '.join(close)}" if close else "--help lists every setting"
-    return f"{name} in {path} is not a setting; {hint}"
+    if name in FLAGS:
+        flag = FLAGS[name]
+        what = f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else f"{flag.reason}"
+        return f"Megatron-LM's {name} in {path} is not a setting here: {what}"
+    return f"{name} in {path} is not a setting; {perhaps(name, kinds)}"
+
+
+def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint at the names that are nearest to an unknown one."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    shown = " or ".join(prefix + (each.replace("_", "-") if prefix else each) for each in close)
+    return f"perhaps you meant {shown}" if close else "--help lists every setting"
 
 
 def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
     """``value`` converted to the field's type; ``ConfigError`` if it does not fit."""
     try:
-        return _convert(value, kind)
+        return convert(value, kind)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={value!r} in {path} does not fit; legal: {_describe(kind)}") from None
+        raise ConfigError(f"{name}={value!r} in {path} does not fit; legal: {describe(kind)}") from None
 
 
-def _convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any) -> Any:
     """``value`` converted to type ``kind``; ``ValueError`` or ``TypeError`` if it does not fit.
 
     Strings are accepted as numbers because YAML 1.1 reads ``1e-3`` as a string.
@@ -109,13 +117,13 @@ def _convert(value: Any, kind: Any) -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         if value is None or value == "None":
             return None
-        return _convert(value, next(option for option in options if option is not type(None)))
+        return convert(value, next(option for option in options if option is not type(None)))
     if typing.get_origin(kind) is Literal:
         return options[options.index(value)]
     if typing.get_origin(kind) is tuple:
         items = value if isinstance(value, list) else [value]
         kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
-        return tuple(_convert(item, each) for item, each in zip(items, kinds, strict=True))
+        return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
     return _convert_plain(value, kind)
 
 
@@ -131,11 +139,11 @@ def _convert_plain(value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     """The legal values of a type, for messages."""
     options = typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join("null" if option is type(None) else _describe(option) for option in options)
+        return " or ".join("null" if option is type(None) else describe(option) for option in options)
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, options))
     if typing.get_origin(kind) is tuple:

@@ -1,41 +1,58 @@
-"""Tables of the other flags that a launch script for Megatron-LM may contain, and their meaning here.
+"""What becomes of the other flags that a launch script for Megatron-LM may contain.
 
-Names are written with underscores and without the leading hyphens. Flags that are fields of ``RunConfig`` have
-Megatron-LM's meaning and are not listed.
+Flags that are fields of ``RunConfig`` have Megatron-LM's meaning and are not listed. Names are written with underscores
+and without the leading hyphens; ``name=`` takes values, ``name`` is a switch. Each table maps what is said about flags
+to their names, so that one reason is written once. ``docs/from_megatron.md`` shows all of it as a table.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
 
-def _names(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
-
+from megatron_core.config.flags_without_effect import ACCEPTED, DEPENDENT
 
 SAME_AS: dict[str, tuple[str, ...]] = {
+    "checkpoint_activations": (
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
     "no_async_tensor_model_parallel_allreduce": ("--no-tp-comm-overlap",),
+    "torch_fsdp2_no_reshard_after_forward": ("--zero3-keep-after-forward",),
     "recompute_activations": ("--recompute-granularity", "selective"),
     "use_rotary_position_embeddings": ("--position-embedding-type", "rope"),
     "use_tp_pp_dp_mapping": ("--rank-order", "tp-cp-ep-pp-dp"),
 }
-"""Switches that are equivalent to a flag of this project."""
+"""Switches that are equivalent to flags of this project."""
 
 RENAMED: dict[str, str] = {
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
     "check_weight_hash_across_dp_replicas_interval": "replica_check_interval",
+    "encoder_num_layers": "num_layers",
+    "encoder_seq_length": "seq_length",
+    "model_parallel_size": "tensor_model_parallel_size",
+    "persistent_save_interval": "save_interval",
+    "warmup": "lr_warmup_fraction",
 }
 """Flags with a value that have another name here."""
 
 OVERRIDDEN_BY_FLAG: dict[str, tuple[str, ...]] = {
+    "use_megatron_fsdp": ("--data-parallel-sharding-strategy", "optim_grads_params"),
+    "use_torch_fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     # Scripts for Llama pass it together with rotary positions, where it must not change anything.
     "no_position_embedding": ("--position-embedding-type", "none"),
+    # The old name said nothing of granularity and of the number of layers, which was 1.
+    "activations_checkpoint_method": ("--recompute-granularity", "full", "--recompute-num-layers", "1"),
 }
-"""As ``SAME_AS``, but an explicit flag overrides it, also one that comes earlier."""
+"""Flags that an explicit flag overrides, also one that comes earlier; for a switch all of its meaning."""
 
 SAME_VALUE: dict[str, dict[str, str]] = {
     # torch's scaled_dot_product_attention selects its kernel, the flash one if possible.
     "attention_backend": {"flash": "auto", "fused": "auto", "local": "unfused"},
     # Transformer Engine's kernel computes the same.
     "cross_entropy_fusion_impl": {"te": "native"},
+    # Kernels that send tokens as alltoall does.
+    "moe_token_dispatcher_type": {"flex": "alltoall"},
     "tokenizer_type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
 }
 """Values of a shared flag that have another name here."""
@@ -43,139 +60,134 @@ SAME_VALUE: dict[str, dict[str, str]] = {
 LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq", "moe_layer_freq"})
 """Shared flags whose values may be one Python expression of numbers, lists, + and *: ``127,0``, ``([1]*3+[0])*2``."""
 
-SWITCHES_WITHOUT_EFFECT: dict[str, str] = {
-    "accumulate_allreduce_grads_in_fp32": "main gradients are float32",
-    "async_save": "checkpoints are written before the next step",
-    "attention_softmax_in_fp32": "softmax is taken in float32",
-    "auto_detect_ckpt_format": "there is one checkpoint format",
-    "calculate_per_token_loss": "the loss is always the mean over the tokens of the global batch",
-    "ckpt_assume_constant_structure": "there is one checkpoint format",
-    "ckpt_fully_parallel_load": "every rank reads what it needs",
-    "disable_gloo_process_groups": "groups are made as they are needed",
-    "disable_jit_fuser": "--kernel-backend selects kernels",
-    "lazy_mpu_init": "there is one order of initialisation",
-    "log_memory_to_tensorboard": "always logged",
-    "log_num_zeros_in_grad": "not logged",
-    "log_params_norm": "not logged",
-    "log_progress": "always logged",
-    "log_throughput": "always logged",
-    "log_timers_to_tensorboard": "always logged",
-    "log_validation_ppl_to_tensorboard": "always logged",
-    "log_world_size_to_tensorboard": "not logged",
-    "manual_gc": "Python's garbage collector is not changed",
-    "moe_grouped_gemm": "experts are always one grouped product",
-    "moe_per_layer_logging": "the load of each layer is always logged",
-    "moe_permute_fusion": "there is one way to sort tokens by expert",
-    "moe_router_fusion": "there is one implementation of the router",
-    "moe_shared_expert_overlap": "shared experts are computed before tokens are sent",
-    "no_bias_dropout_fusion": "--kernel-backend selects kernels",
-    "no_bias_gelu_fusion": "--kernel-backend selects kernels",
-    "no_bias_swiglu_fusion": "--kernel-backend selects kernels",
-    "no_ckpt_fully_parallel_save": "every rank writes what it owns",
-    "no_create_attention_mask_in_dataloader": "masks are never made by the loader",
-    "no_gradient_accumulation_fusion": "--kernel-backend selects kernels",
-    "no_load_rng": "no generator states are kept",
-    "no_masked_softmax_fusion": "--kernel-backend selects kernels",
-    "no_mmap_bin_files": "not used",
-    "no_persist_layer_norm": "--kernel-backend selects kernels",
-    "no_query_key_layer_scaling": "scores are never scaled by the layer number",
-    "no_rope_fusion": "--kernel-backend selects kernels",
-    "no_save_rng": "no generator states are kept",
-    "override_opt_param_scheduler": "the learning rate always follows the flags of the run",
-    "use_cpu_initialization": "weights depend on seed and name, not on the device",
-    "use_flash_attn": "torch chooses the attention kernel",
-    "use_mcore_models": "there is one implementation of the model",
-    "use_persistent_ckpt_worker": "checkpoints are written before the next step",
+ONLY_VALUE: dict[str, tuple[str, ...]] = {
+    "cuda_graph_impl": ("none",),
+    "cpu_offloading_num_layers": ("0",),
+    "error_injection_rate": ("0",),
+    "glu_linear_offset": ("0", "0.0"),
+    "megatron_fsdp_grad_comm_dtype": ("fp32", "auto"),
+    "megatron_fsdp_main_grads_dtype": ("fp32", "auto"),
+    "megatron_fsdp_main_params_dtype": ("fp32", "auto"),
+    "mlp_chunks_for_training": ("1",),
+    "moe_combine_bwd_dtype": ("bf16",),
+    "moe_dispatch_fwd_dtype": ("bf16",),
+    "optimizer": ("adam",),
+    "recompute_modules": ("core_attn",),
+    "rope_type": ("rope",),
+    "softmax_type": ("vanilla",),
+    "tensor_parallel_num_weight_shards": ("1",),
+    "vocab_extra_ids": ("0",),
+    "null_tokenizer_pad_id": ("-1",),
+    "weight_decay_incr_style": ("constant",),
 }
-"""Switches that are accepted without effect, with the reason."""
+"""Flags with the only values that are supported, which is what this project always does."""
 
-VALUES_WITHOUT_EFFECT: dict[str, str] = {
-    "DDP_impl": "there is one data parallel wrapper",
-    "dist_ckpt_strictness": "checkpoints are always read strictly",
-    "empty_unused_memory_level": "torch's allocator is not changed",
-    "local_rank": "taken from the environment",
-    "logging_level": "not used",
-    "manual_gc_interval": "Python's garbage collector is not changed",
-    "tensorboard_log_interval": "every step is logged",
-    "tensorboard_queue_size": "not used",
-    "timing_log_level": "not used",
-    "timing_log_option": "not used",
-    "transformer_impl": "there is one implementation",
+REFUSED: dict[str, str] = {
+    "8-bit and 4-bit training are not supported; remove it and what belongs to it, and use --bf16": """
+        fp8_format= fp4_format= te_precision_config_file= use_kitchen_attention""",
+    "this variant of experts is not supported; remove it": """
+        moe_shared_expert_glu_interleave_size= moe_enable_routing_replay moe_router_quantile_balancing_ema=
+        moe_router_force_biased= moe_layer_recompute moe_apply_probs_on_input moe_latent_size= moe_dispatch_fwd_dtype=
+        moe_combine_bwd_dtype= moe_mlp_glu_interleave_size= moe_expert_rank_capacity_factor= moe_use_upcycling
+        moe_routing_trace_path= save_tokens_per_expert_interval=""",
+    "this way of context parallelism is not supported yet; remove it": """
+        hybrid_context_parallel max_seqlen_per_dp_cp_rank=""",
+    "multi-latent attention is not supported yet; remove it for attention with --group-query-attention": """
+        multi_latent_attention""",
+    "multi-token prediction is not supported yet; remove it to train on the next token alone": "mtp_num_layers=",
+    "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
+        sft chat_template= phase_transition_iterations=""",
+    "each kind of weight has the same learning rate so far; remove it": "decoupled_lr= decoupled_min_lr=",
+    "moments, main weights and main gradients are float32; remove it": """
+        megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
+        use_precision_aware_optimizer grad_reduce_in_bf16""",
+    "offloading is not supported yet; use --recompute-granularity to save memory": """
+        optimizer_cpu_offload cpu_offloading_num_layers= fine_grained_activation_offloading""",
+    "CUDA graphs are not supported; remove it": """
+        cuda_graph_impl= enable_cuda_graph external_cuda_graph optimizer_cuda_graph""",
+    "this variant of the layer is not supported; remove it, or write the layer yourself (docs/from_megatron.md)": """
+        activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
+        fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
+        softmax_type= no_rope_freq= log_max_attention_logit experimental_attention_variant=
+        enable_mhc_connections apply_layernorm_1p apply_query_key_layer_scaling embedding_init_method_std= spec=
+        heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
+        use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
+        distribute_saved_activations recompute_modules= export_qk_l2_norm export_moe_apply_probs_on_input
+        tensor_parallel_num_weight_shards=""",
+    "models with other layers than attention are not supported; use Megatron-LM's pretrain_hybrid.py": """
+        is_hybrid_model hybrid_layer_pattern= hybrid_override_pattern=""",
+    "scaled rotary positions are not supported yet; set --rotary-base instead": """
+        use_rope_scaling rotary_seq_len_interpolation_factor= rope_type=""",
+    "bitwise equality over batch sizes is not offered; use --deterministic-mode": "batch_invariant_mode",
+    "precision of matrix products and logits follows --bf16, --fp16 or --fp64; remove it": """
+        disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",
+    "the schedule of the learning rate and weight decay is by iterations, from the flags; remove it": """
+        use_checkpoint_opt_param_scheduler lr_decay_samples= lr_wsd_decay_samples= lr_warmup_samples=
+        start_weight_decay= end_weight_decay= weight_decay_incr_style=""",
+    "only --rampup-batch-size changes the batch; remove it": "step_batch_size_schedule= decrease_batch_size_if_needed",
+    "give --micro-batch-size and --global-batch-size": "batch_size=",
+    "only AdamW is supported; use --optimizer adam": "optimizer=",
+    "evaluation uses the sizes of training and one validation split; remove it": """
+        eval_global_batch_size= eval_micro_batch_size= full_validation multiple_validation_sets
+        start_eval_at_iter=""",
+    "only --save-interval and --save decide what is saved; remove it": """
+        save_params_interval= save_activations_interval= save_wgrads_interval= save_dgrads_interval=
+        save_retain_interval= non_persistent_save_interval= replication override_ckpt_iteration=
+        dump_param_to_param_group_map= ckpt_convert_format= ckpt_convert_save=""",
+    "checkpoints are read from --load alone; use --finetune to start at iteration 0": """
+        pretrained_checkpoint= use_mp_args_from_checkpoint_args load_main_params_from_ckpt""",
+    "kernels are deterministic where torch's are; remove it": "deterministic_mode",
+    "this source of data is not supported; remove it": """
+        dataloader_inter_document_masking object_storage_cache_path= finetune_data_files= finetune_data_split=
+        finetune_hf_dataset=""",
+    "distillation and quantisation are not supported; remove it": """
+        logits_save_dir= logits_load_dir= export_kd_teacher_load= export_kv_cache_quant export_legacy_megatron
+        export_offline_model export_quant_cfg= export_real_quant_cfg= freeze_base_for_mtp qad_train_target=""",
+    "reinforcement learning is not supported; remove it": "perform_rl_step",
+    "faults are not injected; remove it": "error_injection_rate= fault_injector_fault_types=",
+    "steps are never skipped by number; remove it": "iterations_to_skip=",
+    "profiles are made with --trace-pipeline or with torch.profiler in a script of your own; remove it": """
+        profile record_memory_history""",
+    "this option of the tokenizer is not supported; remove it, or prepare the tokenizer's files accordingly": """
+        tokenizer_metadata= tokenizer_special_tokens= tokenizer_sentencepiece_legacy
+        no_tokenizer_sentencepiece_ignore_extra_whitespaces
+        disable_tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
+        tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id= null_tokenizer_pad_id= trust_remote_code
+        use_gigatoken vocab_extra_ids=""",
+    "metrics go to the console, --metrics-file and --tensorboard-dir": "wandb_project=",
+    "write the settings as --config FILE": "yaml_cfg=",
+    "only models of text are supported; remove it": "vision_pretraining",
+    "process groups cannot be imitated; --dry-run describes a rank of any world": "fake_process_group test_mode",
 }
-"""Flags with a value, any of which is accepted without effect, with the reason."""
-
-ONLY_VALUE: dict[str, str] = {
-    "ckpt_format": "torch_dist",
-    "exp_avg_dtype": "fp32",
-    "exp_avg_sq_dtype": "fp32",
-    "main_grads_dtype": "fp32",
-    "main_params_dtype": "fp32",
-    "optimizer": "adam",
-    "recompute_modules": "core_attn",
-    "rerun_mode": "disabled",
-    "softmax_type": "vanilla",
-    "vocab_extra_ids": "0",
-    "weight_decay_incr_style": "constant",
-}
-"""Flags with the only value that is supported, which is what this project always does."""
-
-NOT_SUPPORTED: frozenset[str] = _names(
-    """
-    activation_func_clamp_value adlr_autoresume apply_layernorm_1p apply_query_key_layer_scaling
-    apply_residual_connection_post_layernorm attention_output_gate chat_template check_for_large_grads
-    check_for_spiky_loss ckpt_convert_format ckpt_convert_save
-    cpu_offloading_num_layers cuda_graph_impl cuda_graph_modules data_parallel_random_init
-    dataloader_inter_document_masking ddp_average_in_collective
-    ddp_num_buckets decoupled_lr decoupled_min_lr decrease_batch_size_if_needed
-    defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
-    embedding_init_method_std end_weight_decay
-    error_injection_rate eval_global_batch_size eval_micro_batch_size exit_signal_handler
-    external_cuda_graph fake_process_group fine_grained_activation_offloading
-    first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection full_validation glu_linear_offset
-    grad_reduce_in_bf16 heterogeneous_layers_config_path
-    hybrid_layer_pattern init_method_xavier_uniform is_hybrid_model iterations_to_skip kv_lora_rank
-    log_energy log_max_attention_logit log_straggler lr_decay_samples lr_warmup_samples memory_snapshot_path
-    microbatch_group_size_per_virtual_pipeline_stage
-    moe_apply_probs_on_input moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay moe_extended_tp
-    moe_flex_dispatcher_backend moe_hybridep_num_sms moe_latent_size moe_layer_recompute
-    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_upcycling_granularity
-    moe_use_legacy_grouped_gemm moe_use_upcycling mscale mscale_all_dim
-    mtp_loss_scaling_factor mtp_num_layers multi_latent_attention multiple_validation_sets
-    nccl_communicator_config_path no_pad_vocab_size no_rope_freq non_persistent_ckpt_type
-    non_persistent_save_interval object_storage_cache_path offload_modules optimizer_cpu_offload
-    optimizer_offload_fraction overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
-    padded_vocab_size per_dataset_sequences_path phase_transition_iterations
-    pipeline_model_parallel_split_rank pretrained_checkpoint profile
-    profile_ranks profile_step_end profile_step_start q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
-    qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu record_memory_history
-    relative_attention_max_distance relative_attention_num_buckets replication
-    rope_scaling_factor rotary_scaling_factor
-    rotary_seq_len_interpolation_factor save_retain_interval sft sgd_momentum spec
-    start_eval_at_iter start_weight_decay step_batch_size_schedule test_mode
-    tokenizer_metadata tp_comm_overlap_cfg trust_remote_code
-    use_checkpoint_opt_param_scheduler use_megatron_fsdp use_mp_args_from_checkpoint_args use_mup
-    use_nccl_ub use_precision_aware_optimizer use_pytorch_profiler use_rope_scaling use_torch_fsdp2
-    v_head_dim verify_integrity
-    """
-)
-"""Flags that change what is computed, saved or reported, and are not supported yet."""
-
-NOT_SUPPORTED_FAMILIES: tuple[str, ...] = (
-    "enable_ft_",
-    "fp4_",
-    "fp8_",
-    "inprocess_",
-    "lion_",
-    "megatron_fsdp_",
-    "muon_",
-    "mup_",
-    "soap_",
-    "wandb_",
-    "yarn_",
-)
-"""Prefixes of further flags that are not supported yet."""
+"""What is missing and the way out -> flags that change what is computed, saved or reported, and are not supported."""
 
 
-def is_unsupported(name: str) -> bool:
-    """Whether this is a flag of Megatron-LM that is not supported here."""
-    return name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_FAMILIES)
+@dataclass(frozen=True)
+class Flag:
+    """What becomes of a flag that is not a setting of this project."""
+
+    fate: Literal["accepted", "dependent", "refused"]
+    """accepted: changes nothing. dependent: changes nothing without another flag. refused: an error."""
+    reason: str
+    """Why it changes nothing; the flag on which it depends; or what is missing, with the way out."""
+    takes_values: bool
+    """Whether it is no switch."""
+
+
+def _table() -> dict[str, Flag]:
+    """All flags of ``ACCEPTED``, ``DEPENDENT`` and ``REFUSED`` by name."""
+    tables: tuple[tuple[Literal["accepted", "dependent", "refused"], dict[str, str]], ...] = (
+        ("accepted", ACCEPTED),
+        ("dependent", DEPENDENT),
+        ("refused", REFUSED),
+    )
+    return {
+        word.rstrip("="): Flag(fate, reason, word.endswith("="))
+        for fate, table in tables
+        for reason, words in table.items()
+        for word in words.split()
+    }
+
+
+FLAGS: dict[str, Flag] = _table()
+"""Every other flag by name."""

@@ -76,11 +76,6 @@ def _number(text: str) -> float | None:
 def _order_problems(config: RunConfig) -> Iterator[str]:
     """Settings that contradict the order of samples."""
     data = config.data
-    if data.data_cache_path is not None and data.data_order != "megatron":
-        yield (
-            f"data_cache_path={data.data_cache_path} has no effect with data_order={data.data_order}, which builds "
-            "no indices; remove it, or add --data-order megatron"
-        )
     endless = [name for name in ("mock_data", "data_phases") if getattr(data, name)]
     if data.dataloader_type == "cyclic" and endless:
         shown = f"{endless[0]}={getattr(data, endless[0])}"
@@ -95,7 +90,7 @@ def _order_problems(config: RunConfig) -> Iterator[str]:
 def _split_problems(config: RunConfig) -> Iterator[str]:
     """The shares of train, validation and test."""
     data = config.data
-    if not any(getattr(data, name) for name in DIVIDED):
+    if not data.mock_data and not any(getattr(data, name) for name in DIVIDED):
         yield f"split={data.split} applies only to data_path, which is not given; remove it"
     shares = [_number(part) for part in (data.split or "").split(",")]
     sound = [share for share in shares if share is not None and 0 <= share < math.inf]
@@ -121,12 +116,15 @@ def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     """Check that the size of the vocabulary is known, and that a tokenizer has its files."""
     data = config.data
-    if data.tokenizer_type is None and data.vocab_size is None:
-        yield "tokenizer_type=None and vocab_size=None: the size of the vocabulary is unknown; give one of them"
+    if data.tokenizer is None and data.vocab_size is None:
+        yield (
+            "tokenizer_type=None and vocab_size=None: the size of the vocabulary is unknown; give one of them, or "
+            "--vocab-file and --merge-file"
+        )
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
-        if getattr(data, name) and data.tokenizer_type is None:
+        if getattr(data, name) and data.tokenizer is None:
             yield f"{name}=True needs the end-of-document id of a tokenizer; give --tokenizer-type or remove it"
-    for name in _TOKENIZER_FILES.get(data.tokenizer_type or "", ()):
+    for name in _TOKENIZER_FILES.get(data.tokenizer or "", ()):
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
             yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"

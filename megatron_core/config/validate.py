@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_core.config.rules_context import context_problems
-from megatron_core.config.rules_data import checkpoint_problems, data_problems, tokenizer_problems
+from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
@@ -48,11 +49,25 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from checkpoint_problems(config)
 
 
-def check(config: RunConfig, world_size: int) -> None:
-    """Raise one ``ConfigError`` with all messages, numbered, if there are any."""
-    found = list(problems(config, world_size))
+def check(config: RunConfig, world_size: int, faults: Sequence[str] = ()) -> None:
+    """Raise one ``ConfigError`` with all messages, numbered, if there are any; ``faults`` come first."""
+    found = [*faults, *problems(config, world_size)]
     if found:
-        heading = "One setting" if len(found) == 1 else f"{len(found)} settings"
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        lines = [f"  {number}. {sentence}" for number, sentence in enumerate(found, 1)]
-        raise ConfigError("\n".join([f"{heading} cannot be used on {ranks}:", *lines]))
+        raise ConfigError(numbered(found, "1 rank" if world_size == 1 else f"{world_size} ranks"))
+
+
+def numbered(found: Sequence[str], where: str) -> str:
+    """One message for all faults."""
+    heading = "One setting" if len(found) == 1 else f"{len(found)} settings"
+    lines = [f"  {number}. {sentence}" for number, sentence in enumerate(found, 1)]
+    return "\n".join([f"{heading} cannot be used on {where}:", *lines])
+
+
+def without_data(config: RunConfig) -> RunConfig:
+    """``config`` with what only training itself needs: a source of tokens, a length, and kernels for the device."""
+    data, training = config.data, config.training
+    if data.dataloader_type != "external" and not any(getattr(data, source) for source in SOURCES):
+        data = replace(data, mock_data=True)
+    if training.train_iters is None and training.train_samples is None:
+        training = replace(training, train_iters=1)
+    return replace(config, data=data, training=training, model=replace(config.model, kernel_backend="reference"))

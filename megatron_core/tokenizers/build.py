@@ -85,11 +85,11 @@ def build_tokenizer(
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a configuration; None if `tokenizer_type` is None."""
-    if data.tokenizer_type is None:
+    """The tokenizer of a configuration; None if none is named."""
+    if data.tokenizer is None:
         return None
     return build_tokenizer(
-        data.tokenizer_type,
+        data.tokenizer,
         data.tokenizer_model,
         data.vocab_file,
         data.merge_file,

@@ -80,7 +80,7 @@ def stored_config(folder: Path) -> RunConfig:
         if path is not None and kept.is_dir():
             file = kept / Path(path).name
             files[name] = str(file if file.is_file() else kept)
-    vocab_size = state["vocab_size"] if data.tokenizer_type is None else data.vocab_size
+    vocab_size = state["vocab_size"] if data.tokenizer is None else data.vocab_size
     return replace(config, data=replace(data, vocab_size=vocab_size, **files))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 
 import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.config.rules_data import SOURCES
-from megatron_core.config.validate import check
-from megatron_core.errors import LayoutError
+from megatron_core.config.validate import check, without_data
+from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.loss_scale import ConstantLossScale
@@ -34,6 +34,8 @@ from megatron_core.training.plans import Plans
 from megatron_core.training.setup import data_parallel_of
 
 META = torch.device("meta")
+ASSUMED_VOCABULARY = 50_257
+"""Tokens, as many as GPT-2 has, if the tokenizer's files are not on the machine of a dry run."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class RankEstimate:
 
         Errors: ``ConfigError`` for a configuration that cannot run there, ``LayoutError`` for a rank outside the world.
         """
-        config = _without_data(config)
+        config = without_data(config)
         check(config, world_size)
         if not 0 <= rank < world_size:
             raise LayoutError(f"rank={rank} is outside a world of {world_size} ranks; legal: 0 to {world_size - 1}")
@@ -68,7 +70,7 @@ class RankEstimate:
             instances=config.parallel.num_distributed_optimizer_instances,
             a2a_size=config.parallel.a2a_size,
         )
-        vocab_size = config.data.vocab_size or vocabulary_size(config, tokenizer_of(config.data))
+        vocab_size = _vocabulary_size(config)
         layers, stages = build_stages(
             config, groups, vocab_size, META, stage_to_rank=plan.stage_to_rank, initialise=False
         )
@@ -125,20 +127,51 @@ class RankEstimate:
         return peak_activations(self.plan)[self.groups.index("pp")]
 
 
-def _without_data(config: RunConfig) -> RunConfig:
-    """``config`` with what only training itself needs: a source of tokens, a length, and kernels for the device."""
-    data, training = config.data, config.training
-    if data.dataloader_type != "external" and not any(getattr(data, source) for source in SOURCES):
-        data = replace(data, mock_data=True)
-    if training.train_iters is None and training.train_samples is None:
-        training = replace(training, train_iters=1)
-    return replace(config, data=data, training=training, model=replace(config.model, kernel_backend="reference"))
+def _vocabulary_size(config: RunConfig) -> int:
+    """The size of the vocabulary, and an assumed one if the tokenizer's files are not on this machine."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    try:
+        return vocabulary_size(config, tokenizer_of(config.data))
+    except MegatronError:
+        return ASSUMED_VOCABULARY
+
+
+def warnings(config: RunConfig) -> Iterator[str]:
+    """What a training run would need and this machine lacks: files of the data, tokenizer, checkpoint."""
+    data = config.data
+    if data.vocab_size is None:
+        try:
+            tokenizer_of(data)
+        except MegatronError as error:
+            yield f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens is assumed (--vocab-size overrides it): {error}"
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        prefixes = [path for path in getattr(data, name) if not path.replace(".", "", 1).isdigit()]
+        absent = [path for path in prefixes if not Path(f"{path}.idx").is_file()]
+        if absent:
+            yield f"{name}: there is no {', '.join(f'{path}.idx' for path in absent)} on this machine"
+    for name in ("data_args_path", "per_split_data_args_path", "data_phases"):
+        path = getattr(data, name)
+        if path is not None and not Path(path).is_file():
+            yield f"{name}: there is no {path} on this machine"
+    load = config.checkpoint.load
+    if load is not None and not Path(load).is_dir():
+        ends = "is an error" if config.checkpoint.needs_checkpoint else "starts from scratch"
+        yield f"load: there is no folder {load} on this machine; without a checkpoint, training {ends}"
 
 
 def describe_rank(config: RunConfig, world_size: int, rank: int = 0) -> str:
     """The report of ``--dry-run``: settings, groups, layers, parameters and bytes of one rank."""
     found = RankEstimate.of(config, world_size, rank)
-    return "\n\n".join((_settings(config), _groups(found), _layers(found), _memory(found)))
+    absent = [f"warning: {warning}" for warning in warnings(config)]
+    parts = (
+        _settings(config),
+        _groups(found),
+        _layers(found),
+        _memory(found),
+        *(["\n".join(absent)] if absent else ()),
+    )
+    return "\n\n".join(parts)
 
 
 def _settings(config: RunConfig) -> str:

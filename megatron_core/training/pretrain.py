@@ -37,6 +37,8 @@ def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, 
     if not config.checkpoint.use_checkpoint_args:
         return config, dry
     folder = find_checkpoint(config.checkpoint.load or ".", config.checkpoint.ckpt_step)
+    if config.checkpoint.load is not None and folder is None and dry.dry_run:
+        return config, dry  # its warnings say that the folder is absent
     if config.checkpoint.load is None or folder is None:
         raise ConfigError(f"use_checkpoint_args=True: load={config.checkpoint.load!r} holds no checkpoint")
     return parse_command_line(args, prog=prog, defaults=model_and_tokenizer(stored_config(folder)))
@@ -95,6 +97,8 @@ def notes(run: Run) -> Iterator[str]:
     settings, iteration = run.config.checkpoint, run.state.iteration
     if run.config.training.eval_iters:
         yield from run.splits.notes
+    if settings.load is not None and not run.loaded:
+        yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
     folder = None if run.config.training.skip_train or settings.load else settings.save

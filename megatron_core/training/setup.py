@@ -55,6 +55,8 @@ class Run(Trainable):
     schedule: LearningRateSchedule
     splits: Splits
     state: TrainState
+    loaded: bool
+    """Whether a checkpoint was loaded."""
     total_iterations: int
     """Steps of the whole training, those before a resume included."""
     train_loader: BatchLoader = field(init=False)
@@ -192,6 +194,7 @@ def set_up(
         # Not the output layer's: to defer its weight gradient would keep a gradient as large as the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=LearningRateSchedule(config.optimizer, total),
+        loaded=checkpoint is not None,
         total_iterations=total,
         splits=splits,
         state=state,

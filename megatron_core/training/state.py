@@ -108,10 +108,10 @@ def open_checkpoint(config: RunConfig) -> CheckpointReader | HuggingFaceReader |
         check_same_model(asdict(weights.model), config)
         return weights
     if folder is None:
-        if settings.load is not None and settings.exit_on_missing_checkpoint:
+        if settings.load is not None and settings.needs_checkpoint:
             raise CheckpointError(
                 f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
-                "with --no-exit-on-missing-checkpoint"
+                "without --exit-on-missing-checkpoint, --finetune and --ckpt-step"
             )
         return None
     reader = CheckpointReader(folder)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_core import parallel_state
 from megatron_core.checkpoint import Box, CheckpointReader, Piece, find_checkpoint, save_checkpoint, writer
 from megatron_core.errors import CheckpointError
+from megatron_core.training.pretrain import notes
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import compare, save_run, start, stored, train
 
@@ -120,10 +121,13 @@ def test_incomplete_folders_are_no_checkpoints(saved: Path) -> None:  # C44
 
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / "nowhere")) is None
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*--no-exit-on-missing-checkpoint"):
-        start(ONE_LAYER | {"load": str(tmp_path)})
-    run = start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": False})
-    assert run.state.iteration == 0
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*without --exit-on-missing-checkpoint"):
+        start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": True})
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint"):
+        start(ONE_LAYER | {"load": str(tmp_path), "finetune": True})
+    run = start(ONE_LAYER | {"load": str(tmp_path)})
+    assert run.state.iteration == 0 and not run.loaded
+    assert any("HOLDS NO CHECKPOINT" in note for note in notes(run))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(CheckpointError, match=r"'release'.*--ckpt-step"):
         find_checkpoint(str(tmp_path))

@@ -33,7 +33,7 @@ def test_config_beside_the_checkpoints_goes_on(resumes: bool, tmp_path: Path) ->
     """A fine-tuning that ends at iteration 2 of 4 goes on to the very weights and moments of one that does not."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     run_job({"save": str(base), "train_iters": 3, "save_interval": 1})
-    once = {"finetune": True, "no_load_optim": True, "ckpt_step": 2, "exit_on_missing_checkpoint": False}
+    once = {"finetune": True, "no_load_optim": True, "ckpt_step": 2}
     changed = {"rotary_base": 500.0, "changed_model_settings": ("rotary_base",)}
     run_job({"load": str(base), "save": str(tuned), "train_iters": 4, "save_interval": 2} | once | changed)
     expected = stored(tuned / "iter_0000004")
@@ -85,10 +85,10 @@ def test_nothing_is_drawn_that_a_checkpoint_fills(tmp_path: Path, monkeypatch: p
         assert torch.equal(mine, other)
     assert not run.stages[0].embedding.word_embeddings.weight[101:].any()
     with pytest.raises(AssertionError, match="not needed"):
-        start(ROPE | {"load": str(tmp_path / "nowhere"), "exit_on_missing_checkpoint": False})
+        start(ROPE | {"load": str(tmp_path / "nowhere")})
     monkeypatch.setattr(setup, "build_stages", _refuse)
     with pytest.raises(CheckpointError, match="nowhere' holds no checkpoint"):
-        start(ROPE | {"load": str(tmp_path / "nowhere")})
+        start(ROPE | {"load": str(tmp_path / "nowhere"), "exit_on_missing_checkpoint": True})
 
 
 def _peak_growth(work: Callable[[], object]) -> int:

@@ -289,7 +289,6 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"mock_data": False, "data_path": ("a", "b", "1", "c")}, 1, ("data_path=a b 1 c", "or none")),
     ({"dataloader_type": "external"}, 1, ("dataloader_type=external", "mock_data=True", "remove one")),
     ({"dataloader_type": "cyclic"}, 1, ("dataloader_type=cyclic", "mock_data=True", "single")),
-    ({"data_cache_path": "c"}, 1, ("data_cache_path=c", "data_order=keyed", "--data-order megatron")),
     (
         {"mock_data": False, "data_phases": "p.yaml", "data_order": "megatron"},
         1,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.config import RunConfig, megatron_flags
-from megatron_core.config.cli import parse_run_config
+from megatron_core.config.cli import parse_command_line, parse_run_config
 from megatron_core.config.file import field_types
 from megatron_core.errors import ConfigError
 
@@ -65,28 +65,58 @@ def test_help_is_grouped_and_shows_one_spelling(capsys):
     assert "--no-no-" not in text and "--no-bf16" not in text and "{None}" not in text
 
 
-def test_unknown_flag_names_the_nearest_and_exits_with_2(capsys):
-    with pytest.raises(SystemExit) as exit_:
+def test_unknown_flag_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 2: neither .* perhaps you meant .*--tensor-model-par"
+    ):
         parse("--tensor-parallel-size 2")
-    text = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert "Perhaps you meant" in text.out + text.err
-    assert "--tensor-model-parallel-size" in text.out + text.err
 
 
-def test_only_rank_0_prints_but_every_rank_exits(capsys, monkeypatch):
+def test_only_rank_0_prints_but_every_rank_fails(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SystemExit) as exit_:
+    parse("--use-mcore-models")
+    with pytest.raises(ConfigError):
         parse("--tensor-parallel-size 2 --use-mcore-models")
     text = capsys.readouterr()
-    assert exit_.value.code == 2 and text.out + text.err == ""
+    assert text.out + text.err == ""
 
 
-@pytest.mark.parametrize("flags", ["--num-layers two", "--normalization BatchNorm", "--bf16 true", "stray"])
-def test_bad_values_exit_with_2(flags, capsys):
-    with pytest.raises(SystemExit) as exit_:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers two",
+        "--num-layers",
+        "--num-layers 2 3",
+        "--normalization BatchNorm",
+        "--bf16 true",
+        "stray",
+        "--window-size 1 2 3",
+    ],
+)
+def test_bad_values_name_the_flag(flags):
+    with pytest.raises(ConfigError, match=flags.split()[0]):
         parse(flags)
-    assert exit_.value.code == 2
+
+
+def test_whole_numbers_may_have_an_exponent():
+    assert parse("--train-iters 5e5").training.train_iters == 500_000
+
+
+def test_all_faults_come_in_one_message():
+    """Typos, values of the wrong kind, what is not supported and what validation finds."""
+    flags = "--nun-layers 4 --lr high --fp8-format hybrid --fp8-margin 0 --bf16 --fp16 --dry-run --world-size 3"
+    with pytest.raises(ConfigError) as error:
+        parse_command_line([*flags.split(), "--tensor-model-parallel-size", "2", "--vocab-size", "64"])
+    message = str(error.value)
+    assert message.startswith("5 settings cannot be used on 3 ranks:")
+    for part in (
+        "perhaps you meant --num-layers",
+        "--lr high",
+        "--fp8-format hybrid: 8-bit",
+        "bf16=True and fp16=True",
+    ):
+        assert part in message
+    assert "world_size=3" in message and "fp8-margin" not in message
 
 
 # ---- settings whose own name begins with no_
@@ -104,24 +134,41 @@ def test_no_load_optim_is_a_plain_switch(tmp_path):
 
 
 def test_tables_name_no_setting_of_this_project_and_nothing_twice():
-    tables = [
-        megatron_flags.SAME_AS,
-        megatron_flags.RENAMED,
-        megatron_flags.OVERRIDDEN_BY_FLAG,
-        megatron_flags.SWITCHES_WITHOUT_EFFECT,
-        megatron_flags.VALUES_WITHOUT_EFFECT,
-        megatron_flags.ONLY_VALUE,
-        megatron_flags.NOT_SUPPORTED,
-    ]
-    names = [name for table in tables for name in table]
+    tables = (megatron_flags.ACCEPTED, megatron_flags.DEPENDENT, megatron_flags.REFUSED)
+    words = [word.rstrip("=") for table in tables for words in table.values() for word in words.split()]
+    names = [*words, *megatron_flags.SAME_AS, *megatron_flags.RENAMED]
     assert len(names) == len(set(names))
     assert not set(names) & field_types().keys()
     assert set(megatron_flags.RENAMED.values()) <= field_types().keys()
-    assert not [name for name in field_types() if megatron_flags.is_unsupported(name)]
     assert megatron_flags.SAME_VALUE.keys() <= field_types().keys()
+    assert megatron_flags.DEPENDENT.keys() <= {*words, *field_types()}
+    assert megatron_flags.ONLY_VALUE.keys() <= {*words}
 
 
-@pytest.mark.parametrize("name", sorted({**megatron_flags.SAME_AS, **megatron_flags.OVERRIDDEN_BY_FLAG}))
+@pytest.mark.parametrize("name", sorted(megatron_flags.FLAGS))
+def test_every_other_flag_does_what_its_table_says(name, capsys):
+    """Accepted: the settings are the defaults and a note names it; refused: the error names it and says a reason."""
+    flag = megatron_flags.FLAGS[name]
+    given = ["--" + name.replace("_", "-"), *(["7"] if flag.takes_values else [])]
+    if flag.fate == "refused":
+        with pytest.raises(ConfigError, match=r"remove|use|only|give|set|prepare|write|go to|describe") as error:
+            parse_run_config(given)
+        assert f"{' '.join(given)}: {flag.reason}" in str(error.value)
+        return
+    assert parse_run_config(given) == RunConfig()
+    assert given[0] in capsys.readouterr().err
+
+
+def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
+    with pytest.raises(ConfigError) as error:
+        parse("--fp8-format hybrid --fp8-margin 0")
+    assert "--fp8-margin" not in str(error.value)
+    assert parse("--fp8-margin 0") == parse("--cuda-graph-impl none --cuda-graph-warmup-steps 1") == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*megatron_flags.SAME_AS, *megatron_flags.OVERRIDDEN_BY_FLAG} - megatron_flags.RENAMED.keys())
+)
 def test_every_alias_parses(name):
     assert parse(f"--{name.replace('_', '-')}") != RunConfig()
 
@@ -133,6 +180,8 @@ def test_aliases_mean_the_same():
     assert parse("--attention-backend=local").model.attention_backend == "unfused"
     assert parse("--check-weight-hash-across-dp-replicas-interval 7").monitor.replica_check_interval == 7
     assert parse("--cross-entropy-fusion-impl te") == RunConfig()
+    assert parse("--use-megatron-fsdp").parallel.dp_zero_stage == parse("--use-torch-fsdp2").parallel.dp_zero_stage == 3
+    assert parse("--data-parallel-sharding-strategy optim --use-megatron-fsdp").parallel.dp_zero_stage == 1
     pieces = parse("--tokenizer-type GPTSentencePieceTokenizer").data.tokenizer_type
     assert pieces == "SentencePieceTokenizer"
 
@@ -153,7 +202,7 @@ def test_windows_may_be_written_as_megatron_does(text, window, skip):
 
 @pytest.mark.parametrize("text", ["[1]*99999999", "open", "[1", "1+[1]", "2**9"])
 def test_a_list_that_cannot_be_read_is_an_error(text):
-    with pytest.raises(ConfigError, match=r"--window-attn-skip-freq .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"--window-attn-skip-freq .*: this cannot be read"):
         parse(f"--window-size 4 0 --window-attn-skip-freq {text}")
 
 
@@ -186,28 +235,22 @@ def test_flags_without_effect_go_with_one_note(capsys):
 
 
 def test_a_switch_without_effect_swallows_no_value():
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--use-mcore-models 3: this is a switch"):
         parse("--use-mcore-models 3")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--moe-use-upcycling",
-        "--fp8-format e4m3",
-        "--use_megatron_fsdp",
-        "--multi-latent-attention",
-        "--optimizer sgd",
-    ],
-)
-def test_unsupported_flags_say_so(flags):
-    with pytest.raises(ConfigError, match=r"Megatron-LM's --.* not supported by megatron-native \(yet\)") as error:
-        parse(f"--bf16 {flags}")
-    assert flags.split()[0] in str(error.value)
+def test_quotes_that_the_shell_has_kept_are_taken_off():
+    assert parse("--split '99,1,0'").data.split == "99,1,0"
 
 
-def test_unsupported_flags_come_all_at_once():
-    with pytest.raises(ConfigError) as error:
-        parse("--mtp-num-layers 8 --moe-deepep-num-sms 2 --optimizer muon")
-    for part in ("--mtp-num-layers", "--moe-deepep-num-sms", "--optimizer muon (only adam)"):
-        assert part in str(error.value)
+def test_the_default_tokenizer_is_that_of_its_two_files():
+    assert parse("--vocab-file v --merge-file m").data.tokenizer == "GPT2BPETokenizer"
+    assert parse("--vocab-file v --merge-file m --tokenizer-type NullTokenizer").data.tokenizer == "NullTokenizer"
+    assert parse("--vocab-file v").data.tokenizer is None
+
+
+def test_the_old_name_of_recomputation():
+    model = parse("--activations-checkpoint-method block").model
+    assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "block", 1)
+    model = parse("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2").model
+    assert (model.recompute_method, model.recompute_num_layers) == ("uniform", 2)

@@ -1,0 +1,178 @@
+"""Translates a command line for Megatron-LM into this project's flags, and collects everything that does not fit."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_core.config import megatron_flags
+from megatron_core.config.file import convert, describe, perhaps
+
+MOST_REPEATS = 10_000
+"""Largest factor in an expression for a list, such as [1]*24: far more layers than any model has."""
+
+
+@dataclass
+class Translation:
+    """A command line in this project's flags."""
+
+    known: Mapping[str, Any]
+    """The settings and their types."""
+    weak: list[str] = field(default_factory=list)
+    """Flags that every flag of ``strong`` overrides."""
+    strong: list[str] = field(default_factory=list)
+    """The other flags, in their order."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Flags without effect, and the reason."""
+    faults: list[str] = field(default_factory=list)
+    """A message for each flag that cannot be used."""
+
+    @property
+    def flags(self) -> list[str]:
+        """All flags that can be used."""
+        return self.weak + self.strong
+
+    @classmethod
+    def of(cls, given: list[str], known: Mapping[str, Any]) -> Translation:
+        """Translate ``given``; ``known`` has the type of each setting."""
+        found, groups = cls(known), grouped(given)
+        effective = {
+            name
+            for flag, values in groups
+            if values != list(megatron_flags.ONLY_VALUE.get(name := plain(flag), ["-"])[:1])
+        }
+        for flag, values in groups:
+            found._add(flag, plain(flag), values, effective)
+        return found
+
+    def _add(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
+        """Translate one flag with its values; ``effective``: the names of all flags that change something."""
+        if not flag.startswith("--"):
+            self.faults.append(f"{' '.join([flag, *values])}: this belongs to no flag; remove it")
+        elif flag == "--":
+            self.faults += [f"{value}: this belongs to no flag; remove it" for value in values]
+        elif name in self.known:
+            renamed = megatron_flags.SAME_VALUE.get(name, {})
+            self._setting(flag, name, [renamed.get(value, value) for value in values])
+        elif f"no_{name}" in self.known:  # --load-optim overrides no_load_optim: true in the --config file
+            self._switch(flag, [f"--no-no-{name.replace('_', '-')}"], values)
+        elif self._is_switched_off(name):
+            self._switch(flag, [flag], values)
+        elif name in megatron_flags.SAME_AS:
+            self._switch(flag, megatron_flags.SAME_AS[name], values)
+        elif name in megatron_flags.RENAMED:
+            self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
+            own = megatron_flags.RENAMED[name]
+            self._setting(f"--{own.replace('_', '-')}", own, values)
+        elif name in megatron_flags.OVERRIDDEN_BY_FLAG:
+            self.weak += megatron_flags.OVERRIDDEN_BY_FLAG[name]
+            self._switch(flag, [], values)
+        else:
+            self._other(flag, name, values, effective)
+
+    def _is_switched_off(self, name: str) -> bool:
+        return any(name.startswith("no_" * count) and self.known.get(name[3 * count :]) is bool for count in (1, 2))
+
+    def _setting(self, flag: str, name: str, values: list[str]) -> None:
+        """A setting, if its values are legal."""
+        kind, single = self.known[name], values
+        try:
+            if kind is bool:
+                if values:
+                    self.faults.append(f"{flag} {' '.join(values)}: this is a switch; remove the value")
+                else:
+                    self.strong.append(flag)
+                return
+            if name in megatron_flags.LISTS:
+                values = _numbers(values)
+            found = convert(values if _is_list(kind) else _one(values), kind)
+            values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for a whole number
+        except (TypeError, ValueError, OverflowError, SyntaxError, RecursionError):
+            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {describe(kind)}")
+        else:
+            self.strong += [flag, *values]
+
+    def _switch(self, flag: str, meaning: list[str] | tuple[str, ...], values: list[str]) -> None:
+        if values:
+            self.faults.append(f"{flag} {' '.join(values)}: this is a switch; remove the value")
+        self.strong += meaning
+
+    def _other(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
+        """A flag that is no setting of this project."""
+        entry, only = megatron_flags.FLAGS.get(name), megatron_flags.ONLY_VALUE.get(name, ())
+        shown = " ".join([flag, *values])
+        if entry is None:
+            names = {*self.known, *megatron_flags.FLAGS, *megatron_flags.RENAMED, *megatron_flags.SAME_AS}
+            hint = perhaps(name, names, "--")
+            self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
+        elif values and not entry.takes_values:
+            self._switch(flag, [], values)
+        elif only and set(values) <= set(only):
+            self.ignored[shown] = "the only choice"
+        elif entry.fate == "accepted":
+            self.ignored[flag] = entry.reason
+        elif entry.fate == "refused":
+            self.faults.append(f"{shown}: {entry.reason}")
+        elif entry.reason not in effective:
+            self.ignored[flag] = f"no effect without --{entry.reason.replace('_', '-')}"
+        elif entry.reason in self.known:
+            self.faults.append(f"{shown}: not supported with --{entry.reason.replace('_', '-')}; remove it")
+
+
+def plain(flag: str) -> str:
+    """A flag as a name: ``--data-path`` is ``data_path``."""
+    return flag[2:].replace("-", "_")
+
+
+def grouped(given: list[str]) -> list[tuple[str, list[str]]]:
+    """Each flag with the values that follow it; ``--x=1`` is ``--x 1``, and quotes around a value are taken off."""
+    groups: list[tuple[str, list[str]]] = []
+    for token in given:
+        if token.startswith("--") or not groups:
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [_unquoted(value)] if equals else []))
+        else:
+            groups[-1][1].append(_unquoted(token))
+    return groups
+
+
+def _unquoted(value: str) -> str:
+    """A value without the quotes around it, which a script's own quotes have kept from the shell."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether a setting of this type takes several values."""
+    return "tuple" in str(kind)
+
+
+def _one(values: list[str]) -> str:
+    """The only value."""
+    (value,) = values
+    return value
+
+
+def _numbers(values: list[str]) -> list[str]:
+    """The numbers of a list that is written as an expression, as Megatron-LM allows; other values unchanged."""
+    if len(values) != 1:
+        return values
+    result = _value_of(ast.parse(values[0], mode="eval").body)
+    return [str(number) for number in (result if isinstance(result, list) else [result])]
+
+
+def _value_of(node: ast.expr) -> Any:
+    """A number or a flat list, from numbers, lists, + and *."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value_of(operand)
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value_of(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value_of(left) + _value_of(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))) if times <= MOST_REPEATS:
+            return _value_of(left) * times
+    raise ValueError(ast.dump(node))
