@@ -57,12 +57,16 @@ class ModelConfig(MoEConfig):
     """Learned positions, rotary positions (Su et al. 2021), or none."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+    rotary_base_of_windows: float | None = None
+    """Base in layers with the window of --window-size, if it is another one (Gemma 3)."""
     rotary_percent: float = 1.0
     """Fraction of each head's channels to which rotary positions apply."""
     rotary_interleaved: bool = False
     """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Type of normalization."""
+    apply_layernorm_1p: bool = False
+    """Weights of norms are stored minus one, so that they are small numbers around 0 (Gemma)."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside the normalization."""
     norm_placement: Literal["pre", "sandwich", "post"] = "pre"
@@ -79,7 +83,7 @@ class ModelConfig(MoEConfig):
     squared_relu: bool = False
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = False
-    """GELU in the tanh approximation, as in GPT-2; default: the exact GELU."""
+    """GELU in the tanh approximation, as in GPT-2, also with --geglu; default: the exact GELU."""
     disable_bias_linear: bool = False
     """No biases in the linear layers."""
     add_qkv_bias: bool = False
@@ -90,6 +94,11 @@ class ModelConfig(MoEConfig):
     """Give the output layer its own weight instead of the word embedding's."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
+    softmax_scale: float | None = None
+    """Factor on the products of queries and keys; default 1 / sqrt(channels of a head)."""
+    attn_logit_softcapping: float | None = None
+    """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); selects the unfused attention;
+    default: none."""
     final_logit_softcapping: float | None = None
     """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
     hidden_dropout: float = 0.1

@@ -41,8 +41,14 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _position_problems(config)
     yield from _window_problems(config)
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
-    if len(chosen) > 1:
+    if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
+    kinds = set(config.parallel.cp_comm_type) - {"a2a"}
+    if model.attn_logit_softcapping is not None and kinds and config.parallel.context_parallel_size > 1:
+        yield (
+            f"attn_logit_softcapping={model.attn_logit_softcapping} cannot be used with cp_comm_type="
+            f"{', '.join(sorted(kinds))}; use a2a"
+        )
     if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
         yield (
             f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "

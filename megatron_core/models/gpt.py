@@ -232,7 +232,8 @@ class GPTModel(nn.Module):
         if position_ids is None:
             position_ids = positions[None]
         context = SequenceContext(
-            rotary=self._rotary(position_ids),
+            rotary=self._rotary(position_ids, self.config.rotary_base),
+            rotary_of_windows=self._rotary(position_ids, self.config.rotary_base_of_windows),
             attention_mask=attention_mask,
             documents=self._documents(document_lengths, input_ids, cache),
             sample_index=sample_index,
@@ -273,11 +274,11 @@ class GPTModel(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.config.position_embedding_type != "rope":
+    def _rotary(self, position_ids: Tensor, base: float | None) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope" or base is None:
             return None
         channels = int(self.config.head_size * self.config.rotary_percent)
-        return rotary_table(position_ids, channels, self.config.rotary_base, wide(self.parallel.params_dtype))
+        return rotary_table(position_ids, channels, base, wide(self.parallel.params_dtype))
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None

@@ -44,7 +44,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
     experts = model.has_experts(layer_number)
     width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
-    split = n * (2 * queries + 2 * keys) + n * width * (3 if model.gated_linear_unit else 2)
+    split: float = n * (2 * queries + 2 * keys) + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
         whole += 2 * n * model.hidden_size
     if model.qk_layernorm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -70,13 +71,20 @@ class SelfAttention(nn.Module):
             tp_group=tp_group,
         )
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
+        windowed = config.window_of_layer(layer_number) is not None
+        self.other_rotary = windowed and config.rotary_base_of_windows is not None
+        # Kernels divide by sqrt(d); another scale is a factor on the queries, which every kernel takes.
+        self.query_factor = None if config.softmax_scale is None else config.softmax_scale * math.sqrt(d)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """-> (output, the bias to be added to it, or None). Keys and values of earlier positions come from the cache in
         generation."""
         query, key, value = self._query_key_value(hidden)
-        if context.rotary is not None:
-            cos, sin = context.rotary
+        if self.query_factor is not None:
+            query = query * self.query_factor
+        rotary = context.rotary_of_windows if self.other_rotary else context.rotary
+        if rotary is not None:
+            cos, sin = rotary
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
             query, key = rotate(query), rotate(key)
         query = query.flatten(2, 3)

@@ -108,6 +108,8 @@ class SequenceContext:
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary positions, ``[s, b, r/2]``, or ``[s, 1, r/2]`` where all sequences have the
     same."""
+    rotary_of_windows: tuple[Tensor, Tensor] | None = None
+    """The same for layers with a window, where these have another base."""
     attention_mask: Tensor | None = None
     """``[b, 1, s, s]``, True where a query must not see a key; None: causal."""
     documents: PackedDocuments | None = None

@@ -19,8 +19,8 @@ class CoreAttention(nn.Module):
     (left, right): a query sees so many keys before its own, -1 for all; none after it, whatever ``right`` is.
     ``heads_over`` are the ranks among which the heads of a tensor-parallel rank are split once more.
     The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells the formula out; it is for
-    ``attention_backend='unfused'`` and for attention dropout, whose mask has to depend on the global head and not on a
-    generator.
+    ``attention_backend='unfused'``, for bounded scores (``attn_logit_softcapping``), and for attention dropout, whose
+    mask has to depend on the global head and not on a generator.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
     the window.
     """
@@ -35,7 +35,8 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         config = context.config
-        self.unfused = config.attention_backend == "unfused"
+        self.softcap = config.attn_logit_softcapping
+        self.unfused = config.attention_backend == "unfused" or self.softcap is not None
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
         parts = context.tp_group.size() * heads_over.size()
@@ -59,10 +60,13 @@ class CoreAttention(nn.Module):
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         queries_per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
+        scores, scale = query.matmul(key.transpose(-1, -2)), 1 / math.sqrt(query.shape[-1])
+        if self.softcap is not None:
+            scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
         weights = attention_softmax(
-            query.matmul(key.transpose(-1, -2)),
+            scores,
             _masked(context),
-            scale=1 / math.sqrt(query.shape[-1]),
+            scale=scale,
             causal=context.attention_mask is None or context.documents is not None,
             window=self.window,
             backend=self.backend,

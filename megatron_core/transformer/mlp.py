@@ -56,7 +56,7 @@ def activation_kind(config: ModelConfig) -> Kind:
     if config.swiglu:
         return "swiglu"
     if config.geglu:
-        return "geglu"
+        return "geglu_tanh" if config.openai_gelu else "geglu"
     if config.squared_relu:
         return "squared_relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"

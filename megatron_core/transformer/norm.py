@@ -27,7 +27,8 @@ class Norm(nn.Module):
         self.size, self.epsilon = size, config.norm_epsilon
         spec = replicated((size,), context.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
-        self.weight.init_method = nn.init.ones_
+        self.weight_minus_one = config.apply_layernorm_1p
+        self.weight.init_method = nn.init.zeros_ if self.weight_minus_one else nn.init.ones_
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
@@ -37,16 +38,23 @@ class Norm(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weight one, bias zero."""
-        self.weight.fill_(1.0)
+        """The weight that changes nothing, bias zero."""
+        self.weight.fill_(0.0 if self.weight_minus_one else 1.0)
         if self.bias is not None:
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> the same."""
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon, backend=self.backend)
-        return layer_norm(x, self.weight, self.bias, self.epsilon, backend=self.backend)
+        if self.weight_minus_one:  # in 16 bits 1 + weight would lose what is stored
+            dtype = wide(x.dtype)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return self._norm(x.to(dtype), 1 + self.weight.to(dtype), bias).to(x.dtype)
+        return self._norm(x, self.weight, self.bias)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return rms_norm(x, weight, self.epsilon, backend=self.backend)
+        return layer_norm(x, weight, bias, self.epsilon, backend=self.backend)
 
 
 class HeadsNorm(nn.Module):

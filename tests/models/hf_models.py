@@ -25,6 +25,12 @@ LLAMA: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+GEMMA = LLAMA | {
+    "tie_word_embeddings": True,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -45,6 +51,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24},
     ),
     "olmo2": ("Olmo2", LLAMA),
+    "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma3": (
+        "Gemma3Text",
+        GEMMA
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+            },
+        },
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

@@ -92,12 +92,16 @@ LAYOUTS = {
     "pp2 dp2, ZeRO-1": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     "tp2 pp2, sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
+NAMES = ("llama, tied", "gpt_neox", "olmo2", "gemma2")
 EXPERTS = {"ep2": {"expert_model_parallel_size": 2}}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*((name, layout) for name in ("llama, tied", "gpt_neox", "olmo2") for layout in LAYOUTS), ("mixtral", "ep2")],
+    [
+        *((name, layout) for name in ("llama, tied", "gpt_neox", "olmo2", "gemma2") for layout in LAYOUTS),
+        ("mixtral", "ep2"),
+    ],
 )
 def test_training_goes_on_from_it_in_every_layout(name: str, layout: str, tmp_path: Path) -> None:
     save_model(name, tmp_path)

@@ -207,6 +207,62 @@ OLMO2 = Architecture(
     write=rope_json,
 )
 
+
+def _gemma_settings(theirs: Settings) -> Settings:
+    """Rotary positions by type of layer, as transformers 5 (``rope_parameters``) or earlier releases write them."""
+    scale = {"softmax_scale": theirs["query_pre_attn_scalar"] ** -0.5}
+    kinds = theirs.get("rope_parameters") or {}
+    if "full_attention" not in kinds:
+        found = _with_window(theirs) | scale
+        local = theirs.get("rope_local_base_freq")
+        return found if local is None else found | {"rotary_base_of_windows": float(local)}
+    local = rope_settings({"rope_parameters": kinds["sliding_attention"]})["rotary_base"]
+    whole = rope_settings({"rope_parameters": kinds["full_attention"]})
+    return {**whole, "rotary_base_of_windows": local, **window_settings(theirs), **scale}
+
+
+def _gemma_json(config: ModelConfig) -> Settings:
+    local = {} if config.rotary_base_of_windows is None else {"rope_local_base_freq": config.rotary_base_of_windows}
+    scale = config.softmax_scale or config.head_size**-0.5
+    return {**_with_window_json(config), **local, "query_pre_attn_scalar": round(scale**-2)}
+
+
+def _gemma(
+    model_type: str, class_name: str, tensors: dict[str, Source], fixed: Settings, assumed: Settings
+) -> Architecture:
+    norms = {
+        "input_layernorm": "input_layernorm",
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+    four = {f"{LAYER}{ours}.weight": Source((f"{THEIRS}{theirs}.weight",)) for ours, theirs in norms.items()}
+    gemma = {"swiglu": False, "geglu": True, "openai_gelu": True, "norm_placement": "sandwich"}
+    return Architecture(
+        model_type,
+        class_name,
+        LLAMA_KEYS
+        | {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+        },
+        LLAMA_TENSORS | four | tensors,
+        fixed=LLAMA_FIXED | gemma | {"apply_layernorm_1p": True, "scale_embeddings": True, **fixed},
+        assumed={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, **assumed},
+        required={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "use_bidirectional_attention": False,
+        },
+        read=_gemma_settings,
+        write=_gemma_json,
+    )
+
+
+GEMMA2 = _gemma(
+    "gemma2", "Gemma2ForCausalLM", {}, {}, {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+)
+GEMMA3 = _gemma("gemma3_text", "Gemma3ForCausalLM", QK_NORM, {"qk_layernorm": True}, {})
 GPT2 = Architecture(
     "gpt2",
     "GPT2LMHeadModel",
@@ -299,7 +355,7 @@ GPT_NEOX = Architecture(
     base="gpt_neox.",
 )
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2, GEMMA2, GEMMA3)
 ARCHITECTURES = {found.model_type: found for found in _ALL}
 """By ``model_type``; where several have a model's settings, the first one is exported."""
 
