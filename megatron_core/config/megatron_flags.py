@@ -109,7 +109,7 @@ REFUSED: dict[str, str] = {
         activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
         fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
         softmax_type= no_rope_freq= log_max_attention_logit experimental_attention_variant=
-        enable_mhc_connections apply_layernorm_1p apply_query_key_layer_scaling embedding_init_method_std= spec=
+        enable_mhc_connections apply_query_key_layer_scaling embedding_init_method_std= spec=
         heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
         use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
         distribute_saved_activations recompute_modules= export_qk_l2_norm export_moe_apply_probs_on_input
