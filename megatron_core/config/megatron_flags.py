@@ -71,7 +71,6 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "mlp_chunks_for_training": ("1",),
     "moe_combine_bwd_dtype": ("bf16",),
     "moe_dispatch_fwd_dtype": ("bf16",),
-    "optimizer": ("adam",),
     "recompute_modules": ("core_attn",),
     "rope_type": ("rope",),
     "softmax_type": ("vanilla",),
@@ -97,12 +96,11 @@ REFUSED: dict[str, str] = {
     "multi-token prediction is not supported yet; remove it to train on the next token alone": "mtp_num_layers=",
     "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
         sft chat_template= phase_transition_iterations=""",
-    "each kind of weight has the same learning rate so far; remove it": "decoupled_lr= decoupled_min_lr=",
     "moments, main weights and main gradients are float32; remove it": """
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
         use_precision_aware_optimizer grad_reduce_in_bf16""",
     "offloading is not supported yet; use --recompute-granularity to save memory": """
-        optimizer_cpu_offload cpu_offloading_num_layers= fine_grained_activation_offloading""",
+        cpu_offloading_num_layers= fine_grained_activation_offloading""",
     "CUDA graphs are not supported; remove it": """
         cuda_graph_impl= enable_cuda_graph external_cuda_graph optimizer_cuda_graph""",
     "this variant of the layer is not supported; remove it, or write the layer yourself (docs/from_megatron.md)": """
@@ -126,7 +124,6 @@ REFUSED: dict[str, str] = {
         start_weight_decay= end_weight_decay= weight_decay_incr_style=""",
     "only --rampup-batch-size changes the batch; remove it": "step_batch_size_schedule= decrease_batch_size_if_needed",
     "give --micro-batch-size and --global-batch-size": "batch_size=",
-    "only AdamW is supported; use --optimizer adam": "optimizer=",
     "evaluation uses the sizes of training and one validation split; remove it": """
         eval_global_batch_size= eval_micro_batch_size= full_validation multiple_validation_sets
         start_eval_at_iter=""",

@@ -43,6 +43,7 @@ _AT_LEAST_ONE = (
     "exit_interval",
     "lr_decay_iters",
     "lr_wsd_decay_iters",
+    "muon_num_ns_steps",
     "loss_scale_window",
     "hysteresis",
     "seq_length",
@@ -60,6 +61,7 @@ _ABOVE_ZERO = (
     "distributed_timeout_minutes",
     "exit_duration_in_mins",
     "adam_eps",
+    "decoupled_lr",
     "loss_scale",
     "initial_loss_scale",
     "min_loss_scale",
@@ -72,6 +74,8 @@ _NOT_NEGATIVE = (
     "lr_warmup_init",
     "weight_decay",
     "clip_grad",
+    "clip_grad_value",
+    "decoupled_min_lr",
     "mid_level_dataset_surplus",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
@@ -81,6 +85,10 @@ _BELOW_ONE = (
     "attention_dropout",
     "adam_beta1",
     "adam_beta2",
+    "sgd_momentum",
+    "lion_beta1",
+    "lion_beta2",
+    "muon_momentum",
     "lr_warmup_fraction",
     "moe_input_jitter_eps",
 )
@@ -99,7 +107,9 @@ def range_problems(config: RunConfig) -> Iterator[str]:
         legal = "a finite number above 0 (0 with --skip-train)"
         yield from _outside(values, ["lr"], lambda x: 0 < x < math.inf, legal)
     yield from _outside(values, _BELOW_ONE, lambda x: 0 <= x < 1, "from 0 up to, not including, 1")
-    yield from _outside(values, ["rotary_percent"], lambda x: 0 < x <= 1, "above 0 and up to 1")
+    yield from _outside(
+        values, ["rotary_percent", "optimizer_offload_fraction"], lambda x: 0 < x <= 1, "above 0 and up to 1"
+    )
 
 
 def _outside(

@@ -63,6 +63,15 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"lr_warmup_fraction={optimizer.lr_warmup_fraction} and "
             f"lr_warmup_iters={optimizer.lr_warmup_iters} exclude one another; keep one of them"
         )
+    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
+        yield f"decoupled_min_lr={optimizer.decoupled_min_lr} has no effect without decoupled_lr; add --decoupled-lr"
+    decoupled = optimizer.decoupled()
+    if decoupled is not None and max(decoupled.min_lr, decoupled.lr_warmup_init) > decoupled.lr:
+        yield (
+            f"decoupled_lr={decoupled.lr} is less than the lowest rate of its schedule (decoupled_min_lr or min_lr "
+            f"{decoupled.min_lr}, lr_warmup_init {decoupled.lr_warmup_init}); raise it or lower those"
+        )
+    yield from _offload_problems(config)
     decay = _decay_steps(config, world_size)
     if decay and optimizer.lr_warmup_fraction is None and optimizer.lr_warmup_iters >= decay:
         yield (
@@ -70,6 +79,20 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"steps; legal: 0 to {decay - 1}, or a longer training"
         )
     yield from _wsd_problems(config, decay)
+
+
+def _offload_problems(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.offloads_optimizer and optimizer.optimizer == "muon":
+        yield (
+            "optimizer=muon works on whole matrices, so that its state cannot be offloaded; remove "
+            "--optimizer-cpu-offload and --optimizer-offload-dir, or choose another optimizer"
+        )
+    if optimizer.optimizer_offload_fraction != 1.0 and not optimizer.offloads_optimizer:
+        yield (
+            f"optimizer_offload_fraction={optimizer.optimizer_offload_fraction} has no effect without an offload; add "
+            "--optimizer-cpu-offload or --optimizer-offload-dir"
+        )
 
 
 def _decay_steps(config: RunConfig, world_size: int) -> int | None:

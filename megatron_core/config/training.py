@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_core.config.ramp import Ramp
@@ -76,8 +76,11 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019), clipping, the loss scale and the learning rate over time."""
+    """The optimizer and where its state lies, clipping, the loss scale and the learning rate over time."""
 
+    optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
+    """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
+    of the hidden matrices (Jordan et al. 2024), AdamW for the rest."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
@@ -104,8 +107,30 @@ class OptimizerConfig:
     """Decay rate of the running mean of squared gradients."""
     adam_eps: float = 1e-8
     """Added to the square root of the mean of squared gradients."""
+    sgd_momentum: float = 0.9
+    """Share of the last update in the next one, for --optimizer sgd."""
+    lion_beta1: float = 0.95
+    """Share of the running mean in the direction of an update, for --optimizer lion."""
+    lion_beta2: float = 0.98
+    """Decay rate of the running mean of gradients, for --optimizer lion."""
+    muon_momentum: float = 0.95
+    """Decay rate of the sum of gradients, for --optimizer muon."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations, for --optimizer muon."""
+    decoupled_lr: float | None = None
+    """Highest learning rate of embeddings and output layer; default --lr."""
+    decoupled_min_lr: float | None = None
+    """Lowest learning rate of embeddings and output layer; default --min-lr."""
     clip_grad: float = 1.0
     """Gradients are scaled down to this global norm if theirs is larger; 0: no clipping."""
+    clip_grad_value: float = 0.0
+    """Then each element of the gradients is limited to this absolute value; 0: no limit."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state and main weights in the host's memory and update them there."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the optimizer state that is offloaded."""
+    optimizer_offload_dir: str | None = None
+    """Keep optimizer state and main weights in files of this folder, which a step works through in pieces."""
     loss_scale: float | None = None
     """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = 2.0**32
@@ -116,3 +141,15 @@ class OptimizerConfig:
     """Steps in a row without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
     """Steps with overflow after which the dynamic loss scale halves."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer state lies elsewhere than the weights."""
+        return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
+
+    def decoupled(self) -> OptimizerConfig | None:
+        """The settings of the learning rate of embeddings and output layer; None if they have no own."""
+        if self.decoupled_lr is None:
+            return None
+        lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=lowest)

@@ -31,6 +31,8 @@ class BucketKind:
     """Model axes over which whole gradients are summed first."""
     shared_axes: tuple[str, ...] = ()
     """Model axes over which gradients of shared ranges are summed first (keys and values of a fused QKV matrix)."""
+    embedding: bool = False
+    """Word embedding or output layer, which may have their own learning rate and are no hidden matrices."""
     tied: bool = False
     """Gradients are summed over the first and the last pipeline stage first."""
 
@@ -45,6 +47,7 @@ class BucketKind:
             replica_axes=spec.replica_axes,
             partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
+            embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             tied=spec.tied,
         )
 

@@ -141,6 +141,20 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish_gather()
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of the weights and gradients that stay, and of the most that is whole for a while besides."""
+        shards = {"weights": 0, "gradients": 0}
+        units: dict[tuple[int, int], int] = {}
+        for bucket in self.buckets:
+            shards["weights"] += bucket.weight_shard.nbytes if bucket.splits_weights else bucket.weights.nbytes
+            shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
+            at = bucket.stage, bucket.unit
+            units[at] = units.get(at, 0) + bucket.weights.nbytes * bucket.splits_weights
+            units[at] += bucket.grads.nbytes * bucket.splits_grads
+        at_once = 2 if self.overlap_grad_reduce or self.overlap_param_gather else 1
+        pairs = [sum(list(units.values())[i : i + at_once]) for i in range(len(units))]
+        return shards | ({"units whole": max(pairs)} if max(pairs, default=0) else {})
+
     def reading(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
         """Each of ``parameters`` while its weights are whole and up to date, which at stage 3 is one unit at a time.
 

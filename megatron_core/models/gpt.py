@@ -142,6 +142,7 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
         self._input_tensor: Tensor | None = None
+        self._mark_embedding_and_output()
         if config.share_embeddings_and_output_weights and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
             assert shared is not None, "a first or last stage has it"
@@ -166,6 +167,14 @@ class GPTModel(nn.Module):
             tp_group=self.tp_group,
             spec=lambda shape: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
         )
+
+    def _mark_embedding_and_output(self) -> None:
+        """Under Megatron's name, for ``--decoupled-lr`` and optimizers of hidden matrices."""
+        if self.embedding is not None:
+            for parameter in self.embedding.parameters():
+                parameter.is_embedding_or_output_parameter = True
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
 
     def _shared_weight(self) -> nn.Parameter | None:
         """The weight that embeds tokens and, when tied, scores them."""

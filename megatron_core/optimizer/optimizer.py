@@ -1,4 +1,4 @@
-"""AdamW on main weights in flat shards."""
+"""One optimizer step on main weights in flat shards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.ops import Backend, adamw_
+from megatron_core.ops import Backend
+from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron_core.optimizer.muon import Muon
+from megatron_core.optimizer.offload import DiskPlacement, Placement
 from megatron_core.parallel.groups import ParallelGroups
 
 
@@ -39,31 +43,47 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The state of AdamW for this rank's shard of a bucket: flat tensors of the shard's length."""
+    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
 
     bucket: Bucket
+    algorithm: AdamW | SGD | Lion | Muon
+    placement: Placement
     main: Tensor
     """The weights in float32 or wider: the bucket's own tensor if that is wide enough."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: dict[str, Tensor]
+    """The algorithm's tensors, which begin as zeros."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> Shard:
-        """Start from the bucket's weights, with moments of zero."""
-        main = bucket.weight_shard.to(torch.promote_types(bucket.weights.dtype, torch.float32))
-        return cls(bucket, main, torch.zeros_like(main), torch.zeros_like(main))
+    def of(cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement) -> Shard:
+        """Start from the bucket's weights."""
+        main = bucket.weight_shard
+        wide = torch.promote_types(main.dtype, torch.float32)
+        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
+            main = placement.tensor("main", main.numel(), wide).copy_(main)
+        state = {name: placement.tensor(name, main.numel(), wide) for name in algorithm.names}
+        return cls(bucket, algorithm, placement, main, state)
 
     @property
     def is_narrow(self) -> bool:
         """Whether the model's weights are 16-bit copies of ``main``."""
         return self.main.dtype != self.bucket.weights.dtype
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the state lies on another device than the weights."""
+        return self.main.device != self.bucket.weights.device
+
+    def part(self, at: slice, grad: Tensor) -> Part:
+        """The slice ``at``; ``grad`` is the gradient of the shard, where the state is."""
+        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
+        return Part(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
+
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on this rank's shard of every bucket.
+    """An update of this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
 
-    16-bit weights have float32 main weights; wider weights are updated directly. With sharded buckets each
-    data-parallel rank updates only its shard: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+    16-bit weights have float32 main weights; wider weights are updated directly. The state lies beside the weights, in
+    the host's memory or on disk (``optimizer.offload``).
     """
 
     def __init__(
@@ -76,19 +96,34 @@ class Optimizer:
     ) -> None:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
+        self._algorithms: dict[str, AdamW | SGD | Lion | Muon] = {
+            "adam": AdamW(config, backend),
+            "sgd": SGD(config),
+            "lion": Lion(config),
+            "muon": Muon(config, groups),
+        }
         # Allocated now, so that a checkpoint can be loaded before the first step.
-        self.shards = [Shard.of(bucket) for bucket in data_parallel.buckets]
+        placements = _placements(data_parallel.buckets, config, groups.rank)
+        self.shards = [
+            Shard.of(bucket, self._algorithm(bucket), placement)
+            for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
+        ]
         self.steps_taken = 0
+
+    def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
+        muon_leaves = self.config.optimizer == "muon" and not Muon.fits(bucket)
+        return self._algorithms["adam" if muon_leaves else self.config.optimizer]
 
     def gradient_norm(self) -> Tensor:
         """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan
         if any gradient on any rank is."""
         return self.norm.compute() / self.loss_scale.scale
 
-    def step(self, lr: float, grad_norm: float) -> bool:
+    def step(self, lr: float, grad_norm: float, decoupled_lr: float | None = None) -> bool:
         """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; skip if it is not finite.
 
-        Returns whether the step was skipped. The gradients may be scaled in place.
+        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own. Returns whether the
+        step was skipped. The gradients may be scaled in place.
         """
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
@@ -96,42 +131,70 @@ class Optimizer:
             return True
         self.steps_taken += 1
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale
-        for (decays, _), shards in self._by_kind().items():
-            self._update(shards, lr, factor, self.config.weight_decay if decays else 0.0)
+        if self.config.clip_grad_value > 0.0:
+            for shard in self.shards:
+                shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
+            factor = 1.0
+        for (decays, embedding, _, _), shards in self._by_kind().items():
+            own_lr = lr if decoupled_lr is None or not embedding else decoupled_lr
+            self._update(shards, Rates(self.steps_taken, own_lr, self.config.weight_decay * decays, factor))
         return False
 
-    def _by_kind(self) -> dict[tuple[bool, torch.dtype], list[Shard]]:
-        """The shards by (weight decay or not, dtype); one call updates each group."""
+    def _by_kind(self) -> dict[tuple[bool, bool, torch.dtype, int], list[Shard]]:
+        """The shards by (weight decay or not, embedding or not, dtype, algorithm); one call updates each group."""
         found = defaultdict(list)
         for shard in self.shards:
-            found[shard.bucket.kind.decay, shard.bucket.weights.dtype].append(shard)
+            kind = shard.bucket.kind
+            found[kind.decay, kind.embedding, shard.bucket.weights.dtype, id(shard.algorithm)].append(shard)
         return found
 
-    def _update(self, shards: list[Shard], lr: float, factor: float, weight_decay: float) -> None:
-        adamw_(
-            [shard.bucket.grad_shard for shard in shards],
-            [shard.main for shard in shards],
-            [shard.exp_avg for shard in shards],
-            [shard.exp_avg_sq for shard in shards],
-            [shard.bucket.weight_shard for shard in shards if shard.is_narrow],
-            step=self.steps_taken,
-            lr=lr,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            epsilon=self.config.adam_eps,
-            weight_decay=weight_decay,
-            factor=factor,
-            backend=self.backend,
-        )
+    def _update(self, shards: list[Shard], rates: Rates) -> None:
+        """Update shards of one kind: those beside their weights together, the others one after another."""
+        algorithm = shards[0].algorithm
+        if isinstance(algorithm, Muon):
+            for shard in shards:
+                algorithm.update_bucket(shard.bucket, shard.part(slice(None), shard.bucket.grad_shard), rates)
+            return
+        here = [shard for shard in shards if not shard.is_away and not isinstance(shard.placement, DiskPlacement)]
+        if here:
+            algorithm.update([shard.part(slice(None), shard.bucket.grad_shard) for shard in here], rates)
+        away = [shard for shard in shards if shard not in here]
+        # All gradients set out at once and arrive while the first shards are updated.
+        grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard in away]
+        if any(shard.is_away for shard in away) and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        for shard, grad in zip(away, grads, strict=True):
+            if shard.is_away and not shard.is_narrow:
+                shard.main.copy_(shard.bucket.weight_shard)
+            for at in shard.placement.chunks(shard.main.numel()):
+                algorithm.update([shard.part(at, grad)], rates)
+            if shard.is_away:
+                shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
-        """Each bucket with its flat state: ``exp_avg``, ``exp_avg_sq`` and, for 16-bit weights, ``main``."""
+        """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for
+        16-bit weights, ``main``."""
         for shard in self.shards:
-            named = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
-            yield shard.bucket, named | ({"main": shard.main} if shard.is_narrow else {})
+            yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
 
     def set_steps_taken(self, steps: int) -> None:
         """Restore the count that AdamW's bias correction uses."""
         self.steps_taken = steps
+
+
+def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
+    """Where each bucket's state goes: the first ones away, until they are the fraction that is to be offloaded."""
+    total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
+    wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
+    for bucket in buckets:
+        if away >= wanted:
+            yield Placement(bucket.weights.device)
+            continue
+        away += bucket.weight_shard.numel()
+        if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
+            yield DiskPlacement(Path(config.optimizer_offload_dir), rank)
+        else:
+            yield Placement(bucket.weights.device, host=not bucket.weights.is_meta)
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

@@ -16,14 +16,19 @@ from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 
 
-def state_bytes_per_parameter(compute_dtype: str, data_parallel_size: int = 1, *, sharded: bool = False) -> float:
+def state_bytes_per_parameter(
+    compute_dtype: str, data_parallel_size: int = 1, *, zero_stage: int = 0, moments: int = 2
+) -> float:
     """Bytes of weight, float32 gradient, main weight and two moments: 18 for 16-bit weights, 16 for float32.
 
-    With ``sharded`` (ZeRO stage 1) main weight and moments are split over d data-parallel ranks: 6 + 12 / d, 8 + 8 / d.
+    ZeRO splits over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), 2 gradients, too
+    (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
     Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
     """
-    resident, optimizer = {"float64": (16, 16), "float32": (8, 8)}.get(compute_dtype, (6, 12))
-    return resident + optimizer / (data_parallel_size if sharded else 1)
+    weight = {"float64": 8, "float32": 4}.get(compute_dtype, 2)
+    wide = max(weight, 4)
+    parts = (wide * moments + (wide if weight < wide else 0), wide, weight)
+    return sum(part / (data_parallel_size if zero_stage > at else 1) for at, part in enumerate(parts))
 
 
 def layer_activations(config: RunConfig, layer_number: int = 0) -> float:

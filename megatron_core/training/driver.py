@@ -83,6 +83,7 @@ def take_step(
     *,
     lengths: Mapping[int, int] | None = None,
     auxiliary: AuxiliaryLosses | None = None,
+    decoupled_lr: float | None = None,
     stop: bool = False,
     hooks: StepHooks = NO_HOOKS,
 ) -> StepOutcome:
@@ -90,8 +91,8 @@ def take_step(
 
     ``forward(stage, micro, hidden)`` gives the sum of a micro-batch's losses on the last stage; ``terms`` is a float64
     scalar, how many terms the losses of this rank's micro-batches have. ``lengths`` are those of messages by
-    micro-batch; ``auxiliary`` collects the losses that layers add, and has the same names on every rank; ``stop`` is
-    this rank's wish, which all ranks learn.
+    micro-batch; ``decoupled_lr`` is that of embeddings and output layer; ``auxiliary`` collects the losses that layers
+    add, and has the same names on every rank; ``stop`` is this rank's wish, which all ranks learn.
     """
     data, optimizer = model.data_parallel, model.optimizer
     scale = optimizer.loss_scale.scale
@@ -107,7 +108,7 @@ def take_step(
     all_reduce_(report, model.groups.group(WORLD))
     found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
     norm, loss, wishes, *means = found[: 3 + len(added)]
-    skipped = optimizer.step(lr, norm)
+    skipped = optimizer.step(lr, norm, decoupled_lr)
     data.start_param_sync()
     return StepOutcome(
         loss,

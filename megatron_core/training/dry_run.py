@@ -109,8 +109,7 @@ class RankEstimate:
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         state = [tensor for _, named in optimizer.tensors() for tensor in named.values()]
         return {
-            "weights": sum(bucket.weights.nbytes for bucket in data_parallel.buckets),
-            "gradients": sum(bucket.grads.nbytes for bucket in data_parallel.buckets),
+            **data_parallel.resident_bytes(),
             "optimizer": sum(tensor.nbytes for tensor in state),
             "activations": round(self._by_pipeline_rank[self.groups.index("pp")]),
         }

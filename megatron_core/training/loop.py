@@ -11,6 +11,7 @@ from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.training.checks import RunChecks
+from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
 from megatron_core.training.step import StepResult, evaluate, train_step
@@ -23,7 +24,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
     checks = RunChecks(run)
     checks.start()
     confirm_layout_change(run, sinks)
-    saved_at = evaluated_at = run.state.iteration
+    first = saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
         began = time.perf_counter()
         result = train_step(run, stop=stop.wanted)
@@ -31,6 +32,8 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         refuse_nan(run, result)
         checks.after_step(result)
         iteration = run.state.iteration
+        if iteration == first + 2 and run.world.rank == 0:
+            print(describe_memory(run, after_step=iteration), flush=True)
         if is_due(iteration, run.config.training.eval_interval):
             report_validation(run, sinks, "validation")
             evaluated_at = iteration

@@ -23,6 +23,7 @@ from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.training.compatibility import model_and_tokenizer, stored_config
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_splits, train
+from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
@@ -77,6 +78,8 @@ def introduce(run: Run) -> None:
     print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
+    if not run.config.training.skip_train:
+        print(describe_memory(run))
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:

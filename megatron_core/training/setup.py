@@ -53,6 +53,8 @@ class Run(Trainable):
     plans: Plans
     trace: TraceWriter | None
     schedule: LearningRateSchedule
+    decoupled_schedule: LearningRateSchedule | None
+    """Of word embedding and output layer, if they have their own."""
     splits: Splits
     state: TrainState
     loaded: bool
@@ -172,6 +174,7 @@ def set_up(
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left
+    decoupled = config.optimizer.decoupled()
     links = Links(groups)
     links.warm_up(world.device, plans.stage_to_rank)
     return Run(
@@ -195,6 +198,7 @@ def set_up(
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=LearningRateSchedule(config.optimizer, total),
         loaded=checkpoint is not None,
+        decoupled_schedule=LearningRateSchedule(decoupled, total) if decoupled is not None else None,
         total_iterations=total,
         splits=splits,
         state=state,

@@ -147,8 +147,12 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
     if fresh:
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
         return
-    if any(not reader.has(p.name) for p in pieces if ".exp_avg" in p.name):
-        raise CheckpointError(f"{reader.folder} has no optimizer state; load the weights alone with --no-load-optim")
+    missing = [p.name for p in pieces if not p.name.startswith("optimizer.main.") and not reader.has(p.name)]
+    if missing:
+        raise CheckpointError(
+            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({missing[0]}); load the "
+            "weights alone with --no-load-optim"
+        )
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])

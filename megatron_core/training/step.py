@@ -35,7 +35,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
     batches = load_batches(run, size)
-    lr = run.schedule.lr(state.iteration - state.skipped_iterations + 1)
+    step = state.iteration - state.skipped_iterations + 1
+    lr = run.schedule.lr(step)
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
         hooks = replace(hooks, around_plan=trace)
@@ -54,6 +55,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         lr,
         lengths=message_lengths(batches),
         auxiliary=auxiliary,
+        decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
         stop=stop,
         hooks=hooks,
     )

@@ -207,8 +207,8 @@ IN_STEPS = (
     Defect(  # C59
         "weights are gathered before they are updated",
         "training.driver:take_step",
-        "skipped = optimizer.step(lr, norm)\n    data.start_param_sync()",
-        "data.start_param_sync()\n    skipped = optimizer.step(lr, norm)",
+        "skipped = optimizer.step(lr, norm, decoupled_lr)\n    data.start_param_sync()",
+        "data.start_param_sync()\n    skipped = optimizer.step(lr, norm, decoupled_lr)",
         "dp2 zero1",
         "C59",
     ),

@@ -69,6 +69,27 @@ IN_ZERO = (
         "C37",
     ),
     Defect(
+        "Muon makes each tensor-parallel rank's part orthogonal on its own",
+        "optimizer.muon:Muon._of_parameter",
+        "for axis in spec.split_axes:",
+        "for axis in ():",
+        "muon, dp2 tp2 zero1",
+    ),
+    Defect(
+        "Muon makes shards orthogonal with last step's momentum of the other ranks",
+        "optimizer.muon:Muon._orthogonalised",
+        "all_gather_flat_(whole, direction, bucket.dp_group).wait()",
+        "whole.zero_()[bucket.shard] = direction",
+        "muon, dp2 tp2 zero1",
+    ),
+    Defect(
+        "embeddings follow the learning rate of the others",
+        "optimizer.optimizer:Optimizer.step",
+        "lr if decoupled_lr is None or not embedding else decoupled_lr",
+        "lr",
+        "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3",
+    ),
+    Defect(
         "ranks initialise a bucket of stage 3 by its position, not by name",
         "data_parallel.buffer:materialise",
         "initialise(name, parameter)",

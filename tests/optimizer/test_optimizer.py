@@ -52,7 +52,7 @@ def test_norm_and_clipping(backend: str) -> None:
     norm = run.optimizer.gradient_norm().item()
     assert not run.optimizer.step(0.0, norm)
     assert norm == pytest.approx(0.25 * math.sqrt(elements - padding), rel=1e-12)
-    clipped = run.optimizer.shards[0].exp_avg[0].item() / (1 - run.config.optimizer.adam_beta1)
+    clipped = run.optimizer.shards[0].state["exp_avg"][0].item() / (1 - run.config.optimizer.adam_beta1)
     assert clipped == pytest.approx(0.25 * 0.5 / norm, rel=1e-5)
 
 

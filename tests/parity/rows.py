@@ -122,6 +122,14 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "full recompute, dp2 pp2 dualpipe_v zero3": (4, {}, PP2 | DUALPIPE_V | ZERO3 | FULL_BLOCK),
     "dp2 tp2 pp2 sp zero3": (8, {}, TP2 | PP2 | SP | ZERO3),
     "dp2 pp3 zero3, a rank without parameters": (6, {}, PP3 | ZERO3 | OVERLAP | layout_of("Ett||ttL")),  # C34
+    "muon, dp2 tp2 zero1": (4, {"optimizer": "muon"}, TP2 | ZERO | OVERLAP | SMALL_BUCKETS),
+    "muon, 1 group, dp2 tp2 zero3": (4, GQA1 | {"optimizer": "muon"}, TP2 | ZERO3),
+    "lion, modern, dp2 tp2 sp zero2": (4, MODERN | {"optimizer": "lion"}, TP2 | SP | ZERO2),
+    "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3": (
+        4,
+        {"optimizer": "sgd", "decoupled_lr": 2e-2, "clip_grad_value": 1e-2, "lr_warmup_iters": 2},
+        PP2 | ZERO3,
+    ),
     "dp4 zero1 in 2 instances": (4, {}, ZERO | HYBRID | OVERLAP),
     "dp4 zero2 in 2 instances": (4, {}, ZERO2 | HYBRID),
     "dp4 zero3 in 2 instances": (4, {}, ZERO3 | HYBRID | OVERLAP),

@@ -83,8 +83,10 @@ def test_published_weights_and_optimizer(name: str) -> None:
 def test_bytes_of_a_parameter() -> None:
     """Megatron-LM's table of the distributed optimizer."""
     assert [state_bytes_per_parameter(dtype) for dtype in ("bfloat16", "float16", "float32")] == [18, 18, 16]
-    assert state_bytes_per_parameter("bfloat16", 8, sharded=True) == 6 + 12 / 8
-    assert state_bytes_per_parameter("float32", 8, sharded=True) == 8 + 8 / 8
+    by_stage = [state_bytes_per_parameter("bfloat16", 8, zero_stage=stage) for stage in range(4)]
+    assert by_stage == [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]
+    assert state_bytes_per_parameter("float32", 8, zero_stage=1) == 8 + 8 / 8
+    assert state_bytes_per_parameter("float64", 2, zero_stage=3, moments=1) == 24 / 2
 
 
 def test_layer_of_a_llama_by_hand() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_core.data_parallel import Bucket
 from megatron_core.errors import MegatronError
 from megatron_core.ops import adamw_
-from megatron_core.optimizer import optimizer
+from megatron_core.optimizer import algorithms
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.texts import listed
 from megatron_core.training.checks import RunChecks
@@ -163,7 +163,7 @@ def test_main_weights_that_are_not_copied_back_are_seen(monkeypatch: pytest.Monk
     def without_copies(*lists: list[torch.Tensor], **rest: object) -> None:
         adamw_(*lists[:-1], **rest)
 
-    monkeypatch.setattr(optimizer, "adamw_", without_copies)
+    monkeypatch.setattr(algorithms, "adamw_", without_copies)
     run = tiny_run(replica_check_interval=2, bf16=True)
     names = [name for bucket in run.data_parallel.buckets for name in bucket.names]
     assert f"at iteration 2 {UNMOVED}: {listed(names)}. " in _watch(run, 2)

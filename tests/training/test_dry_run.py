@@ -24,6 +24,8 @@ GQA = {"group_query_attention": True, "num_query_groups": 2, "tensor_model_paral
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2, tied": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
     "pp2 dp2 zero1, bf16": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True},
+    "dp4 zero2, bf16": {"zero_stage": 2, "bf16": True},
+    "tp2 dp2 zero3, overlap": {"zero_stage": 3, "tensor_model_parallel_size": 2, "overlap_param_gather": True},
     "tp4, shared keys, small buckets": GQA | {"ddp_bucket_size": 1000, "fp16": True},
 }
 
@@ -33,8 +35,8 @@ def _allocated(settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
     run = tiny_run(**settings)
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
     kinds = {
-        "weights": parameters,
-        "gradients": [p.main_grad for p in parameters],
+        "weights": [*parameters, *(bucket.weight_shard for bucket in run.data_parallel.buckets)],
+        "gradients": [*(p.main_grad for p in parameters), *(bucket.grad_shard for bucket in run.data_parallel.buckets)],
         "optimizer": [tensor for _, named in run.optimizer.tensors() for tensor in named.values()],
     }
     sizes = {}
@@ -64,13 +66,14 @@ def test_parameters_of_the_model_are_those_of_one_process() -> None:
             assert RankEstimate.of(tiny_config(**settings), 4, 3).model_parameters == counted
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_buffers_are_the_planners_bytes_a_parameter(sharded: bool) -> None:
-    config = tiny_config(bf16=True, use_distributed_optimizer=sharded, hidden_size=64, global_batch_size=16)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_are_the_planners_bytes_a_parameter(stage: int) -> None:
+    config = tiny_config(bf16=True, zero_stage=stage, hidden_size=64, global_batch_size=16)
     found = RankEstimate.of(config, 8, 5)
     state = sum(found.bytes_by_kind[kind] for kind in ("weights", "gradients", "optimizer"))
-    each = state_bytes_per_parameter("bfloat16", 8, sharded=sharded)
-    padding = 18 * 2 * 8 * 8  # two buckets, of matrices and of vectors, each padded to 8 ranks x 8 elements
+    each = state_bytes_per_parameter("bfloat16", 8, zero_stage=stage)
+    # two buckets, of matrices and of vectors, each padded to 8 ranks x 8 elements; from stage 2 on in each unit
+    padding = 18 * 2 * 8 * 8 * (1 if stage < 2 else 4)
     assert found.parameters * each <= state <= found.parameters * each + padding
 
 

@@ -1,0 +1,119 @@
+"""Optimizers that update each element on its own, and so any slice of a shard: AdamW, SGD, Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.ops import Backend, adamw_
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A slice of a shard, all flat and of one length."""
+
+    grad: Tensor
+    main: Tensor
+    """The weights in float32 or wider, which are updated."""
+    copy: Tensor | None
+    """16-bit weights that become the rounded ``main``."""
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is the same for all parts of an update."""
+
+    step: int
+    """Counted from 1."""
+    lr: float
+    weight_decay: float
+    factor: float
+    """By which gradients are multiplied first: clipping and the loss scale."""
+
+
+class Algorithm(Protocol):
+    """A rule by which elements are updated."""
+
+    names: tuple[str, ...]
+    """Its state tensors, each as wide as the main weights."""
+
+    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+        """Update the parts' ``main``, ``copy`` and ``state``; gradients may be changed, too."""
+        ...
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, algorithm 2, in one pass over memory; see ``ops.adamw_``."""
+
+    names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, config: OptimizerConfig, backend: Backend) -> None:
+        self.config, self.backend = config, backend
+
+    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+        """One step of all parts, in one launch."""
+        adamw_(
+            [part.grad for part in parts],
+            [part.main for part in parts],
+            [part.state["exp_avg"] for part in parts],
+            [part.state["exp_avg_sq"] for part in parts],
+            [part.copy for part in parts if part.copy is not None],
+            step=rates.step,
+            lr=rates.lr,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            epsilon=self.config.adam_eps,
+            weight_decay=rates.weight_decay,
+            factor=rates.factor,
+            backend=self.backend,
+        )
+
+
+class SGD:
+    """SGD with momentum as torch.optim.SGD: m = mu m + g + wd w; w = w - lr m."""
+
+    names = ("momentum_buffer",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.momentum = config.sgd_momentum
+
+    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+        """One step of each part."""
+        for part in parts:
+            momentum = part.state["momentum_buffer"]
+            momentum.mul_(self.momentum).add_(part.grad, alpha=rates.factor)
+            if rates.weight_decay:
+                momentum.add_(part.main, alpha=rates.weight_decay)
+            part.main.add_(momentum, alpha=-rates.lr)
+            write_copy(part)
+
+
+class Lion:
+    """Chen et al. 2023, algorithm 2: w = w - lr (sign(b1 m + (1 - b1) g) + wd w); m = b2 m + (1 - b2) g."""
+
+    names = ("exp_avg",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.betas = config.lion_beta1, config.lion_beta2
+
+    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+        """One step of each part."""
+        beta1, beta2 = self.betas
+        for part in parts:
+            momentum = part.state["exp_avg"]
+            grad = part.grad.mul_(rates.factor).to(momentum.dtype)
+            direction = torch.lerp(grad, momentum, beta1).sign_()
+            part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)
+            momentum.lerp_(grad, 1.0 - beta2)
+            write_copy(part)
+
+
+def write_copy(part: Part) -> None:
+    """Round the main weights to the model's."""
+    if part.copy is not None:
+        part.copy.copy_(part.main)

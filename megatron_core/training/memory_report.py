@@ -1,0 +1,42 @@
+"""What this rank's training state should take by formula, and what it takes."""
+
+from __future__ import annotations
+
+from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.planner import state_bytes_per_parameter
+from megatron_core.training.dry_run import readable_bytes
+from megatron_core.training.setup import Run
+
+
+def planned_bytes(run: Run) -> float:
+    """Weights, gradients and optimizer by formula: each parameter with as many ranks as share its bucket."""
+    parallel, dtype = run.config.parallel, run.config.training.compute_dtype
+    return sum(
+        sum(parameter.numel() for parameter in shard.bucket.parameters)
+        * state_bytes_per_parameter(
+            dtype,
+            shard.bucket.dp_group.size(),
+            zero_stage=parallel.dp_zero_stage,
+            moments=len(shard.algorithm.names),
+        )
+        for shard in run.optimizer.shards
+    )
+
+
+def found_bytes(run: Run) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and optimizer state, and of what is whole for a while."""
+    state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
+    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state)}
+
+
+def describe_memory(run: Run, *, after_step: int = 0) -> str:
+    """A line for the console: the plan at the start, and beside it, after a step, what came true."""
+    found, plan = found_bytes(run), planned_bytes(run)
+    parts = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in found.items())
+    if not after_step:
+        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {parts}"
+    state = sum(size for kind, size in found.items() if kind != "units whole")
+    return (
+        f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
+        f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}"
+    )

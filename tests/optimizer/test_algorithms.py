@@ -1,0 +1,155 @@
+"""Optimizers beside AdamW: against torch's or a formula, and the same whatever a layout splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.optimizer import offload
+from megatron_core.optimizer.algorithms import SGD, Lion, Part, Rates
+from megatron_core.optimizer.muon import newton_schulz
+from megatron_core.training.state import save_state
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+
+def _parts(names: tuple[str, ...]) -> tuple[Part, torch.Tensor]:
+    torch.manual_seed(3)
+    main = torch.randn(50, dtype=torch.float64)
+    part = Part(torch.zeros_like(main), main.clone(), None, {name: torch.zeros_like(main) for name in names})
+    return part, main
+
+
+def test_sgd_is_torchs() -> None:
+    ours, start = _parts(SGD.names)
+    weight = start.clone().requires_grad_()
+    theirs = torch.optim.SGD([weight], lr=0.1, momentum=0.8, weight_decay=0.01)
+    algorithm = SGD(OptimizerConfig(sgd_momentum=0.8))
+    for step in range(1, 5):
+        weight.grad = torch.randn(50, dtype=torch.float64)
+        ours.grad.copy_(2.0 * weight.grad)
+        theirs.step()
+        algorithm.update([ours], Rates(step, 0.1, 0.01, 0.5))
+    torch.testing.assert_close(ours.main, weight.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_lion_is_its_formula() -> None:
+    part, weight = _parts(Lion.names)
+    momentum = torch.zeros_like(weight)
+    algorithm = Lion(OptimizerConfig(lion_beta1=0.9, lion_beta2=0.95))
+    for step in range(1, 5):
+        grad = torch.randn(50, dtype=torch.float64)
+        part.grad.copy_(2.0 * grad)
+        algorithm.update([part], Rates(step, 0.1, 0.01, 0.5))
+        weight = weight - 0.1 * ((0.9 * momentum + 0.1 * grad).sign() + 0.01 * weight)
+        momentum = 0.95 * momentum + 0.05 * grad
+    torch.testing.assert_close(part.main, weight, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(part.state["exp_avg"], momentum, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 6, 6)])
+def test_newton_schulz_keeps_directions_and_levels_lengths(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = left.mT @ newton_schulz(matrix, 5) @ right.mT
+    lengths = found.diagonal(dim1=-2, dim2=-1)
+    assert lengths.min() > 0.4 and lengths.max() < 1.3
+    torch.testing.assert_close(found, torch.diag_embed(lengths), rtol=0, atol=1e-10)
+
+
+def test_muon_trains_hidden_matrices_alone() -> None:
+    run = tiny_run(optimizer="muon")
+    names = {type(shard.algorithm).__name__: shard.bucket.names for shard in run.optimizer.shards}
+    assert all("embedding" not in name and name.endswith("weight") for name in names["Muon"])
+    assert len(names["Muon"]) == 2 * 4
+    kinds = {type(shard.algorithm).__name__ for shard in run.optimizer.shards}
+    assert kinds == {"Muon", "AdamW"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+def test_a_resumed_run_is_the_run(optimizer: str, tmp_path: Path) -> None:
+    settings = {"optimizer": optimizer, "save": str(tmp_path), "bf16": optimizer == "sgd"}
+    run = tiny_run(**settings)
+    for _ in range(2):
+        train_step(run)
+    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    expected = [train_step(run).loss for _ in range(2)]
+    resumed = tiny_run(**settings, load=str(tmp_path))
+    assert [train_step(resumed).loss for _ in range(2)] == expected
+
+
+def test_decoupled_learning_rate_is_of_embeddings_and_output() -> None:
+    """The embedding moves by its own rate in the first step, all else as without it."""
+    settings = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True, "weight_decay": 0.0}
+    runs = [tiny_run(**settings, **own) for own in ({}, {"decoupled_lr": 1e-4})]
+    start = {n: p.detach().clone() for n, p in runs[0].stages[0].named_parameters()}
+    for run in runs:
+        train_step(run)
+    plain, own = (dict(run.stages[0].named_parameters()) for run in runs)
+    for name, first in start.items():
+        ratio = 1e-2 if name.startswith(("embedding", "output_layer")) else 1.0
+        torch.testing.assert_close(own[name] - first, ratio * (plain[name] - first), rtol=1e-2, atol=1e-6, msg=name)
+
+
+def test_clipping_by_value() -> None:
+    run = tiny_run(
+        optimizer="sgd", clip_grad=0.0, clip_grad_value=1e-4, weight_decay=0.0, lr=1.0, lr_decay_style="constant"
+    )
+    before = [shard.main.clone() for shard in run.optimizer.shards]
+    train_step(run)
+    moves = torch.cat([old - shard.main for old, shard in zip(before, run.optimizer.shards, strict=True)])
+    assert moves.abs().max() == pytest.approx(1e-4, rel=1e-2)
+    assert (moves.abs() > 0.99e-4).float().mean() > 0.1
+
+
+LARGE = {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "vocab_size": 128, "micro_batch_size": 1}
+
+
+def _memory(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+
+
+def _grown(settings: dict) -> tuple[int, int, int]:
+    """Bytes that a model in training takes, by how much its steps raised the peak of its set-up, and its state's."""
+    offload.CHUNK = 2**18
+    train_step(tiny_run())
+    before = _memory("VmRSS")
+    run = tiny_run(**LARGE | settings)
+    peak = _memory("VmHWM")
+    for _ in range(2):
+        train_step(run)
+    state = sum(tensor.nbytes for _, named in run.optimizer.tensors() for tensor in named.values())
+    return _memory("VmRSS") - before, _memory("VmHWM") - peak, state
+
+
+def test_state_on_disk_is_in_memory_a_chunk_at_a_time(tmp_path: Path) -> None:
+    """Weights and gradients are 85 MB and the moments as much again, of which at most a few chunks are in memory."""
+    (inside, _, state), (away, risen, _) = (
+        run_ranks(1, _grown, settings)[0] for settings in ({}, {"optimizer_offload_dir": str(tmp_path)})
+    )
+    assert state > 80e6
+    assert away < inside - 0.8 * state
+    assert risen < 0.2 * state
+
+
+def _losses(settings: dict) -> list[float]:
+    run = tiny_run(**settings)
+    return [train_step(run).loss for _ in range(4)]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_on_disk_changes_no_bit(precision: dict, stage: int, tmp_path: Path) -> None:
+    shared = precision | {"zero_stage": stage, "ddp_bucket_size": 5000}
+    plain = run_ranks(2, _losses, shared)
+    for part in ({}, {"optimizer_offload_fraction": 0.5}):
+        assert run_ranks(2, _losses, shared | {"optimizer_offload_dir": str(tmp_path)} | part) == plain
+    assert run_ranks(2, _losses, shared | {"optimizer_cpu_offload": True}) == plain
+    assert list(tmp_path.iterdir()) == []
