@@ -104,6 +104,10 @@ ACCEPTED: dict[str, str] = {
     "the default order of samples has no index files": """
         dataloader_fast_cache_load dataloader_defer_npy_index_mmap per_dataset_sequences_path=""",
     "the learning rate follows the flags of the run": "override_opt_param_scheduler",
+    "offloaded state is in pinned memory, and its copies overlap": """
+        use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d no_pin_cpu_grads no_pin_cpu_params""",
+    "Muon makes whole matrices orthogonal in the precision of main weights": """
+        muon_no_split_qkv muon_nesterov muon_fp32_matmul_prec= muon_use_syrk""",
     "weights with one dimension have no weight decay, and there is no such exception": "no_weight_decay_cond_type=",
     "scores are scaled by the layer's number only with --apply-query-key-layer-scaling": "no_query_key_layer_scaling",
     "the load of each layer's experts is always logged": "moe_per_layer_logging",
@@ -206,13 +210,6 @@ DEPENDENT: dict[str, str] = {
     "non_persistent_save_interval": """
         non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir=
         non_persistent_local_ckpt_algo=""",
-    "optimizer_cpu_offload": """
-        optimizer_offload_fraction= use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
-        no_pin_cpu_grads no_pin_cpu_params""",
-    "optimizer": """
-        sgd_momentum= muon_momentum= muon_no_split_qkv muon_nesterov muon_scale_mode= muon_fp32_matmul_prec=
-        muon_coefficient_type= muon_num_ns_steps= muon_tp_mode= muon_use_syrk muon_extra_scale_factor=
-        muon_scalar_optimizer= lion_beta1= lion_beta2=""",
     "perform_rl_step": """
         rl_prompts_per_eval= grpo_prompts_per_step= grpo_group_size= rl_generation_lag= rl_max_inflight_requests=
         rl_submission_granularity= rl_consumption_granularity= rl_durable_rollout_bank rl_rollout_bank_dir=

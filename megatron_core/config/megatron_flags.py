@@ -101,6 +101,8 @@ REFUSED: dict[str, str] = {
         use_precision_aware_optimizer grad_reduce_in_bf16""",
     "offloading is not supported yet; use --recompute-granularity to save memory": """
         cpu_offloading_num_layers= fine_grained_activation_offloading""",
+    "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """
+        muon_scale_mode= muon_coefficient_type= muon_tp_mode= muon_extra_scale_factor= muon_scalar_optimizer=""",
     "CUDA graphs are not supported; remove it": """
         cuda_graph_impl= enable_cuda_graph external_cuda_graph optimizer_cuda_graph""",
     "this variant of the layer is not supported; remove it, or write the layer yourself (docs/from_megatron.md)": """
