@@ -74,11 +74,13 @@ def _expert_bytes(config: RunConfig) -> float:
 
 
 def _score_bytes(config: RunConfig) -> int:
-    """Bytes of one token's attention weights over all heads: none with selective recompute, sums of rows if fused."""
+    """Bytes of one token's attention weights over all heads: none with selective recompute, sums of rows if fused or
+    if keys come from other ranks, where backward computes the weights again."""
     model, n = config.model, _number_size(config)
     if model.recompute_granularity == "selective":
         return 0
-    if model.attention_backend == "auto" and not model.attention_dropout:
+    shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
+    if shared or (model.attention_backend == "auto" and not model.attention_dropout):
         return 4 * model.num_attention_heads
     return model.num_attention_heads * config.data.seq_length * (2 * n + 1 if model.attention_dropout else n)
 

@@ -24,6 +24,7 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel_state import grid_of
 from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.planner import peak_activation_bytes
+from megatron_core.planner.context import arriving_bytes, attention_flops, traffic
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -112,6 +113,7 @@ class RankEstimate:
             **data_parallel.resident_bytes(),
             "optimizer": sum(tensor.nbytes for tensor in state),
             "activations": round(self._by_pipeline_rank[self.groups.index("pp")]),
+            "keys": round(arriving_bytes(self.config, self.own_layers)),
         }
 
     @cached_property
@@ -119,6 +121,11 @@ class RankEstimate:
         tp, unit = self.groups.size("tp"), self.config.model.make_vocab_size_divisible_by
         padded = vocabulary_per_rank(self.vocab_size, unit, tp) * tp
         return peak_activation_bytes(self.config, self.plan, self.layers, padded)
+
+    @property
+    def own_layers(self) -> list[int]:
+        """Global numbers of the layers on this rank."""
+        return [layer for stage in self.stages for layer in self.layers[stage]]
 
     @property
     def micros_held(self) -> float:
@@ -163,11 +170,13 @@ def describe_rank(config: RunConfig, world_size: int, rank: int = 0) -> str:
     """The report of ``--dry-run``: settings, groups, layers, parameters and bytes of one rank."""
     found = RankEstimate.of(config, world_size, rank)
     absent = [f"warning: {warning}" for warning in warnings(config)]
+    split = config.parallel.context_parallel_size > 1
     parts = (
         _settings(config),
         _groups(found),
         _layers(found),
         _memory(found),
+        *([_attention(found)] if split else ()),
         *(["\n".join(absent)] if absent else ()),
     )
     return "\n\n".join(parts)
@@ -209,12 +218,31 @@ def _memory(found: RankEstimate) -> str:
     active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
     notes = {
         "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}",
+        "keys": "of other ranks, and their gradients, in the layer that needs most",
         "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
     for kind, size in (*sizes.items(), ("total", sum(sizes.values()))):
+        if kind == "keys" and not size:
+            continue
         lines.append(f"  {kind:12} {readable_bytes(size):>9}  {notes.get(kind, '')}".rstrip())
     return "\n".join(lines)
+
+
+def _attention(found: RankEstimate) -> str:
+    """Work and bytes of attention over a sequence that is split."""
+    config, layers = found.config, found.own_layers
+    work = [attention_flops(config, layers, rank) for rank in range(config.parallel.context_parallel_size)]
+    own, most = work[found.groups.index("cp")], max(work) * len(work) / max(sum(work), 1.0)
+    sent = traffic(config, layers)
+    return "\n".join(
+        [
+            f"attention of this rank's layers in a micro-batch of {config.data.seq_length} tokens, cp_comm_type="
+            f"{' '.join(config.parallel.cp_comm_type)}",
+            f"  work         {own:.3g} FLOPs forward; the most of any rank is {most:.3f} of the mean",
+            f"  sent         {readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward",
+        ]
+    )
 
 
 def readable_bytes(size: float) -> str:

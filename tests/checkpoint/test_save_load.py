@@ -17,6 +17,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
 
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
+CP2 = {"context_parallel_size": 2}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 V2, SP, ZERO = (
     {"num_virtual_stages_per_pipeline_rank": 2},
@@ -34,15 +35,25 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "dp4 zero2": (4, {"zero_stage": 2}),
     "tp2 dp2 zero3": (4, TP2 | {"zero_stage": 3, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tp2 dp2 zero1": (4, TP2 | ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "cp2 dp2 zero1": (4, CP2 | ZERO),
+    "cp2 tp2": (4, CP2 | TP2),
     "pp2 x 2 chunks, dp2": (4, PP2 | V2),
     "tp2 pp2 sp x 2 chunks": (4, TP2 | PP2 | SP | V2),
     "pp4, a rank without parameters": (4, PP4 | {"pipeline_model_parallel_layout": "Et*3||t|L"}),
 }
-SAVERS = ("1", "tp2 dp2 zero1", "tp2 dp2 zero3", "pp2 x 2 chunks, dp2", "pp4, a rank without parameters")
+SAVERS = (
+    "1",
+    "tp2 dp2 zero1",
+    "tp2 dp2 zero3",
+    "cp2 dp2 zero1",
+    "pp2 x 2 chunks, dp2",
+    "pp4, a rank without parameters",
+)
 LOADERS = {
     "1": ("tp4", "tp2 pp2 sp x 2 chunks"),
     "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero3", "1"),
     "tp2 dp2 zero3": ("tp2 dp2 zero3", "dp4 zero2"),
+    "cp2 dp2 zero1": ("cp2 dp2 zero1", "cp2 tp2", "1"),
     "pp2 x 2 chunks, dp2": ("pp2 x 2 chunks, dp2", "tp4", "dp4 zero1"),
     "pp4, a rank without parameters": ("pp4, a rank without parameters", "tp4"),
 }

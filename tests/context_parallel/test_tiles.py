@@ -78,6 +78,8 @@ def test_zigzag_gives_all_ranks_the_same_work(size: int) -> None:
     part = length // size
     contiguous = imbalance([((rank * part, (rank + 1) * part),) for rank in range(size)])
     assert contiguous == pytest.approx(2 - 1 / size, rel=1e-2)
+    if size == 8:  # ring-flash-attention's README: contiguous parts reach 53.9 % (H800) and 52.5 % (A100) of ideal
+        assert 52.5 < 100 / contiguous < 53.9
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -8,6 +8,7 @@ import torch
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Generator, Sampling, until_stop
 from megatron_core.inference.sampling import candidates
+from megatron_core.models.build import build_stages
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -24,9 +25,12 @@ MODERN = {
 
 def _generator(settings: dict) -> Generator:
     run = tiny_run(fp64=True, num_layers=4, init_method_std=0.3, **settings)
-    for stage in run.stages.values():
+    stages = run.stages
+    if run.split.cp_size > 1:  # as ``Generator.load``
+        stages = build_stages(run.config, run.groups, run.vocab_size, run.world.device, context_parallel=False)[1]
+    for stage in stages.values():
         stage.eval()
-    return Generator(run.config, run.groups, run.stages, len(run.layers), run.world.device)
+    return Generator(run.config, run.groups, stages, len(run.layers), run.world.device)
 
 
 def _generate(settings: dict, sampling: Sampling) -> list[int]:
@@ -61,8 +65,9 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
         (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
         (2, PP2 | {"pipeline_model_parallel_layout": "E|ttt||tL"}),
         (4, TP2 | PP2),
+        (4, TP2 | {"context_parallel_size": 2}),
     ],
-    ids=["tp2", "pp2", "pp2 x 2 chunks", "pp2, stages without layers", "tp2 pp2"],
+    ids=["tp2", "pp2", "pp2 x 2 chunks", "pp2, stages without layers", "tp2 pp2", "cp2 tp2"],
 )
 def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
     sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.parity.moe_rows import MOE_ROWS
 from tests.parity.rows import (
     FULL_BLOCK,
     FULL_UNIFORM,
@@ -87,6 +88,14 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp2 all_gather, growing": (2, GROWING, CP2 | GATHER),
 }
 CONTEXT_ROWS = {name: (size, SMALL | model, layout) for name, (size, model, layout) in CONTEXT_ROWS.items()}
+for _name, _size in {
+    "experts, ep2": 2,
+    "experts, etp2, allgather": 4,
+    "bias and groups, tp2 sp ep2 etp1, recompute": 4,
+    "balance of micro-batches, tp2 sp": 4,
+    "balance of the global batch, tp2 sp": 4,
+}.items():
+    CONTEXT_ROWS[f"cp2, {_name}"] = _size, MOE_ROWS[_name][1], MOE_ROWS[_name][2] | CP2  # C6
 
 SAMPLE = (
     "cp2 p2p",
@@ -95,5 +104,6 @@ SAMPLE = (
     "cp2 pp2 zb_v",
     "cp2 dp2 zero1, overlap",
     "cp2 all_gather, growing",
+    "cp2, balance of micro-batches, tp2 sp",
 )
 """What every test run compares: each kind of communication, axis, and way to compute, once."""

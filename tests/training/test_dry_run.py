@@ -153,3 +153,18 @@ def test_nothing_is_allocated_for_the_model() -> None:
     before = torch.get_rng_state()
     RankEstimate.of(tiny_config(), 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attention_of_a_split_sequence() -> None:
+    layout = {"context_parallel_size": 4, "cp_comm_type": ("p2p", "a2a"), "seq_length": 64, "bf16": True}
+    reports = [describe_rank(tiny_config(num_layers=2, **layout), 4, rank).split("\n\n")[-1] for rank in range(4)]
+    assert len(set(reports)) == 1
+    assert "64 tokens, cp_comm_type=p2p a2a" in reports[0]
+    assert "the most of any rank is 1.000 of the mean" in reports[0]
+    found = RankEstimate.of(tiny_config(num_layers=2, **layout), 4, 2)
+    batch, hidden = found.config.training.micro_batch_size, found.config.model.hidden_size
+    block = 2 * 16 * batch * hidden  # keys and values of a rank
+    heads = 3 * 4 * 16 * batch * hidden * 2 // 4  # queries, keys, values and outputs, three quarters of them
+    sent = readable_bytes(3 * block * 2 + heads), readable_bytes(3 * block * 2 + 4 * block * 4 + heads)
+    assert f"sent         {sent[0]} forward, {sent[1]} backward" in reports[0]
+    assert found.bytes_by_kind["keys"] == block * (2 * 2 + 2 * 4)  # the block, the next one, two gradients

@@ -1,0 +1,133 @@
+"""What context parallelism costs a rank: bytes that attention sends, work, and memory for keys that arrive.
+
+With s tokens over c ranks, b sequences, h and g the channels of all query and of all key-value heads of a
+tensor-parallel rank, n bytes a number and w bytes a number of a gradient (4, in float64 8), a rank sends in a layer:
+
+    kind         forward                                   backward
+    p2p          (c-1) 2 g (s/c) b n                       the same + c 2 g (s/c) b w
+    all_gather   (c-1) 2 g (s/c) b n                       the same + (c-1) 2 g (s/c) b w
+    a2a          (c-1)/c (2 h + 2 g') (s/c) b n            the same
+
+g' are the channels of as many key-value heads as there are after copies for ranks that would have none. a2a+p2p sends
+a2a's bytes among a ranks and p2p's around c/a, with g'/a channels of parts of s a/c tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import lcm
+
+from megatron_core.config import RunConfig
+
+
+@dataclass(frozen=True)
+class AttentionTraffic:
+    """Bytes that a rank sends for the attention of one micro-batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a rank's attention in one layer."""
+
+    tokens: float
+    query: int
+    groups: int
+    head: int
+    number: int
+    gradient: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Sizes:
+        model, tp, cp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+        number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+        return cls(
+            tokens=config.data.seq_length * config.training.micro_batch_size / cp,
+            query=model.num_attention_heads // tp * model.head_size,
+            groups=max(model.query_groups // tp, 1),
+            head=model.head_size,
+            number=number,
+            gradient=max(number, 4),
+        )
+
+
+def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
+    """Bytes of a layer; none without context parallelism."""
+    kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
+    if kind == "p2p":
+        return _ring(cp, 2 * sizes.groups * sizes.head * sizes.tokens, sizes)
+    if kind == "all_gather":
+        block = (cp - 1) * 2 * sizes.groups * sizes.head * sizes.tokens
+        return AttentionTraffic(block * sizes.number, block * (sizes.number + sizes.gradient))
+    a2a = cp if kind == "a2a" else config.parallel.a2a_size
+    groups = lcm(sizes.groups, a2a)
+    sent = (a2a - 1) / a2a * (2 * sizes.query + 2 * groups * sizes.head) * sizes.tokens * sizes.number
+    ring = _ring(cp // a2a, 2 * groups * sizes.head * sizes.tokens, sizes)
+    return AttentionTraffic(sent + ring.forward, sent + ring.backward)
+
+
+def traffic(config: RunConfig, layers: Iterable[int]) -> AttentionTraffic:
+    """Bytes of several layers."""
+    each = [layer_traffic(config, layer) for layer in layers]
+    return AttentionTraffic(sum(layer.forward for layer in each), sum(layer.backward for layer in each))
+
+
+def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
+    """Pairs of a query and a key that it sees of a sequence without documents, on a rank, for each of all its heads.
+
+    A rank that exchanges heads sees the pairs of more tokens with fewer heads.
+    """
+    kind, cp, length = _kind(config, layer_number), config.parallel.context_parallel_size, config.data.seq_length
+    heads = {"a2a": cp, "a2a+p2p": config.parallel.a2a_size}.get(kind, 1)
+    size, rank, chunk = cp // heads, cp_rank // heads, length / (2 * (cp // heads))
+    window = config.model.window_of_layer(layer_number)
+    width = length if window is None or window[0] < 0 else min(window[0] + 1, length)
+
+    def before(position: float) -> float:
+        return position * (position + 1) / 2 - max(position - width, 0) * (position - width + 1) / 2
+
+    return sum(before((i + 1) * chunk) - before(i * chunk) for i in (rank, 2 * size - 1 - rank)) / heads
+
+
+def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> float:
+    """Forward FLOPs of a rank's scores and weighted values, in some layers, of one micro-batch: 4 d for each pair and
+    head. Unlike ``config.flops`` it counts the keys that are seen alone."""
+    model = config.model
+    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    pairs = sum(layer_pairs(config, layer, cp_rank) for layer in layers)
+    return 4 * model.head_size * heads * pairs * config.training.micro_batch_size
+
+
+def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
+    """The most bytes that keys and values of other ranks, with their gradients, take at a time in any of the layers."""
+    return max((_arriving(config, layer) for layer in layers), default=0.0)
+
+
+def _arriving(config: RunConfig, layer_number: int) -> float:
+    kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
+    block = 2 * sizes.groups * sizes.head * sizes.tokens
+    if cp == 1:
+        return 0.0
+    if kind == "all_gather":  # all blocks, and the gradients of all
+        return block * cp * (sizes.number + sizes.gradient)
+    if kind == "p2p":  # the block in use, the next one, its gradient, that on the way
+        return block * (2 * sizes.number + 2 * sizes.gradient)
+    a2a = cp if kind == "a2a" else config.parallel.a2a_size
+    exchanged = (2 * sizes.query + 2 * lcm(sizes.groups, a2a) * sizes.head) * sizes.tokens * sizes.number
+    ring = 2 * lcm(sizes.groups, a2a) * sizes.head * sizes.tokens * (2 * sizes.number + 2 * sizes.gradient)
+    return exchanged + (ring if kind == "a2a+p2p" else 0.0)
+
+
+def _ring(ranks: int, block: float, sizes: _Sizes) -> AttentionTraffic:
+    if ranks == 1:
+        return AttentionTraffic(0.0, 0.0)
+    forward = (ranks - 1) * block * sizes.number
+    return AttentionTraffic(forward, forward + ranks * block * sizes.gradient)
+
+
+def _kind(config: RunConfig, layer_number: int) -> str:
+    kinds = config.parallel.cp_comm_type
+    return kinds[0] if len(kinds) == 1 else kinds[layer_number]
