@@ -40,14 +40,17 @@ class Products(Protocol):
 
 
 class Unfused:
-    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, if there is any."""
+    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, if there is any.
 
-    def __init__(self, drop: Drop | None = None) -> None:
-        self.drop = drop
+    With ``softcap`` c scores s become c tanh(s / c), whose derivative is 1 - tanh(s / c)^2.
+    """
+
+    def __init__(self, drop: Drop | None = None, softcap: float | None = None) -> None:
+        self.drop, self.softcap = drop, softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        scores = self._scores(query, key, tile)
+        scores = self._masked(self._scores(query, key), tile)
         lse = scores.logsumexp(-1)
         weights = self._kept((scores - lse.unsqueeze(-1)).exp(), tile, owner)
         return (_by_group(weights, key) @ value.unsqueeze(2).to(weights.dtype)).flatten(1, 2), lse
@@ -57,17 +60,23 @@ class Unfused:
     ) -> Gradients:
         """As ``Products``."""
         grad, out, query, key, value = (x.to(lse.dtype) for x in (grad, out, query, key, value))
-        weights = (self._scores(query, key, tile) - lse.unsqueeze(-1)).exp()
+        scores = self._scores(query, key)
+        weights = (self._masked(scores, tile) - lse.unsqueeze(-1)).exp()
         grad_value = _over_group(self._kept(weights, tile, owner), grad, key)
         grad_weights = (_by_group(grad, key) @ value.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
         grad_weights = self._kept(grad_weights, tile, owner)
         grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
+        if self.softcap is not None:
+            grad_scores *= 1 - (scores / self.softcap).square()
         grad_query = (_by_group(grad_scores, key) @ key.unsqueeze(2)).flatten(1, 2)
         return grad_query, _over_group(grad_scores, query, key), grad_value
 
-    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
         scores = (_by_group(query, key) @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
         scores = scores.to(wide(scores.dtype)) / math.sqrt(query.shape[-1])
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def _masked(self, scores: Tensor, tile: Tile) -> Tensor:
         return scores if tile.band is None else scores.masked_fill(~visible(tile, scores.device), -torch.inf)
 
     def _kept(self, weights: Tensor, tile: Tile, owner: int) -> Tensor:

@@ -82,7 +82,7 @@ class SharedCoreAttention(CoreAttention):
         if not (self.unfused or self.dropout.active):
             return fused_products(query.device, query.dtype)
         if not self.dropout.active:
-            return Unfused()
+            return Unfused(softcap=self.softcap)
         size, queries, samples = self.exchange.group.size(), context.positions, context.sample_index
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
 
@@ -96,7 +96,7 @@ class SharedCoreAttention(CoreAttention):
                 first_head=self.first_head,
             )
 
-        return Unfused(drop)
+        return Unfused(drop, self.softcap)
 
 
 class HeadParallelAttention(nn.Module):

@@ -53,6 +53,8 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp4 a2a+p2p, fused, modern, 1 group": (4, MODERN | SDPA | GQA1, CP4 | NESTED),
     "cp2 a2a and p2p by layer": (2, ROPE, CP2 | MIXED),
     "cp2 p2p, unfused": (2, SDPA | {"attention_backend": "unfused"}, CP2),
+    "cp2 p2p, bounded scores": (2, SDPA | {"attn_logit_softcapping": 2.0}, CP2),
+    "cp4 a2a+p2p, bounded scores, dropout": (4, {"attn_logit_softcapping": 2.0}, CP4 | NESTED),
     # windows and documents
     "cp2 p2p, window": (2, MODERN | SDPA | WINDOW | LONGER, CP2),
     "cp4 p2p, window, dropout": (4, MODERN | WINDOW, CP4),
