@@ -40,6 +40,7 @@ FP64_ROUTER = {"moe_router_dtype": "fp64", "moe_router_pre_softmax": True}
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
 ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
 TP2, PP2, SP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}
+CP2 = {"context_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
@@ -47,7 +48,6 @@ ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 ZB_H1, ZB_V = {"pipeline_schedule": "zb_h1"}, {"pipeline_schedule": "zb_v"}
 
-# C6, C7, C8, C15, C51: what they would change is compared in every row.
 MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, ep2": (2, MIXTRAL, EP2),
     "experts, tp2": (2, MIXTRAL, TP2),
@@ -63,7 +63,13 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     ),
     "experts, a rank without a token that counts, ep4": (4, MIXTRAL, EP4),  # C3
     "bias and groups, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
+    "bias and groups, pp2, a stage without experts": (
+        2,
+        DEEPSEEK | {"num_layers": 2, "moe_layer_freq": (0, 1)},
+        PP2,
+    ),  # C41
     "bias and groups, dp2 pp2 ep2 zb_v": (4, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)}, PP2 | EP2 | ZB_V),
+    "experts, cp2 ep2": (2, MIXTRAL, CP2 | EP2),
     "capacity, tp2 ep2 etp1": (2, MIXTRAL | DROP, TP2 | EP2 | ETP1),
     "capacity with padding, tp2 sp": (2, MIXTRAL | PADDED, TP2 | SP),
     "sinkhorn and jitter, tp2 sp ep2 etp1": (2, SINKHORN, TP2 | SP | EP2 | ETP1),
@@ -75,6 +81,10 @@ MORE_MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, tp2 etp1": (2, MIXTRAL, TP2 | ETP1),
     "experts, dp2 etp2 ep2": (4, MIXTRAL, ETP2 | EP2),
     "experts, dp2 tp2 sp ep4 etp1": (4, MIXTRAL, TP2 | SP | EP4 | ETP1),
+    "experts, cp2 tp2 etp1 ep2, allgather": (4, SINKHORN, CP2 | TP2 | EP2 | ETP1 | ALL_GATHER),
+    "capacity, cp2 tp2 sp ep2 etp1": (4, MIXTRAL | DROP, CP2 | TP2 | SP | EP2 | ETP1),
+    "bias and groups, dp2 cp2 ep4 zero1": (4, DEEPSEEK, CP2 | EP4 | ZERO),
+    "balance of the global batch, cp2 tp2 sp": (4, MIXTRAL | GLOBAL, CP2 | TP2 | SP),
     "experts, tp4 ep2 etp2": (4, MIXTRAL, TP4 | EP2 | ETP2),
     "experts, dp2 pp2 ep2 zb_h1 zero1": (4, MIXTRAL, PP2 | EP2 | ZB_H1 | ZERO),
     "experts, dp2 tp2 pp2 ep2 etp1 sp zero1": (8, MIXTRAL, TP2 | SP | PP2 | EP2 | ETP1 | ZERO | OVERLAP),

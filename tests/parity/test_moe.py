@@ -18,6 +18,7 @@ DRAWN = "experts, dp2 pp2 ep2 zb_h1 zero1"
 """The one of ``MORE_MOE_ROWS`` that is a part of the default run."""
 
 
+# C5 C6 C7 C8 C15 C51: what they would change is compared in every row.
 @pytest.mark.parametrize("row", MORE_MOE_ROWS if os.environ.get("WHOLE_MATRIX") == "1" else [DRAWN])
 def test_layout_of_experts_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*MORE_MOE_ROWS[row])
