@@ -35,6 +35,7 @@ from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.rotary import rotary_table
+from megatron_core.transformer.router_replay import RouterReplay
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPY = "output_layer.weight"
@@ -223,6 +224,7 @@ class GPTModel(nn.Module):
         positions: Tensor | None = None,
         auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
         loss_mask: Tensor | None = None,
+        router_replay: RouterReplay | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
@@ -232,7 +234,8 @@ class GPTModel(nn.Module):
         output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each whole sequence:
         documents of so many tokens, in this order, see nothing of one another. ``cache`` holds what came before
         ``positions``; documents and a cache do not go together. ``auxiliary_losses`` collects those of this micro-batch
-        that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them.
+        that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them. ``router_replay`` records
+        which experts tokens go to, or repeats a record.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
@@ -250,6 +253,7 @@ class GPTModel(nn.Module):
             residual_positions=self.split.residual(positions),
             token_mask=None if loss_mask is None else self.split.residual(loss_mask.transpose(0, 1)),
             cache=cache,
+            router_replay=router_replay,
             auxiliary_losses=auxiliary_losses,
         )
         if self.embedding is not None:

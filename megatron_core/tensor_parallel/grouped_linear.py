@@ -51,11 +51,15 @@ def _weight_grad(
     One product for each expert: it adds in the precision of ``main_grad``, which a grouped product does not.
     """
     main_grad = main_grad_of(weight)
-    grad = torch.zeros_like(weight) if main_grad is None else main_grad
-    for run, own in zip(runs(counts), grad, strict=True):
+    if main_grad is None:
+        grad = torch.empty_like(weight)
+        for run, own in zip(runs(counts), grad, strict=True):
+            torch.mm(grad_y[run].t(), x[run], out=own)  # without rows 0
+        return grad
+    for run, own in zip(runs(counts), main_grad, strict=True):
         if run.start < run.stop:
             accumulate_weight_grad_(own, grad_y[run], x[run], backend=backend)
-    return grad if main_grad is None else None
+    return None
 
 
 def _add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
+from megatron_core.transformer.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ class SequenceContext:
     losses and statistics, 0 for padding; None: all count."""
     cache: KeyValueStore | None = None
     """Where keys and values of earlier positions are, in generation."""
+    router_replay: RouterReplay | None = None
+    """What records the choices of routers, or repeats recorded ones."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
     """What collects the losses that layers add; None: there is no training step that they could count in."""
 

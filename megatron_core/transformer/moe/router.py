@@ -79,7 +79,11 @@ class TopKRouter(nn.Module):
         """``x`` ``[n, b, h]`` -> where the T = n b tokens go, position by position."""
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         logits = nn.functional.linear(self._jittered(x.to(dtype), tokens, context), self.weight.to(dtype))
-        experts, probs = self._choose(logits, tokens)
+        experts = self._choose(logits.detach(), tokens)
+        if context.router_replay is not None:
+            experts = context.router_replay.experts(self.layer_number, experts)
+        sinkhorn = self.config.moe_router_load_balancing_type == "sinkhorn"
+        probs = (sinkhorn_probabilities if sinkhorn else probabilities)(logits, experts, self.config)
         kept, capacity = self._capacity(experts, probs, tokens)
         if context.auxiliary_losses is not None and self.training:
             probs = self._add_losses(probs, logits, tokens, context)
@@ -96,20 +100,16 @@ class TopKRouter(nn.Module):
         drawn = uniform(tuple(x.shape), self.jitter_key, context.sample_index, tokens.positions)
         return x * (1 + eps * (2 * drawn.to(x.dtype) - 1))
 
-    def _choose(self, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Experts and probabilities, ``[n, b, k]``."""
+    def _choose(self, logits: Tensor, tokens: Tokens) -> Tensor:
+        """The experts of each token, ``[n, b, k]``."""
         config = self.config
         if config.moe_router_force_load_balancing:
             first = tokens.positions[:, None, None] * config.moe_router_topk
             in_turn = first + torch.arange(config.moe_router_topk, device=logits.device)
-            experts = (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
-        elif config.moe_router_load_balancing_type == "sinkhorn" and self.training:
-            experts = self._sinkhorn_choice(logits.detach(), tokens)
-        else:
-            experts = choose(logits.detach(), self.expert_bias, config)
-        if config.moe_router_load_balancing_type == "sinkhorn":
-            return experts, sinkhorn_probabilities(logits, experts, config)
-        return experts, probabilities(logits, experts, config)
+            return (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
+        if config.moe_router_load_balancing_type == "sinkhorn" and self.training:
+            return self._sinkhorn_choice(logits, tokens)
+        return choose(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """By sequence, so that the choice depends neither on the micro-batch nor on the layout."""
