@@ -98,7 +98,7 @@ REFUSED: dict[str, str] = {
         sft chat_template= phase_transition_iterations=""",
     "moments, main weights and main gradients are float32; remove it": """
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
-        use_precision_aware_optimizer grad_reduce_in_bf16""",
+        use_precision_aware_optimizer""",
     "offloading is not supported yet; use --recompute-granularity to save memory": """
         cpu_offloading_num_layers= fine_grained_activation_offloading""",
     "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """

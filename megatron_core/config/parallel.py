@@ -95,6 +95,15 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = 1
     """Groups of data-parallel ranks that each shard among themselves and hold copies of one another's shards (hybrid
     sharding); 1: all ranks are one group."""
+    grad_reduce_in_bf16: bool = False
+    """Sum gradients over data-parallel ranks in bfloat16; the same as --grad-compression bf16."""
+    grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam"] = "none"
+    """How gradients travel: bf16 rounded; powersgd (Vogels et al. 2019) as products of thin matrices; onebit-adam (Tang
+    et al. 2021) as signs of momenta; the last two with error feedback, and with --zero-stage 0."""
+    grad_compression_warmup_iters: int = 1000
+    """Steps before powersgd and onebit-adam begin to compress; of onebit-adam 15 to 25 % of the training."""
+    powersgd_rank: int = 4
+    """Columns of the thin matrices of powersgd."""
     overlap_grad_reduce: bool = False
     """Reduce gradient buckets over data-parallel ranks while backward is still running."""
     overlap_param_gather: bool = False
@@ -122,6 +131,11 @@ class ParallelConfig:
     def a2a_size(self) -> int:
         """Ranks that exchange heads with --cp-comm-type a2a+p2p."""
         return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
+
+    @property
+    def reduces_in_bf16(self) -> bool:
+        """Whether gradients are summed in bfloat16."""
+        return self.grad_reduce_in_bf16 or self.grad_compression == "bf16"
 
     @property
     def model_parallel_size(self) -> int:

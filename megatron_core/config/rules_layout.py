@@ -190,6 +190,25 @@ def _sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "zero_stage=0 and use_distributed_optimizer=True (zero_stage=1) exclude one another; keep one of them"
 
 
+def compression_problems(config: RunConfig) -> Iterator[str]:
+    """Lossy sums need whole gradients on every rank; signs of momenta are Adam's and know no clipping."""
+    parallel, optimizer, kind = config.parallel, config.optimizer, config.parallel.grad_compression
+    if kind in ("powersgd", "onebit-adam") and parallel.dp_zero_stage > 0:
+        yield (
+            f"grad_compression={kind} sums whole gradients on every rank, but zero_stage={parallel.dp_zero_stage} "
+            "shards them; use --zero-stage 0, or --grad-compression bf16"
+        )
+    if kind == "onebit-adam" and optimizer.optimizer != "adam":
+        yield f"grad_compression=onebit-adam is Adam's, but optimizer={optimizer.optimizer}; use --optimizer adam"
+    if kind == "onebit-adam" and (optimizer.clip_grad > 0 or optimizer.clip_grad_value > 0):
+        yield (
+            f"grad_compression=onebit-adam sums momenta, which clipping (clip_grad={optimizer.clip_grad}, "
+            f"clip_grad_value={optimizer.clip_grad_value}) would scale; use --clip-grad 0 --clip-grad-value 0"
+        )
+    if kind == "onebit-adam" and (optimizer.offloads_optimizer or config.training.fp16):
+        yield "grad_compression=onebit-adam needs Adam's state beside the weights and no loss scale; use --bf16"
+
+
 def _data_ranks(config: RunConfig, world_size: int) -> int:
     """Ranks over which a dense parameter is sharded: data times context parallel."""
     return world_size // max(config.parallel.model_parallel_size, 1) * config.parallel.context_parallel_size

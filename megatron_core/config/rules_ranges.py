@@ -34,6 +34,7 @@ _AT_LEAST_ONE = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "ddp_bucket_size",
+    "powersgd_rank",
     "num_distributed_optimizer_instances",
     "micro_batch_size",
     "global_batch_size",
@@ -53,7 +54,15 @@ _AT_LEAST_ONE = (
     "replica_check_interval",
     "num_dataset_builder_threads",
 )
-_AT_LEAST_ZERO = ("eval_iters", "seed", "lr_warmup_iters", "ckpt_step", "num_workers", "tiktoken_num_special_tokens")
+_AT_LEAST_ZERO = (
+    "grad_compression_warmup_iters",
+    "eval_iters",
+    "seed",
+    "lr_warmup_iters",
+    "ckpt_step",
+    "num_workers",
+    "tiktoken_num_special_tokens",
+)
 _ABOVE_ZERO = (
     "rotary_base",
     "norm_epsilon",

@@ -7,7 +7,12 @@ from dataclasses import replace
 
 from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
-from megatron_core.config.rules_layout import model_problems, parallel_problems, recompute_problems
+from megatron_core.config.rules_layout import (
+    compression_problems,
+    model_problems,
+    parallel_problems,
+    recompute_problems,
+)
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ramps import ramp_problems
@@ -38,6 +43,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
     yield from context_problems(config)
+    yield from compression_problems(config)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)
     yield from ramp_problems(config, world_size)

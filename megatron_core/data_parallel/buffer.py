@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,25 @@ class BucketKind:
     def is_partial(self) -> bool:
         """Whether gradients have to be completed before they are summed over data-parallel ranks."""
         return bool(self.partial_axes or self.shared_axes or self.tied)
+
+
+class Compressor(Protocol):
+    """Sums a bucket's gradients over its data-parallel ranks, approximately."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    def is_active(self) -> bool:
+        """Whether warm-up is over."""
+        ...
+
+    def reduce_(self, bucket: Bucket) -> int:
+        """Replace ``bucket.grads`` by their sum; the bytes that this rank contributed."""
+        ...
+
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
+        """What a resumed run needs of a bucket: name, tensor, and whether each data-parallel rank has its own."""
+        ...
 
 
 class Bucket:
@@ -113,7 +133,13 @@ class Bucket:
             _release(self.weights)
         if self.splits_grads:
             _release(self.grads)
+        self.wire_dtype = grad_dtype
+        """In which sums are taken over the ranks."""
+        self.compressor: Compressor | None = None
+        self.wire_bytes = 0
+        """Bytes that this rank has contributed to sums since the beginning."""
         self._reducing: Handle = Done()
+        self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
         self.gathering: Handle = Done()
@@ -155,7 +181,7 @@ class Bucket:
 
     def open_grads(self) -> None:
         """Give the gradients memory, with zeros, if they have none; a sum of earlier ones is finished first."""
-        if self._partial is not None and self.splits_grads:
+        if self._wire is not None and self.splits_grads:
             self.finish_reduce()
         if not self.has_grads:
             _acquire(self.grads)
@@ -163,24 +189,37 @@ class Bucket:
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the data-parallel ranks."""
-        if self.is_sharded:
-            self._partial = self.grad_shard if not self._has_sum else torch.empty_like(self.grad_shard)
-            self._reducing = reduce_scatter_flat_(self._partial, self.grads, self.dp_group, async_op=True)
-        else:
-            self._reducing = all_reduce_(self.grads, self.dp_group, async_op=True)
         self.reduced = True
+        if self.dp_group.size() == 1:
+            self._has_sum = True
+            return
+        if self.compressor is not None and self.compressor.is_active():
+            self.wire_bytes += self.compressor.reduce_(self)
+            return
+        wire = self._wire = self.grads.to(self.wire_dtype)
+        self.wire_bytes += wire.nbytes
+        if self.is_sharded:
+            direct = wire is self.grads and not self._has_sum
+            self._partial = self.grad_shard if direct else wire.new_empty(self.grad_shard.numel())
+            self._reducing = reduce_scatter_flat_(self._partial, wire, self.dp_group, async_op=True)
+        else:
+            self._reducing = all_reduce_(wire, self.dp_group, async_op=True)
 
     def finish_reduce(self) -> None:
         """Wait for the sums; where only a shard is kept, add to it and free the rest."""
         self._reducing.wait()
         self._reducing = Done()
+        if self._wire is not None:
+            total = self._wire if self._partial is None else self._partial
+            if self._has_sum and self.splits_grads:
+                self.grad_shard.add_(total)
+            elif total.data_ptr() != self.grad_shard.data_ptr():
+                self.grad_shard.copy_(total)
+            self._wire, self._partial, self._has_sum = None, None, True
+            if self.splits_grads:
+                _release(self.grads)
         if not self.splits_grads:
             poison_outside(self.grads, self.shard)
-        elif self._partial is not None:
-            if self._has_sum:
-                self.grad_shard.add_(self._partial)
-            self._partial, self._has_sum = None, True
-            _release(self.grads)
 
     def sum_over_instances(self) -> None:
         """Sum the shard, which is this instance's, over the instances of hybrid sharding."""
@@ -213,13 +252,15 @@ class Bucket:
         (self.grads if self._grad_shard is None else self._grad_shard).zero_()
         self.reduced = self._has_sum = False
 
-    def pieces(self) -> Iterable[tuple[str, nn.Parameter, int, int, int]]:
-        """What this rank's shard covers: name, parameter, its first and last element, their offset in the shard."""
+    def pieces(self, span: slice | None = None) -> Iterable[tuple[str, nn.Parameter, int, int, int]]:
+        """What ``span``, by default this rank's shard, covers: name, parameter, its first and last element, their
+        offset in the span."""
+        span = span or self.shard
         for name, parameter, offset in zip(self.names, self.parameters, self.offsets, strict=True):
-            start = max(self.shard.start - offset, 0)
-            stop = min(self.shard.stop - offset, parameter.numel())
+            start = max(span.start - offset, 0)
+            stop = min(span.stop - offset, parameter.numel())
             if start < stop:
-                yield name, parameter, start, stop, offset + start - self.shard.start
+                yield name, parameter, start, stop, offset + start - span.start
 
     def owned_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the shard that count for this rank in a sum over all ranks, neighbours joined."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.buffer import Bucket, Initialise, make_buckets, materialise
+from megatron_core.data_parallel.buffer import Bucket, Compressor, Initialise, make_buckets, materialise
 from megatron_core.data_parallel.finalize import complete_gradients, complete_shard, complete_shared
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.groups import ParallelGroups
@@ -28,6 +28,7 @@ class DataParallel:
     each one's) has finished with its parameters; buckets whose gradients are partial wait for ``finish_grad_sync``.
     With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, at stage 3 the next one
     is gathered meanwhile: a parameter may be read only once the forward of a module of its unit has begun.
+    ``wire_dtype`` is the dtype in which gradients are summed, by default their own; ``compressor`` sums them lossily.
     ``keep_after_forward`` keeps the weights that stage 3 has gathered to the end of the step. Parameters
     on the meta device get memory on ``device``, a bucket at a time, and ``initialise`` fills it.
     """
@@ -43,6 +44,8 @@ class DataParallel:
         keep_after_forward: bool = False,
         bucket_size: int = 40_000_000,
         device: torch.device | None = None,
+        wire_dtype: torch.dtype | None = None,
+        compressor: Compressor | None = None,
         initialise: Initialise | None = None,
     ) -> None:
         self.groups, self.zero_stage = groups, zero_stage
@@ -63,6 +66,9 @@ class DataParallel:
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
+        self.compressor = compressor
+        for bucket in self.buckets:
+            bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
         # A rank without parameters needs it, too: it takes part in collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self._waiting: dict[Bucket, int] = {}

@@ -53,11 +53,15 @@ class AdamW:
 
     names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, config: OptimizerConfig, backend: Backend) -> None:
-        self.config, self.backend = config, backend
+    def __init__(self, config: OptimizerConfig, backend: Backend, frozen_after: int | None = None) -> None:
+        """``frozen_after``: the step after which the variance stays as it is, for momenta that come compressed."""
+        self.config, self.backend, self.frozen_after = config, backend, frozen_after
 
     def update(self, parts: Sequence[Part], rates: Rates) -> None:
         """One step of all parts, in one launch."""
+        if self.frozen_after is not None and rates.step > self.frozen_after:
+            self._update_frozen(parts, rates, self.frozen_after)
+            return
         adamw_(
             [part.grad for part in parts],
             [part.main for part in parts],
@@ -72,6 +76,17 @@ class AdamW:
             factor=rates.factor,
             backend=self.backend,
         )
+
+    def _update_frozen(self, parts: Sequence[Part], rates: Rates, frozen: int) -> None:
+        """m = b1 m + (1 - b1) g;  w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^frozen)) + eps)."""
+        beta1, correction = self.config.adam_beta1, 1.0 - self.config.adam_beta2 ** max(frozen, 1)
+        for part in parts:
+            momentum = part.state["exp_avg"]
+            momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
+            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(self.config.adam_eps)
+            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
+            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**rates.step))
+            write_copy(part)
 
 
 class SGD:

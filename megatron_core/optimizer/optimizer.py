@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel.compression import OneBitAdam
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
@@ -96,8 +97,10 @@ class Optimizer:
     ) -> None:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
+        self.compressor = data_parallel.compressor
+        frozen_after = self.compressor.warmup if isinstance(self.compressor, OneBitAdam) else None
         self._algorithms: dict[str, AdamW | SGD | Lion | Muon] = {
-            "adam": AdamW(config, backend),
+            "adam": AdamW(config, backend, frozen_after),
             "sgd": SGD(config),
             "lion": Lion(config),
             "muon": Muon(config, groups),
@@ -108,6 +111,8 @@ class Optimizer:
             Shard.of(bucket, self._algorithm(bucket), placement)
             for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
         ]
+        if isinstance(self.compressor, OneBitAdam):
+            self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
         self.steps_taken = 0
 
     def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
@@ -129,7 +134,7 @@ class Optimizer:
         self.loss_scale.update(not finite)
         if not finite:
             return True
-        self.steps_taken += 1
+        self.set_steps_taken(self.steps_taken + 1)
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale
         if self.config.clip_grad_value > 0.0:
             for shard in self.shards:
@@ -178,8 +183,10 @@ class Optimizer:
             yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
 
     def set_steps_taken(self, steps: int) -> None:
-        """Restore the count that AdamW's bias correction uses."""
+        """Set the count that AdamW's bias correction and the warm-up of compression use."""
         self.steps_taken = steps
+        if self.compressor is not None:
+            self.compressor.step = steps
 
 
 def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:

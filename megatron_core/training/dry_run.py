@@ -105,7 +105,7 @@ class RankEstimate:
 
         Call it once: the parameters become views of the buffers.
         """
-        data_parallel = data_parallel_of(self.config.parallel, self.stages, self.groups, META)
+        data_parallel = data_parallel_of(self.config.parallel, self.config.optimizer, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         state = [tensor for _, named in optimizer.tensors() for tensor in named.values()]

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from megatron_core import parallel_state
-from megatron_core.config import ParallelConfig, RunConfig
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel, Initialise
+from megatron_core.data_parallel.buffer import Compressor
+from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.datasets.packing import packing_of
@@ -106,6 +108,7 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 
 def data_parallel_of(
     parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
     stages: dict[int, GPTModel],
     groups: ParallelGroups,
     device: torch.device,
@@ -121,8 +124,19 @@ def data_parallel_of(
         keep_after_forward=parallel.zero3_keep_after_forward,
         bucket_size=parallel.ddp_bucket_size,
         device=device,
+        wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
+        compressor=_compressor(parallel, optimizer),
         initialise=initialise,
     )
+
+
+def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compressor | None:
+    """What sums gradients with losses, if that is asked for."""
+    if parallel.grad_compression == "powersgd":
+        return PowerSGD(parallel.powersgd_rank, parallel.grad_compression_warmup_iters)
+    if parallel.grad_compression == "onebit-adam":
+        return OneBitAdam(optimizer.adam_beta1, parallel.grad_compression_warmup_iters)
+    return None
 
 
 def set_up(
@@ -168,7 +182,7 @@ def set_up(
         for stage in stages.values():
             stage.requires_grad_(False)
     draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
-    data_parallel = data_parallel_of(parallel, stages, groups, world.device, draw)
+    data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend)
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.checkpoint import (
+    Box,
     CheckpointReader,
     Piece,
     find_checkpoint,
@@ -63,6 +64,27 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Pi
             yield piece if bucket.is_writer else replace(piece, owned=False)
 
 
+def compression_pieces(data: DataParallel) -> Iterator[Piece]:
+    """Pieces of what compressed gradients leave for the next step: errors of each data-parallel rank, and factors."""
+    for bucket in data.buckets if data.compressor is not None else ():
+        assert data.compressor is not None
+        rank, size = bucket.dp_group.rank(), bucket.dp_group.size()
+        for kind, tensor, own in data.compressor.state(bucket):
+            if own:
+                part = bucket.weights.numel() // size
+                whole = tensor.numel() == bucket.weights.numel()
+                span = slice(0, tensor.numel()) if whole else slice(rank * part, (rank + 1) * part)
+                label = f"compression.{kind}.{rank}" if whole else f"compression.{kind}"
+                for name, parameter, start, stop, at in bucket.pieces(span):
+                    local = tuple(parameter.shape)
+                    flat = tensor[at : at + stop - start]
+                    yield from pieces_of(f"{label}.{name}", spec_of(parameter), local, start, stop, flat)
+            else:
+                holder = f"{data.groups.index('tp')}.{bucket.names[0]}"
+                box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+                yield Piece(f"compression.{kind}.{holder}", tuple(tensor.shape), box, tensor, rank == 0)
+
+
 def save_state(
     config: RunConfig,
     state: TrainState,
@@ -77,12 +99,14 @@ def save_state(
     groups = data.groups
     pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
     pieces += parameter_pieces(data.frozen_on_first_copy())
-    pieces += () if config.checkpoint.no_save_optim else optimizer_pieces(optimizer)
+    if not config.checkpoint.no_save_optim:
+        pieces += [*optimizer_pieces(optimizer), *compression_pieces(data)]
     return save_checkpoint(
         Path(config.checkpoint.save or "."),
         state.iteration,
         pieces,
-        _manifest_state(config, state, optimizer, vocab_size),
+        _manifest_state(config, state, optimizer, vocab_size)
+        | ({"compression_ranks": groups.size("dp")} if data.compressor is not None else {}),
         rank=groups.rank,
         agree=lambda ok: _all_agree(ok, data.device),
         extra_files={f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())},
@@ -135,6 +159,8 @@ def load_state(
             reader.fill(weight_pieces(bucket) if bucket.splits_weights else whole)
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=weights_only or settings.no_load_optim)
+        if not weights_only and not settings.no_load_optim:
+            _load_compression(reader, data)
         if weights_only:
             return TrainState()
         # Checkpoints written before sequences could grow have no count of tokens.
@@ -156,6 +182,16 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
+
+
+def _load_compression(reader: CheckpointReader | HuggingFaceReader, data: DataParallel) -> None:
+    """Errors are those of a data-parallel rank: with another number of them they are left at zero, and that is said."""
+    pieces = list(compression_pieces(data))
+    ranks = reader.state.get("compression_ranks")
+    if ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in pieces):
+        reader.fill(pieces)
+    elif pieces and data.groups.rank == 0:
+        print(f"note: the errors of compressed gradients start at zero: the checkpoint has those of {ranks} ranks")
 
 
 def _all_agree(ok: bool, device: torch.device) -> bool:

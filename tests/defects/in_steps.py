@@ -152,8 +152,8 @@ IN_STEPS = (
     Defect(
         "gradients are averaged over dp",
         "data_parallel.buffer:Bucket.start_reduce",
-        "self._reducing = all_reduce_(self.grads,",
-        "self._reducing = all_reduce_(self.grads.div_(self.dp_group.size()),",
+        "self._reducing = all_reduce_(wire,",
+        "self._reducing = all_reduce_(wire.div_(self.dp_group.size()),",
         "dp2",
     ),
     Defect(  # C3

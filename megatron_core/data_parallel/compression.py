@@ -1,0 +1,171 @@
+"""Gradients summed in fewer bytes, with error feedback: PowerSGD, and the momentum of 1-bit Adam.
+
+Both keep on each rank what their last message left out and add it to the next one, so that nothing is lost, only late.
+What is compressed is each rank's own part of a matrix, so that results depend on tensor parallelism, as all lossy
+compression does; errors belong to a data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, all_to_all_rows
+from megatron_core.parallel.initialization import name_seed
+
+
+class PowerSGD:
+    """Vogels et al. 2019, algorithms 1 and 2: of a matrix M only P = M Q and Q = M^T P are summed, of rank r.
+
+    M_i = g_i + e_i;  P = orthogonal(sum M_i Q);  Q = sum M_i^T P;  sum g is replaced by P Q^T;  e_i = M_i - P Q^T / n.
+    Vectors, and matrices that would not shrink to half, are summed as they are.
+    """
+
+    def __init__(self, rank: int, warmup: int) -> None:
+        self.rank, self.warmup, self.step = rank, warmup, 0
+        self._factors: dict[Bucket, list[Tensor]] = {}
+        self._errors: dict[Bucket, Tensor] = {}
+
+    def is_active(self) -> bool:
+        """Whether warm-up is over."""
+        return self.step >= self.warmup
+
+    def reduce_(self, bucket: Bucket) -> int:
+        """Replace ``bucket.grads`` by their approximate sum."""
+        errors, factors = self._state_of(bucket)
+        group = bucket.dp_group
+        bucket.grads.add_(errors)
+        matrices, rest = self._split(bucket)
+        lefts = _sum_together([m @ q for m, q in zip(matrices, factors, strict=True)], group)
+        if not all(bool(left.isfinite().all()) for left in lefts):  # as on every rank: the step will be skipped
+            bucket.grads.fill_(torch.nan)
+            return sum(left.nbytes for left in lefts)
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        sent = sum(left.nbytes for left in lefts)
+        rights = _sum_together([m.mT @ p for m, p in zip(matrices, lefts, strict=True)], group)
+        plain = _sum_together(rest, group)
+        errors.copy_(bucket.grads)
+        for matrix, error, left, right, factor in zip(
+            matrices, self._split(bucket, errors)[0], lefts, rights, factors, strict=True
+        ):
+            torch.mm(left, right.mT, out=matrix)
+            error.sub_(matrix, alpha=1.0 / group.size())
+            factor.copy_(right)
+        for piece, error, total in zip(rest, self._split(bucket, errors)[1], plain, strict=True):
+            piece.copy_(total)
+            error.zero_()
+        errors[bucket.offsets[-1] + bucket.parameters[-1].numel() :] = 0.0
+        return sent + sum(tensor.nbytes for tensor in (*rights, *plain))
+
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
+        """The errors of this rank, and the factors that all ranks share."""
+        errors, factors = self._state_of(bucket)
+        yield "error", errors, True
+        for number, factor in enumerate(factors):
+            yield f"factor{number}", factor, False
+
+    def _state_of(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
+        if bucket not in self._errors:
+            self._errors[bucket] = torch.zeros_like(bucket.grads)
+            self._factors[bucket] = [self._draw(bucket, n, m) for n, m in enumerate(self._split(bucket)[0])]
+        return self._errors[bucket], self._factors[bucket]
+
+    def _draw(self, bucket: Bucket, number: int, matrix: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(name_seed(number, bucket.names[0]) % 2**63)
+        return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+
+    def _split(self, bucket: Bucket, flat: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """The bucket's matrices that shrink, and everything else, as views of ``flat``, by default of ``grads``."""
+        matrices: list[Tensor] = []
+        rest: list[Tensor] = []
+        for parameter, at in zip(bucket.parameters, bucket.offsets, strict=True):
+            piece = (bucket.grads if flat is None else flat)[at : at + parameter.numel()]
+            rows, columns = parameter.shape[0], prod(parameter.shape[1:])
+            shrinks = parameter.dim() > 1 and 2 * self.rank * (rows + columns) <= rows * columns
+            (matrices if shrinks else rest).append(piece.view(rows, columns) if shrinks else piece)
+        return matrices, rest
+
+
+class OneBitAdam:
+    """Tang et al. 2021, algorithm 1: after a warm-up Adam's variance is frozen and the signs of momenta are summed.
+
+    c_i = b1 m / n + (1 - b1) g_i + e_i travels as sign(c_i) |c_i| / sqrt(N); each rank sums its share of all ranks'
+    messages, compresses the sum with an error of its own, and gathers the others' shares: m'. Gradients become
+    (m' - b1 m) / (1 - b1), of which Adam makes the momentum m'.
+    """
+
+    def __init__(self, beta1: float, warmup: int) -> None:
+        self.beta1, self.warmup, self.step = beta1, warmup, 0
+        self.moments: dict[Bucket, dict[str, Tensor]] = {}
+        """Adam's state of each bucket, which the optimizer puts here."""
+        self._errors: dict[Bucket, tuple[Tensor, Tensor]] = {}
+
+    def is_active(self) -> bool:
+        """Whether warm-up is over."""
+        return self.step >= self.warmup
+
+    def reduce_(self, bucket: Bucket) -> int:
+        """Replace ``bucket.grads`` by the gradient that leads to the summed momentum."""
+        own, share = self._errors_of(bucket)
+        group, size = bucket.dp_group, bucket.dp_group.size()
+        momentum, variance = self.moments[bucket]["exp_avg"], self.moments[bucket]["exp_avg_sq"]
+        message = momentum * (self.beta1 / size) + (1.0 - self.beta1) * bucket.grads + own
+        bits, scale = _compressed(message)
+        scales = scale.new_empty(size)
+        all_gather_flat_(scales, scale.view(1), group)
+        if not bool(scales.isfinite().all()):  # all ranks see it, and skip the step: nothing may be remembered of it
+            bucket.grads.fill_(torch.nan)
+            return scale.nbytes
+        own.copy_(message - _decompressed(bits, scale))
+        received = all_to_all_rows(bits.view(size, -1), [1] * size, [1] * size, group)
+        total = share.clone()
+        for part, factor in zip(received, scales, strict=True):
+            total += _decompressed(part, factor)
+        share_bits, share_scale = _compressed(total)
+        share.copy_(total - _decompressed(share_bits, share_scale))
+        all_gather_flat_(bits, share_bits, group)
+        all_gather_flat_(scales, share_scale.view(1), group)
+        parts = zip(bits.view(size, -1), scales, strict=True)
+        summed = torch.cat([_decompressed(part, factor) for part, factor in parts])
+        summed.mul_(variance > 0)  # padding, which has no gradient, has no sign either
+        torch.sub(summed, momentum, alpha=self.beta1, out=bucket.grads).div_(1.0 - self.beta1)
+        return bits.nbytes + share_bits.nbytes + 2 * scale.nbytes
+
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
+        """The errors of this rank's messages and of its share of the sums."""
+        own, share = self._errors_of(bucket)
+        yield "error", own, True
+        yield "share_error", share, True
+
+    def _errors_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        if bucket not in self._errors:
+            own = torch.zeros_like(bucket.grads)
+            self._errors[bucket] = own, own.new_zeros(own.numel() // bucket.dp_group.size())
+        return self._errors[bucket]
+
+
+def _sum_together(tensors: list[Tensor], group) -> list[Tensor]:
+    """The sums of all tensors over the group, by one collective."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    all_reduce_(flat, group)
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _compressed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The signs of ``x`` [8 n] as bits [n], and the length that keeps its norm."""
+    powers = 2 ** torch.arange(8, device=x.device)
+    bits = ((x.view(-1, 8) >= 0) * powers).sum(-1).to(torch.uint8)
+    return bits, x.norm() / x.numel() ** 0.5
+
+
+def _decompressed(bits: Tensor, scale: Tensor) -> Tensor:
+    powers = torch.arange(8, device=bits.device)
+    signs = (bits.view(-1, 1).int() >> powers & 1).to(scale.dtype).mul_(2).sub_(1)
+    return signs.view(-1).mul_(scale)

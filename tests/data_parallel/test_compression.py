@@ -1,0 +1,155 @@
+"""Gradients in fewer bytes: what is summed, what is remembered, what goes over the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.grid import Grid
+from megatron_core.training.setup import Run
+from megatron_core.training.state import save_state
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.defects.plant import planted
+from tests.runs import tiny_run
+
+ONEBIT = {"grad_compression": "onebit-adam", "clip_grad": 0.0}
+POWER = {"grad_compression": "powersgd", "powersgd_rank": 2}
+
+
+def _data(compressor: PowerSGD | OneBitAdam) -> DataParallel:
+    """Two ranks' copies of a matrix and a vector."""
+    model = nn.Sequential(nn.Linear(24, 48, dtype=torch.float64))
+    return DataParallel({0: model}, ParallelGroups(Grid(dp=2), dist.get_rank()), compressor=compressor)
+
+
+def _remembered(rank: int) -> list[tuple[float, float]]:
+    """Of the same gradients again and again: how far their running mean, and a single sum, are from the truth."""
+    data = _data(PowerSGD(rank, warmup=0))
+    torch.manual_seed(dist.get_rank())
+    grads = [torch.randn_like(bucket.grads) for bucket in data.buckets]
+    truths = []
+    for grad in grads:
+        truths.append(grad.clone())
+        dist.all_reduce(truths[-1])
+    means = [torch.zeros_like(grad) for grad in grads]
+    rounds = 200
+    for _ in range(rounds):
+        for bucket, grad, mean in zip(data.buckets, grads, means, strict=True):
+            bucket.grads.copy_(grad)
+            bucket.start_reduce()
+            mean.add_(bucket.grads, alpha=1.0 / rounds)
+    ends = sorted(zip(means, truths, data.buckets, strict=True), key=lambda end: not end[2].kind.decay)
+    return [
+        (((mean - truth).norm() / truth.norm()).item(), ((bucket.grads - truth).norm() / truth.norm()).item())
+        for mean, truth, bucket in ends
+    ]
+
+
+def test_powersgd_forgets_nothing() -> None:
+    """A matrix of full rank does not fit into one column, but over the rounds all of it arrives; vectors are exact."""
+    for matrix, vector in run_ranks(2, _remembered, 1):
+        assert matrix[1] > 0.5
+        assert matrix[0] < 0.15
+        assert max(vector) < 1e-12
+
+
+def test_a_lost_error_is_seen() -> None:
+    with planted("data_parallel.compression:PowerSGD.reduce_", "bucket.grads.add_(errors)", "pass"):
+        assert all(matrix[0] > 0.5 for matrix, _ in run_ranks(2, _remembered, 1))
+
+
+def _low_rank() -> float:
+    """A sum of rank 2 is exact with 2 columns, once they have found it."""
+    data = _data(PowerSGD(2, warmup=0))
+    bucket = next(bucket for bucket in data.buckets if bucket.kind.decay)
+    matrix = bucket.parameters[0]
+    torch.manual_seed(5)
+    left, right = torch.randn(48, 2, dtype=torch.float64), torch.randn(2, 24, dtype=torch.float64)
+    for _ in range(2):
+        bucket.grads.zero_()
+        matrix.main_grad.copy_((1 + dist.get_rank()) * left @ right)
+        bucket.start_reduce()
+    return (matrix.main_grad - 3.0 * left @ right).abs().max().item()
+
+
+def test_powersgd_is_exact_where_the_rank_suffices() -> None:
+    assert max(run_ranks(2, _low_rank)) < 1e-9
+
+
+def _losses(settings: dict) -> tuple[list[float], int, list[float]]:
+    run = tiny_run(train_iters=40, lr_decay_style="constant", lr=3e-3, **settings)
+    results = []
+    for step in range(40):
+        before = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
+        results.append(train_step(run).loss)
+        if step == 39:
+            last = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets) - before
+    moments = [shard.state["exp_avg"].sum().item() for shard in run.optimizer.shards]
+    return results, last, moments
+
+
+def test_bytes_on_the_wire_and_losses() -> None:
+    """In 40 steps every kind of compression learns as the plain sum does, in a fraction of its bytes."""
+    plain, whole, _ = run_ranks(2, _losses, {})[0]
+    warmup = {"grad_compression_warmup_iters": 10}
+    for settings, most in (
+        ({"grad_reduce_in_bf16": True}, 0.5),
+        ({"grad_reduce_in_bf16": True, "zero_stage": 3, "micro_batch_size": 4}, 0.55),
+        (POWER | warmup, 0.3),
+        (ONEBIT | warmup, 0.07),
+    ):
+        first, second = run_ranks(2, _losses, settings)
+        assert first[0] == second[0], settings
+        assert first[2] == second[2] or settings.get("zero_stage"), "momenta are equal to the bit"
+        assert first[1] <= most * whole, settings
+        assert plain[-1] < plain[0] - 0.3
+        assert first[0][-1] < plain[-1] + 0.1 * (plain[0] - plain[-1]), settings
+
+
+def _resume(settings: dict, root: Path) -> tuple[list[float], list[float]]:
+    run = tiny_run(**settings, save=str(root))
+    for _ in range(3):
+        train_step(run)
+    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    expected = [train_step(run).loss for _ in range(2)]
+    dist.barrier()
+    resumed = tiny_run(**settings, load=str(root))
+    return expected, [train_step(resumed).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
+def test_errors_are_part_of_a_checkpoint(settings: dict, tmp_path: Path) -> None:
+    for expected, found in run_ranks(2, _resume, settings | {"grad_compression_warmup_iters": 1}, tmp_path):
+        assert found == expected
+
+
+def _skip(settings: dict) -> tuple[bool, bool, bool]:
+    run: Run = tiny_run(**settings, check_for_nan_in_loss_and_grad=False, grad_compression_warmup_iters=0)
+    train_step(run)
+    bucket = run.data_parallel.buckets[0]
+    start = bucket.start_reduce
+
+    def spoiled() -> None:
+        bucket.start_reduce = start
+        if dist.get_rank() == 1:
+            bucket.parameters[0].main_grad.view(-1)[0] = torch.inf
+        start()
+
+    bucket.start_reduce = spoiled
+    skipped, after = train_step(run), train_step(run)
+    assert run.data_parallel.compressor is not None
+    states = [t for b in run.data_parallel.buckets for _, t, _ in run.data_parallel.compressor.state(b)]
+    return skipped.skipped, after.skipped, all(bool(t.isfinite().all()) for t in states)
+
+
+@pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
+def test_an_overflow_is_skipped_and_not_remembered(settings: dict) -> None:  # C47
+    assert run_ranks(2, _skip, settings) == [(True, False, True)] * 2
