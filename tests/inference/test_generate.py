@@ -49,7 +49,10 @@ def _without_cache(settings: dict) -> list[int]:
 WINDOW = MODERN | {"window_size": (2, 0), "window_attn_skip_freq": (2,), "rotary_interleaved": True}
 
 
-@pytest.mark.parametrize("model", [{}, MODERN, WINDOW], ids=["gpt2", "llama", "window"])
+EXPERTS = MODERN | {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("model", [{}, MODERN, WINDOW, EXPERTS], ids=["gpt2", "llama", "window", "experts"])
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)
 
@@ -74,6 +77,13 @@ def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
     alone = _generate(MODERN, sampling)
     assert len(set(alone)) > 1
     assert run_ranks(world_size, _generate, MODERN | layout, sampling) == [alone] * world_size
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}])
+def test_a_rank_without_a_token_of_its_own(layout: dict) -> None:
+    """Two tensor-parallel ranks divide one new token for the experts: one of them has none."""
+    alone = _generate(EXPERTS, Sampling())
+    assert run_ranks(2, _generate, EXPERTS | layout, Sampling()) == [alone] * 2
 
 
 def test_end_token_ends() -> None:
