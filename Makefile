@@ -37,6 +37,10 @@ verify-all: install-test
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --layouts $(foreach s,$(SCHEDULES),"pp2 $s" "pp4 $s" "pp8 $s" "tp2 pp2 dp2 $s sp zero1 overlap") \
 	  --markdown docs/layouts_of_schedules.md
+	$(BIN)/python tools/verify_layout.py --num-layers 2 --num-attention-heads 4 --hidden-size 32 --swiglu \
+	  --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid \
+	  --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 \
+	  --moe-shared-expert-intermediate-size 16 --all --world-size 2 --markdown docs/layouts_of_experts.md
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

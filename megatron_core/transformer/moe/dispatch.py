@@ -104,11 +104,10 @@ class AllToAll(Dispatcher):
         """As ``Dispatcher.dispatch``; one all-to-all there, one back."""
         keys = self._destinations(routing, x.device)
         slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
-        copies = keys.numel() // max(routing.experts.numel(), 1)
-        rows = _Take.apply(x, slots.row_tokens(keys.shape[1]), slots.places, slots.holes)
-        index = slots.rows if copies <= 1 else torch.where(slots.rows < 0, -1, slots.rows // copies)
-        places = slots.places.view(-1, max(copies, 1))
-        probs = _Take.apply(routing.probs.flatten(), index, places, slots.holes)
+        tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
+        rows = _Take.apply(x, tokens, slots.places, slots.holes)
+        places = slots.places.view(-1, copies)
+        probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes)
         send = slots.counts.view(self.size, self.local_experts)
         receive = self._counts_of_others(send, padded)
         sent, received = ([sum(counts) for counts in table] for table in (send.tolist(), receive))
@@ -121,7 +120,7 @@ class AllToAll(Dispatcher):
             if order is not None:
                 outputs = _Take.apply(outputs, inverse, order[:, None], False)
             outputs = exchange_rows(outputs, received, sent, self.group)
-            return _SumTaken.apply(outputs, slots.places, slots.row_tokens(keys.shape[1]), slots.holes)
+            return _SumTaken.apply(outputs, slots.places, tokens, slots.holes)
 
         counts = [sum(column) for column in zip(*receive, strict=True)]
         return Dispatched(rows, probs, counts, combine)
@@ -173,7 +172,7 @@ class AllGather(Dispatcher):
         keys = keys.masked_fill((experts < 0) | (keys < 0) | (keys >= self.local_experts), self.local_experts)
         capacity = routing.capacity * self.size if padded and routing.capacity is not None else None
         slots = Slots.of(keys, self.local_experts, capacity)
-        tokens = slots.row_tokens(keys.shape[1])
+        tokens = slots.owners(keys.shape[1])
         rows = _Take.apply(gathered(x), tokens, slots.places, True)
         probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True)
 
@@ -186,12 +185,12 @@ class AllGather(Dispatcher):
 
 @dataclass(frozen=True)
 class Slots:
-    """Choices in the order of their destinations."""
+    """The m slots of each token, one for each choice and rank that has the expert, in the order of destinations."""
 
     rows: Tensor
-    """``[R]``, the number of the choice, counted token by token, that each row is for; -1 for padding."""
+    """``[R]``, the number of the slot, counted token by token, that each row is for; -1 for padding."""
     places: Tensor
-    """``[T, m]``, the row of each choice, -1 for what is dropped."""
+    """``[T, m]``, the row of each slot, -1 for what is dropped."""
     counts: Tensor
     """Rows of each destination."""
     holes: bool
@@ -219,9 +218,9 @@ class Slots:
         places = torch.empty_like(flat).scatter_(0, order, place.masked_fill(key == destinations, -1))
         return cls(rows, places.view_as(keys), torch.full_like(counts[:destinations], capacity), True)
 
-    def row_tokens(self, choices: int) -> Tensor:
-        """The token of each row, ``[R]``; -1 for padding."""
-        return torch.where(self.rows < 0, -1, self.rows // choices) if self.holes else self.rows // choices
+    def owners(self, each: int) -> Tensor:
+        """The token of each row, or whatever has ``each`` slots one after another, ``[R]``; -1 for padding."""
+        return torch.where(self.rows < 0, -1, self.rows // each) if self.holes else self.rows // each
 
 
 def _inverse(order: Tensor) -> Tensor:
