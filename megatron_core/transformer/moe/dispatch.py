@@ -108,10 +108,11 @@ class AllToAll(Dispatcher):
         rows = _Take.apply(x, tokens, slots.places, slots.holes)
         places = slots.places.view(-1, copies)
         probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes)
-        send = slots.counts.view(self.size, self.local_experts)
-        receive = self._counts_of_others(send, padded)
-        sent, received = ([sum(counts) for counts in table] for table in (send.tolist(), receive))
-        rows, probs = (exchange_rows(each, sent, received, self.group) for each in (rows, probs))
+        each = self.local_experts
+        send = [slots.counts[at : at + each] for at in range(0, len(slots.counts), each)]
+        receive = send if padded else self._counts_of_others(send, x.device)
+        sent, received = ([sum(counts) for counts in table] for table in (send, receive))
+        rows, probs = (exchange_rows(part, sent, received, self.group) for part in (rows, probs))
         order, inverse = self._by_expert(receive, x.device)
         if order is not None:
             rows, probs = _Take.apply(rows, order, inverse[:, None], False), probs.index_select(0, order)
@@ -135,12 +136,12 @@ class AllToAll(Dispatcher):
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
         return keys.flatten(1)
 
-    def _counts_of_others(self, send: Tensor, padded: bool) -> list[list[int]]:
+    def _counts_of_others(self, send: list[list[int]], device: torch.device) -> list[list[int]]:
         """How many rows each rank of the group sends for each local expert."""
-        if padded or self.size == 1:  # the same from all
-            return send.tolist()
+        if self.size == 1:
+            return send
         ones = [1] * self.size
-        return all_to_all_rows(send, ones, ones, self.group).tolist()
+        return all_to_all_rows(torch.tensor(send, device=device), ones, ones, self.group).tolist()
 
     def _by_expert(self, receive: list[list[int]], device: torch.device) -> tuple[Tensor | None, Tensor]:
         """The order that brings rows, which come rank by rank, together expert by expert, and back."""
@@ -180,7 +181,7 @@ class AllGather(Dispatcher):
             total = _SumTaken.apply(outputs, slots.places, tokens, True)
             return reduce_scatter_to_sequence(total, self.group)[:own]
 
-        return Dispatched(rows, probs, slots.counts.tolist(), combine)
+        return Dispatched(rows, probs, slots.counts, combine)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Slots:
     """``[R]``, the number of the slot, counted token by token, that each row is for; -1 for padding."""
     places: Tensor
     """``[T, m]``, the row of each slot, -1 for what is dropped."""
-    counts: Tensor
+    counts: list[int]
     """Rows of each destination."""
     holes: bool
     """Whether there may be any -1."""
@@ -206,17 +207,18 @@ class Slots:
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=destinations + 1)
         if capacity is None:
-            total = int(counts[:destinations].sum())
+            numbers = counts[:destinations].tolist()  # a wait for the device: only the host can size messages
+            total = sum(numbers)
             rows, places = order[:total], torch.full_like(flat, -1)
             places[rows] = torch.arange(total, device=flat.device)
-            return cls(rows, places.view_as(keys), counts[:destinations], total < flat.numel())
+            return cls(rows, places.view_as(keys), numbers, total < flat.numel())
         first = counts.cumsum(0) - counts
         key = flat[order]
         place = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
         place = place.masked_fill(key == destinations, destinations * capacity)
         rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, place, order)[:-1]
         places = torch.empty_like(flat).scatter_(0, order, place.masked_fill(key == destinations, -1))
-        return cls(rows, places.view_as(keys), torch.full_like(counts[:destinations], capacity), True)
+        return cls(rows, places.view_as(keys), [capacity] * destinations, True)
 
     def owners(self, each: int) -> Tensor:
         """The token of each row, or whatever has ``each`` slots one after another, ``[R]``; -1 for padding."""
