@@ -96,6 +96,9 @@ def run_config(config: RunConfig, settings: Settings) -> RunConfig:
         **BALANCED_STAGES,
         pipeline_schedule=None,
         pipeline_plan=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
         sequence_parallel=False,  # one new position cannot be split
     )
     return replace(config, parallel=parallel)

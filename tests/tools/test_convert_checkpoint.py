@@ -1,0 +1,65 @@
+"""The converter as its users start it, and text from a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError
+from megatron_core.inference import Generator, Sampling
+from megatron_core.training.compatibility import open_model
+from megatron_core.verify.ranks import run_ranks, this_world
+from tests.models.hf_models import save_model, transformers
+from tools import generate_text
+from tools.convert_checkpoint import Settings, convert
+from tools.generate_text import run_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "tools/convert_checkpoint.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    done = run_tool("--from", "hf", "--to", "native", "--load", str(tmp_path / "hf"), "--save", str(tmp_path / "own"))
+    assert done.returncode == 0, done.stderr
+    assert "(native); logits differ by" in done.stdout
+    settings = {"to": "hf", "load": str(tmp_path / "own"), "save": str(tmp_path / "again"), "verify": False}
+    assert convert(Settings(source="native", **settings)).endswith("(hf); not verified")
+    again = run_tool("--from", "hf", "--to", "native", "--load", settings["save"], "--save", str(tmp_path / "own"))
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: ") and again.stderr.count("\n") == 1 and "holds a checkpoint" in again.stderr
+    with pytest.raises(ConfigError, match="nothing to convert"):
+        convert(Settings(source="hf", **settings))
+
+
+def generate(folder: Path, prompt: list[int], layout: dict[str, int]) -> list[int]:
+    """Greedy tokens in a layout."""
+    reader, trained = open_model(str(folder))
+    config = run_config(trained, generate_text.Settings(load=str(folder), prompt="", **layout))
+    world = this_world()
+    with reader:
+        groups = parallel_state.make_groups(config.parallel, world)
+        generator = Generator.load(reader, config, groups, world.device)
+    return list(generator.generate(prompt, 12, Sampling()))
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gemma3", "mixtral"])
+def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
+    """Token by token, through the cache, also over tensor- and pipeline-parallel ranks."""
+    save_model(name, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    prompt = torch.tensor([[5, 17, 9, 33]])
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    layouts = {}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+    for world_size, layout in zip((1, 2, 2), layouts, strict=True):
+        for found in run_ranks(world_size, generate, tmp_path, prompt[0].tolist(), layout):
+            assert found == expected[0, 4:].tolist()
