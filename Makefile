@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
-NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cuda/*)
+NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
 .PHONY: quickstart test-fast test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 

@@ -113,8 +113,9 @@ class ParallelConfig:
     """Elements in a gradient bucket; each bucket is reduced by one collective."""
     rank_order: str = "tp-cp-ep-dp-pp"
     """Order of the parallel axes in the rank number, the fastest-varying first."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Backend of torch.distributed; auto: nccl with GPUs, else gloo."""
+    distributed_backend: Literal["auto", "nccl", "gloo", "shm"] = "auto"
+    """Backend of torch.distributed; auto: nccl with GPUs, else shm (shared memory) between the ranks of a host and gloo
+    between hosts."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that some rank has not joined is an error."""
 

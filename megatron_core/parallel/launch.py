@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_core.errors import LayoutError, MegatronError
+from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel.shared_memory.work import LostRankError
 
 
 @dataclass
@@ -41,7 +43,8 @@ class World:
 
 
 def start_world(world: World, *, backend: str = "auto", timeout_minutes: float = 10.0) -> None:
-    """Join the job's processes: nccl where each process has a GPU of its own, else gloo."""
+    """Join the job's processes: nccl where each process has a GPU of its own, else shared memory between the ranks of
+    a host and gloo between hosts. ``LayoutError`` if ``backend`` is ``shm`` and the ranks cannot share memory."""
     if world.device.type == "cuda":
         if world.local_rank >= torch.cuda.device_count():
             raise LayoutError(
@@ -51,11 +54,21 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
         torch.cuda.set_device(world.device)
     if world.size == 1:
         return
-    if backend == "auto":
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     world.store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    dist.init_process_group(backend, store=world.store, rank=rank, world_size=size, timeout=timeout)
+    join(backend, world.device.type, store=world.store, rank=rank, world_size=size, timeout=timeout)
+
+
+def join(backend: str, device_type: str, **settings: Any) -> None:
+    """``dist.init_process_group`` with ``settings`` and a backend of ``distributed_backend``, ``auto`` included."""
+    shared_memory.register()
+    chosen = backend if backend != "auto" else "nccl" if device_type == "cuda" else shared_memory.BACKEND
+    if chosen == shared_memory.BACKEND and device_type == "cuda":
+        raise LayoutError("distributed_backend='shm' is for ranks on the CPU; take auto or nccl")
+    dist.init_process_group(chosen, **settings)
+    reason = shared_memory.unavailable_reason() if backend == shared_memory.BACKEND else None
+    if reason is not None:
+        raise LayoutError(f"distributed_backend='shm': {reason}; take auto, which then goes through gloo, or gloo")
 
 
 def run_job(world: World, job: Callable[[], None]) -> NoReturn:
@@ -73,7 +86,8 @@ def run_job(world: World, job: Callable[[], None]) -> NoReturn:
         if not _is_lost_peer(error):
             raise
         reason = "the reason is in that rank's message, or it was killed (out of memory?)"
-        _print_once(f"this job ends because another rank has left it; {reason}", world)
+        named = f": {error}" if isinstance(error, LostRankError) else ""
+        _print_once(f"this job ends because another rank has left it{named}; {reason}", world)
         status = 1
     _leave(status)
 

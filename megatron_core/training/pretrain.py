@@ -19,6 +19,7 @@ from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
+from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.training.compatibility import model_and_tokenizer, stored_config
 from megatron_core.training.data import DatasetsProvider
@@ -80,6 +81,8 @@ def introduce(run: Run) -> None:
     print(f"kernels: {kernels(run)}")
     if not run.config.training.skip_train:
         print(describe_memory(run))
+    if run.world.size > 1:
+        print(f"collectives: {shared_memory.describe()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_core import parallel_state
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
+from megatron_core.parallel.launch import join
 
 
 class RankFailure(MegatronError):
@@ -34,16 +35,22 @@ class _RankSetup:
     world_size: int
     device: str
     store: str
+    backend: str
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, device: str = "cpu"
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    backend: str = "auto",
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes joined by torch.distributed; results by rank.
 
-    ``device="cpu"`` forks the ranks and joins them over gloo; ``"cuda"`` gives each a GPU of its own and joins them
-    over NCCL (spawned, because CUDA does not survive a fork: ``function`` and ``args`` must be picklable). Results go
-    through a pipe: arrays of numpy, not tensors. Ranks that hang are ended after ``timeout`` seconds.
+    ``device="cpu"`` forks the ranks and joins them over shared memory, or over gloo if ``backend`` says so; ``"cuda"``
+    gives each a GPU of its own and joins them over NCCL (spawned, because CUDA does not survive a fork: ``function``
+    and ``args`` must be picklable). Results go through a pipe: arrays of numpy, not tensors. Ranks that hang are ended after ``timeout`` seconds.
     Errors: ``RankFailure``.
     """
     context: Any = mp.get_context("fork" if device == "cpu" else "spawn")
@@ -52,7 +59,7 @@ def run_ranks(
         processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            setup = _RankSetup(rank, world_size, device, os.path.join(folder, "store"))
+            setup = _RankSetup(rank, world_size, device, os.path.join(folder, "store"), backend)
             # A forked rank inherits the parent's ends; were they open, no rank would notice that the parent has gone.
             inherited = [*pipes, ours] if device == "cpu" else []
             process = context.Process(target=_run_rank, args=(setup, theirs, inherited, function, args))
@@ -97,8 +104,9 @@ def _run_rank(
     try:
         if setup.device == "cuda":
             torch.cuda.set_device(setup.rank)
-        dist.init_process_group(
-            "nccl" if setup.device == "cuda" else "gloo",
+        join(
+            setup.backend,
+            setup.device,
             init_method=f"file://{setup.store}",
             rank=setup.rank,
             world_size=setup.world_size,

@@ -1,0 +1,188 @@
+"""Memory that the ranks of one host share: who can reach whom, and the arenas in which they lend data to one another.
+
+Each rank has one arena, an anonymous file in memory (memfd) that the others open through /proc. It has no name that could
+be left behind, so it goes with the last process that has mapped it, however that ends, and it is not subject to the size
+of /dev/shm. Arenas are as large as the machine's memory, and take as much of it as is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+FOLDER = Path(__file__).parents[2] / "ops" / "lib"
+"""Where the build puts the native libraries."""
+INTERFACE = 1
+"""The version of csrc/cpu/transport/transport.h that this file calls."""
+SPIN = 50
+"""Microseconds that a wait begins with before it sleeps, if there is a core for each rank: twice what waking takes."""
+_NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "interface": (_NUMBER, ()),
+    "endpoint": (_POINTER, (_POINTER, _NUMBER, _NUMBER)),
+    "rings": (_NUMBER, (_POINTER, _NUMBER)),
+    "group": (_POINTER, (_POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER)),
+    "post": (_NUMBER, (_POINTER, *[_NUMBER] * 4, _POINTER, _NUMBER, _POINTER, _NUMBER)),
+    "complete": (_NUMBER, (_POINTER, *[_NUMBER] * 5, _POINTER, _NUMBER, _POINTER, _NUMBER)),
+    "send": (_NUMBER, (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER)),
+    "receive": (_NUMBER, (_POINTER, *[_NUMBER] * 3, _POINTER, _NUMBER, _NUMBER)),
+    "posted": (None, (_POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER)),
+}
+
+
+def library_path() -> Path:
+    """The library for this processor."""
+    avx2, default = (FOLDER / f"libmegatron_transport_{level}.so" for level in ("avx2", "default"))
+    return avx2 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and avx2.exists() else default
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The loaded library, or why there is none."""
+    path = library_path()
+    if not path.exists():
+        return f"{path.name} was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .)"
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = loaded[f"megatron_transport_{name}"]
+            function.restype, function.argtypes = result, arguments
+            setattr(loaded, name, function)
+    except (OSError, AttributeError) as error:
+        return f"{path.name} does not load: {error}; run pip install . (or -e .) again"
+    if loaded.interface() != INTERFACE:
+        return f"{path.name} has interface {loaded.interface()}, this code {INTERFACE}; run pip install . again"
+    return loaded
+
+
+def host_identity() -> str:
+    """What ranks that can open one another's memory have in common: the running kernel, the namespace of process ids,
+    and the user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in the kernel's count; None if it has ended, waited for by its parent or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank of this host, or this one: its process, and where its arena is mapped here."""
+
+    pid: int
+    start_time: str
+    address: int
+    mapping: mmap.mmap
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process still runs."""
+        return _start_time(self.pid) == self.start_time
+
+
+class Host:
+    """What this rank shares with the ranks of its host; all ranks of the job make it together.
+
+    ``reasons[rank]`` says why a rank cannot share memory with those of its host, ``hosts[rank]`` which host it is on.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank = rank
+        self.peers: dict[int, Peer] = {}
+        descriptor = -1
+        try:
+            own, descriptor = self._open_arena()
+        except _Unavailable as error:
+            own = f"\n{error}"
+        cards = _exchange(store, "arena", own, rank, size)
+        self.hosts = [card.split("\n")[0] for card in cards]
+        reason = cards[rank].split("\n")[1] if descriptor < 0 else ""
+        if descriptor >= 0:
+            try:
+                for other in range(size):
+                    if self.hosts[other] == self.hosts[rank]:
+                        self.peers[other] = _map(cards[other].split("\n")[1:], other)
+            except _Unavailable as error:
+                reason = str(error)
+        # When this is over everyone has mapped what it will.
+        self.reasons = _exchange(store, "mapped", reason, rank, size)
+        if descriptor >= 0:
+            os.close(descriptor)
+        if not self.reasons[rank]:
+            own_peer = self.peers[rank]
+            crowded = len(self.peers) > len(os.sched_getaffinity(0))
+            self.endpoint = library().endpoint(own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN)
+
+    def obstacle(self, ranks: Sequence[int]) -> str | None:
+        """Why these ranks cannot talk through shared memory; None if they can. The same on all of them."""
+        if len({self.hosts[rank] for rank in ranks if self.hosts[rank]}) > 1:
+            return "its ranks are on several hosts"
+        return next((f"rank {rank}: {self.reasons[rank]}" for rank in ranks if self.reasons[rank]), None)
+
+    def _open_arena(self) -> tuple[str, int]:
+        """The card that tells others where this rank's arena is, and its open descriptor."""
+        loaded = library()
+        if isinstance(loaded, str):
+            raise _Unavailable(loaded)
+        bytes_, token = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), secrets.token_hex(16)
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("megatron")
+            os.ftruncate(descriptor, bytes_ + mmap.PAGESIZE)
+            os.pwrite(descriptor, token.encode(), bytes_)
+            card = [host_identity(), str(os.getpid()), _start_time(os.getpid()) or "", str(descriptor), token]
+        except (OSError, ValueError, OverflowError, AttributeError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise _Unavailable(f"no shared memory of {bytes_ >> 20} MiB: {error}") from None
+        return "\n".join(card), descriptor
+
+
+class _Unavailable(Exception):
+    """Why this rank has no shared memory."""
+
+
+def _map(card: list[str], rank: int) -> Peer:
+    """The arena of a rank, by its card."""
+    pid, start_time, descriptor, token = card
+    path = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        if not os.readlink(path).startswith("/memfd:megatron"):
+            raise _Unavailable(f"{path} is no shared memory of rank {rank}")
+        opened = os.open(path, os.O_RDWR)
+        try:
+            mapping = mmap.mmap(opened, os.fstat(opened).st_size)
+        finally:
+            os.close(opened)
+    except (OSError, ValueError) as error:
+        raise _Unavailable(f"the memory of rank {rank} ({path}) cannot be mapped: {error}") from None
+    if mapping[-mmap.PAGESIZE : len(token) - mmap.PAGESIZE] != token.encode():
+        raise _Unavailable(f"{path} is not the memory of rank {rank}")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    return Peer(int(pid), start_time, address, mapping)
+
+
+def _exchange(store: dist.Store, name: str, own: str, rank: int, size: int) -> list[str]:
+    """Every rank's text."""
+    store.set(f"{name}/{rank}", own)
+    return [store.get(f"{name}/{other}").decode() for other in range(size)]
+
+
+def exchange_numbers(store: dist.Store, name: str, own: int, rank: int, size: int) -> list[int]:
+    """Every rank's number."""
+    return [int(text) for text in _exchange(store, name, str(own), rank, size)]
