@@ -22,6 +22,7 @@ import tyro
 from megatron_core.ops import native
 from megatron_core.ops.backend import LIBRARIES, OPS
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
+from megatron_core.parallel.shared_memory import host
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
 OPTIONAL = {
@@ -153,12 +154,19 @@ def failing_collectives() -> list[str]:
     return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
 
 
-def collectives(device: str) -> tuple[bool, str]:
-    """Whether the collectives of two ranks on ``cpu`` (gloo) or ``cuda`` (nccl) work, and a message about it."""
-    backend = "gloo" if device == "cpu" else "nccl"
+def collectives(backend: str) -> tuple[bool, str]:
+    """Whether the collectives of two ranks over gloo, shm (both on the CPU) or nccl work, and a message about it."""
+    missing = host.library() if backend == "shm" else None
+    if isinstance(missing, str):
+        return True, f"shm: ranks on the CPU use gloo, because {missing}"
+    device = "cuda" if backend == "nccl" else "cpu"
     try:
         wrong = sorted(
-            {name for names in run_ranks(RANKS, failing_collectives, timeout=60.0, device=device) for name in names}
+            {
+                name
+                for names in run_ranks(RANKS, failing_collectives, timeout=60.0, device=device, backend=backend)
+                for name in names
+            }
         )
     except RankFailure as error:
         return False, f"{backend}, {RANKS} ranks: failed: {error}"
@@ -195,7 +203,7 @@ def main(settings: Settings) -> int:
     show("optional libraries", other_libraries())
     working = True
     if settings.collectives:
-        kinds = ["cpu", *(["cuda"] if torch.cuda.device_count() >= RANKS else [])]
+        kinds = ["gloo", "shm", *(["nccl"] if torch.cuda.device_count() >= RANKS else [])]
         results = [collectives(kind) for kind in kinds]
         working = all(good for good, _ in results)
         show("collectives", [sentence for _, sentence in results])

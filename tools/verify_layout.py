@@ -46,7 +46,8 @@ class Options:
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Dtype of all computations. float64 shows every defect; in a narrower dtype the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: gloo. cuda: NCCL, a GPU for each rank. auto: cuda if there are enough GPUs."""
+    """cpu: over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank. auto: cuda if there are
+    enough GPUs."""
     full_size: bool = False
     """Do not make the model and its batches smaller."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -78,6 +79,7 @@ def main(options: Options, flags: list[str]) -> int:
         task.layouts,
         dtype=options.dtype,
         device=device,
+        backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
     print(summary(report))

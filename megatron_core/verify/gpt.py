@@ -76,4 +76,5 @@ def _reports(result: StepResult) -> dict[str, Sequence[float]]:
 
 def trace_training(config: RunConfig, world_size: int, steps: int = 3) -> Trace:
     """Train ``config`` on ``world_size`` ranks of this machine and put their traces together."""
-    return assemble(run_ranks(world_size, train_traced, config, steps))
+    backend = config.parallel.distributed_backend
+    return assemble(run_ranks(world_size, train_traced, config, steps, backend=backend))

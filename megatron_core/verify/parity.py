@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import (
     EPSILON,
@@ -106,21 +107,22 @@ def check_parity(
     *,
     dtype: str = "float64",
     device: str = "cpu",
+    backend: str = "auto",
     on_row: Callable[[Row], None] = lambda row: None,
     timeout: float = 300.0,
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` cpu (gloo) or cuda (NCCL, a GPU for each rank). ``on_row``
-    is called with each row. A layout that fails to run is a row that does not hold.
+    ``dtype`` is float64, float32 or bfloat16; ``device`` cpu or cuda (NCCL, a GPU for each rank); ``backend`` auto
+    or, for the CPU, gloo. ``on_row`` is called with each row. A layout that fails to run is a row that does not hold.
     Errors: ``RankFailure`` if one process cannot run the experiment; ``ConfigError`` if what it does there would show
     nothing: a loss that is not finite, or a parameter whose gradients are all 0.
     """
     if dtype not in EPSILON:
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
-    runner = _Runner(experiment, device, timeout)
-    report = ParityReport(dtype, "gloo" if device == "cpu" else "nccl")
+    runner = _Runner(experiment, device, backend, timeout)
+    report = ParityReport(dtype, shared_memory.expected(backend) if device == "cpu" else "nccl")
     baseline = runner.trace(Layout(), "float64")
     _refuse_trivial(baseline)
     noise: Errors | None = None
@@ -143,11 +145,20 @@ class _Runner:
 
     experiment: Experiment
     device: str
+    backend: str
     timeout: float
 
     def trace(self, layout: Layout, dtype: str) -> Trace:
         """The experiment's trace under a layout."""
-        traces = run_ranks(layout.world_size, self.experiment, layout, dtype, device=self.device, timeout=self.timeout)
+        traces = run_ranks(
+            layout.world_size,
+            self.experiment,
+            layout,
+            dtype,
+            timeout=self.timeout,
+            device=self.device,
+            backend=self.backend,
+        )
         return assemble(traces)
 
     def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:

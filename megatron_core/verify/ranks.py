@@ -50,7 +50,8 @@ def run_ranks(
 
     ``device="cpu"`` forks the ranks and joins them over shared memory, or over gloo if ``backend`` says so; ``"cuda"``
     gives each a GPU of its own and joins them over NCCL (spawned, because CUDA does not survive a fork: ``function``
-    and ``args`` must be picklable). Results go through a pipe: arrays of numpy, not tensors. Ranks that hang are ended after ``timeout`` seconds.
+    and ``args`` must be picklable). Results go through a pipe: arrays of numpy, not tensors. Ranks that hang are ended
+    after ``timeout`` seconds.
     Errors: ``RankFailure``.
     """
     context: Any = mp.get_context("fork" if device == "cpu" else "spawn")

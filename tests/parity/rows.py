@@ -42,6 +42,7 @@ ZERO2, ZERO3 = {"zero_stage": 2}, {"zero_stage": 3}
 HYBRID = {"num_distributed_optimizer_instances": 2}
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+GLOO = {"distributed_backend": "gloo"}  # all other rows: shared memory
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 SDPA = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 MODERN = {
@@ -88,6 +89,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "tp4": (4, {}, TP4),
     "tp2 sp": (2, {}, TP2 | SP),
     "tp4 sp": (4, {}, TP4 | SP),
+    "tp2 sp over gloo": (2, {}, TP2 | SP | GLOO),
     "tp2 sp without overlap": (2, {}, TP2 | SP | {"tp_comm_overlap": False}),
     "pp2": (2, {}, PP2),
     "pp4": (4, {}, PP4),
@@ -137,6 +139,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "tp2 pp2 sp x 2 chunks": (4, {}, TP2 | PP2 | SP | V2),
     "dp2 tp2 sp, overlap": (4, {}, TP2 | SP | {"overlap_grad_reduce": True} | SMALL_BUCKETS),  # C56
     "dp2 pp2 zero1, tied": (4, {}, PP2 | ZERO),  # C10, C39
+    "dp2 pp2 zero1 x 2 chunks over gloo": (4, {}, PP2 | ZERO | V2 | OVERLAP | GLOO),  # C10
     "dp2 tp2 pp2": (8, {}, TP2 | PP2),
     "dp2 tp2 pp2 sp zero1 x 2 chunks": (8, {}, TP2 | PP2 | SP | ZERO | V2 | OVERLAP),  # C39, C56
     "rank order pp-dp-tp": (8, {}, TP2 | PP2 | {"rank_order": "pp-dp-tp-cp-ep"}),  # C50

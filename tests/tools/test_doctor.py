@@ -12,6 +12,7 @@ import torch
 
 from megatron_core.ops import native
 from megatron_core.ops.backend import LIBRARIES
+from megatron_core.parallel.shared_memory.backend import expected
 from megatron_core.verify.ranks import RankFailure
 from tests.ops import libraries
 from tools import doctor
@@ -25,7 +26,8 @@ def test_the_doctor_as_users_start_it() -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert f"torch {torch.__version__}" in result.stdout
-    assert "gloo, 2 ranks: all collectives work" in result.stdout
+    for backend in ("gloo", *(["shm"] if expected() == "shared memory" else [])):
+        assert f"{backend}, 2 ranks: all collectives work" in result.stdout
     assert "Warning" not in result.stderr
     for op in ("rms_norm", "layer_norm"):
         assert f"{op} on cpu" in result.stdout
@@ -66,13 +68,13 @@ def test_partly_supported_operations_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_wrong_and_failed_collectives_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [["broadcast"], ["all_reduce", "broadcast"]])
-    assert doctor.collectives("cpu") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
+    assert doctor.collectives("gloo") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RankFailure("rank 1 exited without a result")
 
     monkeypatch.setattr(doctor, "run_ranks", fail)
-    good, sentence = doctor.collectives("cpu")
+    good, sentence = doctor.collectives("gloo")
     assert not good and "rank 1 exited without a result" in sentence
     assert doctor.main(doctor.Settings()) == 1
     assert doctor.main(doctor.Settings(collectives=False)) == 0

@@ -58,8 +58,13 @@ def _end(run: Run, how: str) -> None:
     mine = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     if how == "nan":
         weight = next(iter(run.stages.values())).decoder.layers["0"].mlp.linear_fc1.weight
+
+        def spoil() -> None:
+            run.data_parallel.finish_param_sync()  # or a gather that is under way fills the weight again
+            weight.data.fill_(math.nan)
+
         with pytest.raises(MegatronError, match="at iteration 4"):
-            train(run, [After(3, lambda: weight.data.fill_(math.nan))])
+            train(run, [After(3, spoil)])
     elif how.startswith("SIG"):
         train(run, [After(2, lambda: signal.raise_signal(signal.Signals[how]))] if mine else [])
     else:

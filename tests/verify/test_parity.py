@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.shared_memory.backend import expected
 from megatron_core.verify import GPTExperiment, RankTrace, check_parity, shrunk
 from megatron_core.verify.table import TerminalTable, page, summary
 
@@ -40,7 +41,9 @@ def test_rows_and_verdict() -> None:
     assert report.holds
     assert [(row.layout, row.ranks, row.holds) for row in report.rows] == [("tp2", 2, True), ("dp4", 4, True)]
     assert heard == report.rows
-    assert summary(report).startswith("2 of 2 layouts hold in float64 over gloo")
+    assert summary(report).startswith(f"2 of 2 layouts hold in float64 over {expected()}")
+    over_gloo = check_parity(Sum(), ["tp2"], backend="gloo")
+    assert over_gloo.holds and over_gloo.backend == "gloo"
 
 
 def test_one_wrong_layout_is_named_and_the_others_are_not() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
-from megatron_core.parallel.shared_memory.host import Host
+from megatron_core.parallel.shared_memory.host import Host, library
 
 BACKEND = "shm"
 _current: list[Host] = []  # of the world that was made last
@@ -19,7 +19,7 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(opts: Any, _: Any) -> dist.ProcessGroup | dist.Backend:
+def _create(opts: Any, _: Any) -> Any:
     """A group for torch.distributed: gloo's where some ranks cannot share memory, which all of them know alike."""
     store, rank, size = opts.store, opts.group_rank, opts.group_size
     ranks = list(opts.global_ranks_in_group)
@@ -36,6 +36,11 @@ def unavailable_reason() -> str | None:
     """Why not all ranks of the world can share memory; None if they can."""
     (host,) = _current
     return host.obstacle(range(len(host.hosts)))
+
+
+def expected(backend: str = "auto") -> str:
+    """What ranks of this host will talk through, as far as it is known before they have met."""
+    return "gloo" if backend == "gloo" or isinstance(library(), str) else "shared memory"
 
 
 def describe() -> str:

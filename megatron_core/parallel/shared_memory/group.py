@@ -45,7 +45,11 @@ PIECE = 1 << 20
 MOST_PIECES = 64
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+# torch's types overload these methods with forms that its own functions do not use.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SharedMemoryGroup(_ProcessGroup):
     """Ranks of one host; ``ranks`` are their global numbers, in the order of the group."""
 
     def __init__(self, host: Host, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -259,8 +263,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         while (number := post() if number < 0 else number) < 0:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{what} over ranks {self._members.ranks}: the others have not read what this rank sent before, and "
-                    + ("its memory is full" if number < NO_ENTRY else "no more can be under way")
+                    f"{what} over ranks {self._members.ranks}: the others have not read what this rank sent before, "
+                    + ("and its memory is full" if number < NO_ENTRY else "and no more can be under way")
                 )
             time.sleep(1e-4)
         return number

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share: who can reach whom, and the arenas in which they lend data to one another.
 
-Each rank has one arena, an anonymous file in memory (memfd) that the others open through /proc. It has no name that could
-be left behind, so it goes with the last process that has mapped it, however that ends, and it is not subject to the size
-of /dev/shm. Arenas are as large as the machine's memory, and take as much of it as is written.
+Each rank has one arena, an anonymous file in memory (memfd) that the others open through /proc. It has no name that
+could be left behind, so it goes with the last process that has mapped it, however that ends, and it is not subject to
+the size of /dev/shm. Arenas are as large as the machine's memory, and take as much of it as is written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,8 @@ def library_path() -> Path:
 
 
 @cache
-def library() -> ctypes.CDLL | str:
-    """The loaded library, or why there is none."""
+def library() -> Any:
+    """The loaded library, or as text why there is none."""
     path = library_path()
     if not path.exists():
         return f"{path.name} was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .)"

@@ -1,4 +1,4 @@
-"""Receiving: messages come in the order in which a rank has sent them, and each goes to the first receive of its tag."""
+"""Receiving: messages come in the order in which a rank sends them, and each goes to the first receive of its tag."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from itertools import product
 from random import Random
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_core.parallel.shared_memory.backend import unavailable_reason
 from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
+from megatron_core.parallel.shared_memory.work import SLICE
 from megatron_core.verify.ranks import run_ranks
 from tests.parallel.shared_memory.reference import DTYPES, KINDS, same, start, values
 
@@ -155,6 +157,45 @@ def run_programs(count: int) -> int:
 def test_random_sequences() -> None:
     count = 1000 if WHOLE_MATRIX else 150
     assert run_ranks(RANKS, run_programs, count, timeout=600.0) == [count] * RANKS
+
+
+def exchange_messages() -> int:
+    """Numbered messages of one size: those of a tag come in their order, whatever is received or waited for first."""
+    mine, count = Random(7), 24
+    sequences = {tag: [n for n in range(count) if n % 3 == tag] for tag in range(3)}
+    if dist.get_rank() == 0:
+        for number in range(count):
+            dist.send(torch.tensor([number]), 1, tag=number % 3)
+        return 0
+    order = [tag for tag, numbers in sequences.items() for _ in numbers]
+    mine.shuffle(order)
+    started = []
+    for tag in order:
+        started.append((tag, sequences[tag].pop(0), out := torch.tensor([-1]), dist.irecv(out, 0, tag=tag)))
+        if mine.random() < 0.3:
+            started[mine.randrange(len(started))][3].wait()
+    mine.shuffle(started)
+    for tag, number, out, handle in started:
+        handle.wait()
+        assert out == number, (tag, number)
+    return len(started)
+
+
+def test_messages_of_a_tag_come_in_their_order() -> None:  # C65
+    assert run_ranks(2, exchange_messages) == [0, 24]
+
+
+def meet_late() -> None:
+    """One rank comes later than a wait looks after the others."""
+    if dist.get_rank() == 1:
+        time.sleep(2.5 * SLICE / 1e6)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [dist.get_world_size()] * 3
+
+
+def test_a_rank_that_is_late() -> None:
+    run_ranks(2, meet_late)
 
 
 def run_orders(examples: int) -> int:
