@@ -1,0 +1,99 @@
+"""Collectives between CPU ranks of one host: shared memory beside gloo.
+
+Both take turns in one run; a time is the median over all calls of the slowest rank of each. Prints a table and appends
+it to benchmarks/results.csv.
+
+    python -m benchmarks.bench_collectives
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from benchmarks.results import Row, append
+from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
+from megatron_core.verify.ranks import run_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time collectives."""
+
+    ranks: int = 2
+    """Ranks; more than cores share them."""
+    kib: tuple[int, ...] = (4, 64, 512, 4096)
+    """Sizes of what each rank puts in."""
+    calls: int = 40
+    """Timed calls of each collective and size in each round."""
+    rounds: int = 3
+    """How often each backend takes its turn."""
+
+
+def operations(size: int, ranks: int) -> dict[str, Callable[[], object]]:
+    """Collectives on float32 tensors of ``size`` bytes."""
+    x = torch.ones(size // 4)
+    whole, part = torch.empty(len(x) * ranks), torch.empty(len(x) // ranks)
+    rank, world = dist.get_rank(), dist.group.WORLD
+
+    def message() -> None:
+        if rank % 2 == 0 and rank + 1 < ranks:
+            dist.send(x, rank + 1)
+            dist.recv(x, rank + 1)
+        elif rank % 2:
+            dist.recv(x, rank - 1)
+            dist.send(x, rank - 1)
+
+    return {
+        "all-reduce": lambda: dist.all_reduce(x.fill_(1.0)),
+        "all-gather": lambda: all_gather_flat_(whole, x, world),
+        "reduce-scatter": lambda: reduce_scatter_flat_(part, x, world),
+        "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(x), x),
+        "there and back": message,
+    }
+
+
+def times(settings: Settings) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each call on this rank."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for kib in settings.kib:
+        for name, call in operations(kib * 1024, settings.ranks).items():
+            call()
+            dist.barrier()
+            own = found.setdefault((name, kib), [])
+            for _ in range(settings.calls):
+                began = time.perf_counter()
+                call()
+                own.append(time.perf_counter() - began)
+    return found
+
+
+def main() -> int:
+    """Measure, print, append."""
+    settings = tyro.cli(Settings, description=__doc__)
+    found: dict[str, dict[tuple[str, int], list[float]]] = {"gloo": {}, "shm": {}}
+    for _ in range(settings.rounds):
+        for backend, seconds in found.items():
+            ranks = run_ranks(settings.ranks, times, settings, backend=backend, timeout=600.0)
+            for key in ranks[0]:
+                seconds.setdefault(key, []).extend(map(max, zip(*(rank[key] for rank in ranks), strict=True)))
+    print(f"microseconds, {settings.ranks} ranks")
+    print(f"{'':16}{'KiB':>7}{'gloo':>10}{'shm':>10}{'times as fast':>15}")
+    rows = []
+    for name, kib in found["gloo"]:
+        gloo, shm = (1e6 * statistics.median(found[backend][name, kib]) for backend in ("gloo", "shm"))
+        print(f"{name:16}{kib:7}{gloo:10.0f}{shm:10.0f}{gloo / shm:15.1f}")
+        rows.append(Row(f"{name} {kib} KiB, {settings.ranks} ranks", shm, "us", ratio=gloo / shm))
+    append("bench_collectives", rows, peer=f"gloo of torch {torch.__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
