@@ -75,6 +75,7 @@ doctor: install
 
 bench: install-test
 	$(BIN)/python -m benchmarks.bench_step
+	$(BIN)/python -m benchmarks.bench_context
 
 bench-ops: install-test
 	$(BIN)/python -m benchmarks.bench_ops

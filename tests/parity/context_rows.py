@@ -97,7 +97,7 @@ for _name, _size in {
     "balance of micro-batches, tp2 sp": 4,
     "balance of the global batch, tp2 sp": 4,
 }.items():
-    CONTEXT_ROWS[f"cp2, {_name}"] = _size, MOE_ROWS[_name][1], MOE_ROWS[_name][2] | CP2  # C6
+    CONTEXT_ROWS[f"cp2, {_name}"] = _size, MOE_ROWS[_name][1], MOE_ROWS[_name][2] | CP2
 
 SAMPLE = (
     "cp2 p2p",
