@@ -9,6 +9,7 @@ import tyro
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.plot import plot_loss
+from megatron_core.monitor.plot_experts import plot_expert_load
 
 
 def main(
@@ -16,21 +17,29 @@ def main(
     /,
     out: str = "loss.png",
     x: Literal["iteration", "tokens"] = "iteration",
-    title: str = "Loss",
+    title: str | None = None,
+    experts: bool = False,
 ) -> int:
-    """Draw training loss, validation loss and learning rate.
+    """Draw training loss, validation loss and learning rate, or the load of the experts.
 
     Args:
         metrics: Metrics files of runs (metrics.jsonl), one curve for each.
         out: Picture to write (.png, .svg or .pdf).
         x: Quantity on the x axis.
         title: Title of the picture.
+        experts: Draw the load of the experts of one run, a heat map, instead of its loss.
     """
+    if experts and len(metrics) > 1:
+        print("plot_metrics.py: --experts draws one run; give one metrics.jsonl", file=sys.stderr)
+        return 2
     if not metrics:
         print("plot_metrics.py: no metrics file; give one or more metrics.jsonl", file=sys.stderr)
         return 2
     try:
-        plot_loss(metrics, out, x=x, title=title)
+        if experts:
+            plot_expert_load(metrics[0], out, title=title or "Load of the experts")
+        else:
+            plot_loss(metrics, out, x=x, title=title or "Loss")
     except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
         print(f"plot_metrics.py: {error}", file=sys.stderr)
         return 1

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.errors import DataError
 from megatron_core.monitor.expert_load import STARVED_STEPS, ExpertLoad, StarvedExperts
 from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.plot_experts import expert_loads, plot_expert_load
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.loop import report_step
 from megatron_core.training.step import train_step
+from tests.monitor.examples import step
 from tests.runs import tiny_run
 
 
@@ -62,3 +65,21 @@ def test_the_note_names_layer_and_expert(capsys: pytest.CaptureFixture) -> None:
     for _ in range(STARVED_STEPS):
         checks.after_step(train_step(run))
     assert "layer 0: experts 2, 3. They learn next to nothing" in capsys.readouterr().out
+
+
+def test_heat_map(tmp_path: Path) -> None:
+    """Loads over their mean, layer by layer; a step without a token that counts is even."""
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
+    for iteration in range(1, 1001):
+        load = {1: [4, 0, 0, 0, 0], 10: [1, 1, 3, 3, 0]} if iteration > 1 else {1: [0] * 5, 10: [0] * 5}
+        sink.on_step(step(iteration, expert_load=load))
+    sink.close()
+    layers, loads = expert_loads(tmp_path / "metrics.jsonl")
+    assert layers == [1, 10] and loads.shape == (2, 4, 1000)
+    assert loads[:, :, 0].tolist() == [[1.0] * 4] * 2
+    assert loads[:, :, 1].tolist() == [[4.0, 0.0, 0.0, 0.0], [0.5, 0.5, 1.5, 1.5]]
+    plot_expert_load(tmp_path / "metrics.jsonl", tmp_path / "experts.png")
+    assert (tmp_path / "experts.png").stat().st_size > 5000
+    JsonLinesSink(tmp_path / "dense.jsonl").on_step(step(1))
+    with pytest.raises(DataError, match="no load of experts"):
+        expert_loads(tmp_path / "dense.jsonl")
