@@ -33,11 +33,9 @@ class JsonLinesSink:
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
         record = asdict(event)
-        loads = record.pop("expert_load")
-        experts = {str(layer): ExpertLoad.of(load).record() for layer, load in loads.items()}
-        self._write(
-            {"kind": "step", **record, **record.pop("auxiliary_losses"), **({"experts": experts} if experts else {})}
-        )
+        losses, loads = record.pop("auxiliary_losses"), record.pop("expert_load")
+        experts = {"experts": {str(layer): ExpertLoad.of(load).record() for layer, load in loads.items()}}
+        self._write({"kind": "step", **record, **losses, **(experts if loads else {})})
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""

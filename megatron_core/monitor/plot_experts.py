@@ -29,7 +29,7 @@ def expert_loads(path: str | Path) -> tuple[list[int], np.ndarray]:
 
 
 def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Load of the experts") -> None:
-    """Draw the loads in ``path`` into ``png_path``: white is the mean load, blue less, red more, up to twice the mean."""
+    """Draw the loads of ``path``: white is the mean load, blue less, red more, up to twice the mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
