@@ -12,7 +12,11 @@ class CheckpointConfig:
     save: str | None = None
     """Folder to write checkpoints to: at the end of the run, and every --save-interval steps."""
     save_interval: int | None = None
-    """Steps between checkpoints; default none before the end of the run."""
+    """With --save: steps between checkpoints; default none before the end of the run."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints of multiples of this many steps, and the newest one; delete others when the next is complete."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """With --load: take learning rate and weight decay with their schedules from the checkpoint, not from the flags."""
     load: str | None = None
     """Folder of checkpoints to resume from; an empty or absent one starts from scratch, and says so."""
     load_hf: str | None = None

@@ -109,7 +109,7 @@ REFUSED: dict[str, str] = {
         activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
         fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
         softmax_type= no_rope_freq= log_max_attention_logit experimental_attention_variant=
-        enable_mhc_connections apply_query_key_layer_scaling embedding_init_method_std= spec=
+        enable_mhc_connections embedding_init_method_std= spec=
         heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
         use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
         distribute_saved_activations recompute_modules= export_qk_l2_norm export_moe_apply_probs_on_input
@@ -122,7 +122,6 @@ REFUSED: dict[str, str] = {
     "precision of matrix products and logits follows --bf16, --fp16 or --fp64; remove it": """
         disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",
     "the schedule of the learning rate and weight decay is by iterations, from the flags; remove it": """
-        use_checkpoint_opt_param_scheduler lr_decay_samples= lr_wsd_decay_samples= lr_warmup_samples=
         start_weight_decay= end_weight_decay= weight_decay_incr_style=""",
     "only --rampup-batch-size changes the batch; remove it": "step_batch_size_schedule= decrease_batch_size_if_needed",
     "give --micro-batch-size and --global-batch-size": "batch_size=",
@@ -131,11 +130,10 @@ REFUSED: dict[str, str] = {
         start_eval_at_iter=""",
     "only --save-interval and --save decide what is saved; remove it": """
         save_params_interval= save_activations_interval= save_wgrads_interval= save_dgrads_interval=
-        save_retain_interval= non_persistent_save_interval= replication override_ckpt_iteration=
+        non_persistent_save_interval= replication override_ckpt_iteration=
         dump_param_to_param_group_map= ckpt_convert_format= ckpt_convert_save=""",
     "checkpoints are read from --load alone; use --finetune to start at iteration 0": """
         pretrained_checkpoint= use_mp_args_from_checkpoint_args load_main_params_from_ckpt""",
-    "kernels are deterministic where torch's are; remove it": "deterministic_mode",
     "this source of data is not supported; remove it": """
         dataloader_inter_document_masking object_storage_cache_path= finetune_data_files= finetune_data_split=
         finetune_hf_dataset=""",

@@ -9,6 +9,7 @@ from megatron_core.config.moe import MoEConfig
 
 EXECUTION_SETTINGS = (
     "attention_backend",
+    "apply_query_key_layer_scaling",
     "kernel_backend",
     "cross_entropy_loss_fusion",
     "cross_entropy_fusion_impl",
@@ -108,6 +109,10 @@ class ModelConfig(MoEConfig):
     training."""
     attention_backend: Literal["auto", "unfused"] = "auto"
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
+    apply_query_key_layer_scaling: bool = False
+    """Divide queries by the number of the layer before they meet the keys and multiply the scores by it afterwards: the
+    same function, whose products in float16 overflow less. In the unfused attention alone: fused kernels hold scores in
+    float32."""
     window_size: tuple[int, int] | None = None
     """Sliding-window attention: how many tokens each token attends to before itself (-1: all) and after itself (0, as
     the model is causal)."""

@@ -148,7 +148,7 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Settings of saving and loading that have no effect without a folder, and unknown names of model settings."""
     checkpoint = config.checkpoint
     needs = {
-        "save_interval": "save",
+        "save_retain_interval": "save",
         "ckpt_step": "load",
         "use_checkpoint_args": "load",
         "finetune": "load",

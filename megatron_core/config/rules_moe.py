@@ -36,9 +36,9 @@ def _without_experts(config: RunConfig) -> Iterator[str]:
         value = getattr(config.model, name)
         if value != getattr(defaults, name):
             yield f"{name}={value} has no effect without num_experts; add --num-experts or remove it"
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (size := getattr(config.parallel, name) or 1) > 1:
-            yield f"{name}={size} has no effect without num_experts; legal: 1, or add --num-experts"
+    # Megatron-LM's scripts for dense models give expert_tensor_parallel_size, too, which changes nothing there.
+    if (size := config.parallel.expert_model_parallel_size) > 1:
+        yield f"expert_model_parallel_size={size} has no effect without num_experts; legal: 1, or add --num-experts"
 
 
 def _layer_problems(config: RunConfig) -> Iterator[str]:

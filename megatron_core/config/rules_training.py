@@ -58,10 +58,20 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         value = getattr(optimizer, name)
         if value > optimizer.lr:
             yield f"{name}={value} is more than lr={optimizer.lr}; legal: 0 to {optimizer.lr}"
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+    if optimizer.counts_samples and optimizer.counts_iterations:
+        shown = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
+        yield f"{shown} exclude one another; give all phases of the learning rate in samples, or all in iters"
+        return
+    if optimizer.counts_samples and config.training.train_samples is None and not config.training.skip_train:
+        shown = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
+        yield f"{shown} needs a training by samples; give --train-samples instead of --train-iters, or use --lr-*-iters"
+        return
+    unit = "samples" if config.schedules_by_samples else "iters"
+    warmup = getattr(optimizer, f"lr_warmup_{unit}")
+    if optimizer.lr_warmup_fraction is not None and warmup:
         yield (
-            f"lr_warmup_fraction={optimizer.lr_warmup_fraction} and "
-            f"lr_warmup_iters={optimizer.lr_warmup_iters} exclude one another; keep one of them"
+            f"lr_warmup_fraction={optimizer.lr_warmup_fraction} and lr_warmup_{unit}={warmup} exclude one another; "
+            "keep one of them"
         )
     if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
         yield f"decoupled_min_lr={optimizer.decoupled_min_lr} has no effect without decoupled_lr; add --decoupled-lr"
@@ -72,13 +82,13 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{decoupled.min_lr}, lr_warmup_init {decoupled.lr_warmup_init}); raise it or lower those"
         )
     yield from _offload_problems(config)
-    decay = _decay_steps(config, world_size)
-    if decay and optimizer.lr_warmup_fraction is None and optimizer.lr_warmup_iters >= decay:
+    decay = _decay_end(config, world_size)
+    if decay and optimizer.lr_warmup_fraction is None and warmup >= decay:
         yield (
-            f"lr_warmup_iters={optimizer.lr_warmup_iters} leaves no step for the decay, which ends after {decay} "
-            f"steps; legal: 0 to {decay - 1}, or a longer training"
+            f"lr_warmup_{unit}={warmup} leaves nothing for the decay, which ends after {decay} {_WORD[unit]}; "
+            f"legal: 0 to {decay - 1}, or a longer training"
         )
-    yield from _wsd_problems(config, decay)
+    yield from _wsd_problems(config, decay, unit)
 
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
@@ -95,9 +105,15 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _decay_steps(config: RunConfig, world_size: int) -> int | None:
-    """Steps until the end of the decay; ``None`` if unknown."""
+_PHASES = tuple(f"lr_{phase}_{unit}" for unit in ("samples", "iters") for phase in ("decay", "warmup", "wsd_decay"))
+_WORD = {"iters": "steps", "samples": "samples"}
+
+
+def _decay_end(config: RunConfig, world_size: int) -> int | None:
+    """Steps, or samples, until the end of the decay; ``None`` if unknown."""
     training, copies = config.training, copies_of(config, world_size)
+    if config.schedules_by_samples:
+        return config.optimizer.lr_decay_samples or training.train_samples
     if config.optimizer.lr_decay_iters is not None:
         return config.optimizer.lr_decay_iters
     if training.train_iters is not None:
@@ -107,23 +123,23 @@ def _decay_steps(config: RunConfig, world_size: int) -> int | None:
     return training.num_iterations(copies)
 
 
-def _wsd_problems(config: RunConfig, decay: int | None) -> Iterator[str]:
+def _wsd_problems(config: RunConfig, decay: int | None, unit: str) -> Iterator[str]:
     """Check the decay phase of WSD (warm-up, stable, decay)."""
-    optimizer = config.optimizer
-    steps = optimizer.lr_wsd_decay_iters
+    optimizer, name = config.optimizer, f"lr_wsd_decay_{unit}"
+    length = getattr(optimizer, name)
     if optimizer.lr_decay_style != "WSD":
-        if steps is not None:
+        if length is not None:
             yield (
-                f"lr_wsd_decay_iters={steps} has no effect with lr_decay_style={optimizer.lr_decay_style}; "
+                f"{name}={length} has no effect with lr_decay_style={optimizer.lr_decay_style}; "
                 "add --lr-decay-style WSD or remove it"
             )
-    elif steps is None:
-        yield "lr_wsd_decay_iters=None is missing for lr_decay_style=WSD; give the steps of the last phase"
+    elif length is None:
+        yield f"{name}=None is missing for lr_decay_style=WSD; give the {_WORD[unit]} of the last phase"
     elif decay:
-        warmup = (optimizer.lr_warmup_fraction or 0) * decay or optimizer.lr_warmup_iters
-        if steps > decay - warmup > 0:
+        warmup = (optimizer.lr_warmup_fraction or 0) * decay or getattr(optimizer, f"lr_warmup_{unit}")
+        if length > decay - warmup > 0:
             yield (
-                f"lr_wsd_decay_iters={steps} is more than the {decay - warmup:g} steps after warm-up; "
+                f"{name}={length} is more than the {decay - warmup:g} {_WORD[unit]} after warm-up; "
                 f"legal: 1 to {int(decay - warmup)}"
             )
 

@@ -37,6 +37,13 @@ class RunConfig:
         """Number of learned positions after defaults."""
         return self.model.max_position_embeddings or self.data.seq_length
 
+    @property
+    def schedules_by_samples(self) -> bool:
+        """Whether the learning rate follows the sequences used, as in Megatron-LM with --train-samples, and not the
+        steps."""
+        by_samples = self.training.train_samples is not None and not self.optimizer.counts_iterations
+        return by_samples or self.optimizer.counts_samples
+
     def flat(self) -> dict[str, Any]:
         """All settings as one ``{name: value}``, without sections."""
         return {name: value for section in asdict(self).values() for name, value in section.items()}

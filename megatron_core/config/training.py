@@ -41,6 +41,9 @@ class TrainingConfig:
     """Weights and activations in float16 with a dynamic loss scale; main weights and gradients in float32."""
     fp64: bool = False
     """Everything in float64, for verification and debugging."""
+    deterministic_mode: bool = False
+    """Only kernels of torch that give the same bits each time; an error where there are none. Data order, initial
+    weights and dropout are functions of the seed in any case, and on CPUs so are all results."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop with an error if the loss or the gradient norm is not finite (with --fp16 the step is skipped instead);
     --no-check-for-nan-in-loss-and-grad continues."""
@@ -89,8 +92,12 @@ class OptimizerConfig:
     """How the learning rate decays after warm-up."""
     lr_decay_iters: int | None = None
     """Step at which the learning rate reaches its lowest value; default the last step."""
+    lr_decay_samples: int | None = None
+    """As --lr-decay-iters, in sequences; with --train-samples."""
     lr_warmup_iters: int = 0
     """Steps of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """As --lr-warmup-iters, in sequences; with --train-samples."""
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay steps, instead of --lr-warmup-iters."""
     lr_warmup_init: float = 0.0
@@ -99,6 +106,8 @@ class OptimizerConfig:
     """Shape of the last phase of WSD (warm-up, stable, decay)."""
     lr_wsd_decay_iters: int | None = None
     """Steps of the last phase of WSD."""
+    lr_wsd_decay_samples: int | None = None
+    """As --lr-wsd-decay-iters, in sequences; with --train-samples."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices and embeddings; not applied to biases and norms."""
     adam_beta1: float = 0.9
@@ -153,3 +162,13 @@ class OptimizerConfig:
             return None
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=lowest)
+
+    @property
+    def counts_iterations(self) -> bool:
+        """Whether a phase of the learning rate is given in optimizer steps."""
+        return bool(self.lr_decay_iters or self.lr_warmup_iters or self.lr_wsd_decay_iters)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether a phase of the learning rate is given in sequences."""
+        return bool(self.lr_decay_samples or self.lr_warmup_samples or self.lr_wsd_decay_samples)

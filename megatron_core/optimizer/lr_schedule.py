@@ -12,7 +12,8 @@ class LearningRateSchedule:
     """Warm-up and decay by the rules of Megatron-LM's ``OptimizerParamScheduler``.
 
     With n the optimizer step counted from 1, W the number of warm-up steps and D the step at the end of the decay
-    (``lr_decay_iters``, or the last step):
+    (``lr_decay_iters``, or the last step), or, with ``by_samples``, all three in sequences that steps have used
+    (``lr_warmup_samples``, ``lr_decay_samples``):
 
         n <= W:  lr = init + (max - init) n / W
         n > D:   lr = min                                (not for "constant", which stays at max)
@@ -30,23 +31,25 @@ class LearningRateSchedule:
     There is no state: a run resumed with other settings follows those from its first step on.
     """
 
-    def __init__(self, config: OptimizerConfig, total_steps: int) -> None:
-        """``total_steps``: optimizer steps of the whole training."""
-        self.config = config
-        self.decay_steps = total_steps if config.lr_decay_iters is None else config.lr_decay_iters
+    def __init__(self, config: OptimizerConfig, total_steps: int, *, by_samples: bool = False) -> None:
+        """``total_steps``: optimizer steps of the whole training, or its sequences with ``by_samples``."""
+        self.config, self.by_samples = config, by_samples
+        decay = config.lr_decay_samples if by_samples else config.lr_decay_iters
+        self.decay_steps = total_steps if decay is None else decay
+        warmup = config.lr_warmup_samples if by_samples else config.lr_warmup_iters
         # As in Megatron-LM, the fraction is not rounded to whole steps.
         self.warmup_steps: float = (
-            config.lr_warmup_iters
-            if config.lr_warmup_fraction is None
-            else config.lr_warmup_fraction * self.decay_steps
+            warmup if config.lr_warmup_fraction is None else config.lr_warmup_fraction * self.decay_steps
         )
-        if config.lr_decay_style == "WSD" and config.lr_wsd_decay_iters is None:
+        self.wsd_steps = config.lr_wsd_decay_samples if by_samples else config.lr_wsd_decay_iters
+        if config.lr_decay_style == "WSD" and self.wsd_steps is None:
             raise ConfigError(
                 "lr_wsd_decay_iters=None is missing for lr_decay_style=WSD; give the steps of the last phase"
             )
 
     def lr(self, step: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 1."""
+        """The learning rate of optimizer step ``step``, counted from 1; ``by_samples``: of the step after which so many
+        sequences are used."""
         config = self.config
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * step / self.warmup_steps
@@ -61,7 +64,7 @@ class LearningRateSchedule:
     def _coefficient(self, step: int) -> float:
         """(lr - min) / (max - min): 1 at the end of warm-up and 0 at the end of the decay."""
         if self.config.lr_decay_style == "WSD":
-            phase = self.config.lr_wsd_decay_iters or 1
+            phase = self.wsd_steps or 1
             done = (step - (self.decay_steps - phase)) / phase
             return 1.0 if done <= 0 else _shape(self.config.lr_wsd_decay_style, done)
         return _shape(self.config.lr_decay_style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))

@@ -33,6 +33,8 @@ TENSORS = (
     "moe_router_enable_expert_bias",
 )
 """Settings that decide which tensors there are, so that weights of another value do not load."""
+SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
+"""What the names of the optimizer's settings that belong to a schedule begin with."""
 SIZES = (
     "ffn_hidden_size",
     "kv_channels",
@@ -105,6 +107,20 @@ def model_and_tokenizer(config: RunConfig) -> RunConfig:
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
     return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in kept}))
+
+
+def with_stored_schedule(config: RunConfig) -> RunConfig:
+    """``config`` with learning rate, weight decay and their schedules of the checkpoint that it loads, if
+    ``use_checkpoint_opt_param_scheduler`` asks for that and there is one."""
+    settings = config.checkpoint
+    if settings.load is None or not settings.use_checkpoint_opt_param_scheduler:
+        return config
+    folder = find_checkpoint(settings.load, settings.ckpt_step)
+    if folder is None:
+        return config
+    stored = stored_config(folder).optimizer
+    names = [part.name for part in fields(stored) if part.name.startswith(SCHEDULE)]
+    return replace(config, optimizer=replace(config.optimizer, **{name: getattr(stored, name) for name in names}))
 
 
 def _equal(stored: Any, current: Any) -> bool:

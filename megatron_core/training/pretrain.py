@@ -21,7 +21,7 @@ from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.pipeline_parallel.partition import describe
-from megatron_core.training.compatibility import model_and_tokenizer, stored_config
+from megatron_core.training.compatibility import model_and_tokenizer, stored_config, with_stored_schedule
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_splits, train
 from megatron_core.training.memory_report import describe_memory
@@ -32,6 +32,11 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, DryRun]:
     """The configuration of the command line, or of ``args``, over that of the checkpoint or of the model of Hugging
     Face if it asks for that; and whether to describe a rank instead of training."""
+    config, dry = _read_settings(prog, args)
+    return with_stored_schedule(config), dry
+
+
+def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
     config, dry = parse_command_line(args, prog=prog)
     if config.checkpoint.load_hf is not None and not config.checkpoint.use_checkpoint_args:
         settings = settings_of_folder(config.checkpoint.load_hf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,22 @@ def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compres
     return None
 
 
+def learning_rate_schedule(
+    config: RunConfig, optimizer: OptimizerConfig, total_iterations: int
+) -> LearningRateSchedule:
+    """The schedule of ``optimizer`` in a training of so many steps, by steps or by sequences."""
+    by_samples = config.schedules_by_samples
+    total = config.training.train_samples if by_samples else total_iterations
+    return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
+
+
+def use_deterministic_kernels() -> None:
+    """Let torch choose only kernels that give the same bits each time, as ``--deterministic-mode`` asks."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts; torch refuses others
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def set_up(
     config: RunConfig,
     world: World,
@@ -152,6 +169,8 @@ def set_up(
     """
     if config.monitor.poison_buffers:
         poison.turn_on()
+    if config.training.deterministic_mode:
+        use_deterministic_kernels()
     checkpoint = open_checkpoint(config)
     validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
     parallel = config.parallel
@@ -210,9 +229,9 @@ def set_up(
         optimizer=optimizer,
         # Not the output layer's: to defer its weight gradient would keep a gradient as large as the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
-        schedule=LearningRateSchedule(config.optimizer, total),
+        schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,
-        decoupled_schedule=LearningRateSchedule(decoupled, total) if decoupled is not None else None,
+        decoupled_schedule=learning_rate_schedule(config, decoupled, total) if decoupled is not None else None,
         total_iterations=total,
         splits=splits,
         state=state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ class TrainState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_iterations: int = 0
+    skipped_samples: int = 0
+    """Sequences of the skipped iterations."""
     layout: str = ""
     """The layout in which the run last took a step or was saved."""
     validation_loss: float | None = None
@@ -94,15 +97,17 @@ def save_state(
     vocab_size: int,
     tokenizer: Tokenizer | None,
 ) -> Path:
-    """Write a checkpoint into ``config.checkpoint.save`` and return its folder."""
+    """Write a checkpoint into ``config.checkpoint.save`` and return its folder; drop the one before it if
+    ``save_retain_interval`` does not keep it."""
     data.finish_param_sync()
-    groups = data.groups
+    groups, settings = data.groups, config.checkpoint
+    previous = find_checkpoint(settings.save or ".") if settings.save_retain_interval is not None else None
     pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
     pieces += parameter_pieces(data.frozen_on_first_copy())
-    if not config.checkpoint.no_save_optim:
+    if not settings.no_save_optim:
         pieces += [*optimizer_pieces(optimizer), *compression_pieces(data)]
-    return save_checkpoint(
-        Path(config.checkpoint.save or "."),
+    folder = save_checkpoint(
+        Path(settings.save or "."),
         state.iteration,
         pieces,
         _manifest_state(config, state, optimizer, vocab_size)
@@ -111,6 +116,15 @@ def save_state(
         agree=lambda ok: _all_agree(ok, data.device),
         extra_files={f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())},
     )
+    if previous not in (None, folder) and groups.rank == 0:
+        drop_checkpoint(previous, settings.save_retain_interval)
+    return folder
+
+
+def drop_checkpoint(folder: Path | None, retain_interval: int | None) -> None:
+    """Delete a checkpoint that is not of a multiple of ``retain_interval`` steps."""
+    if folder is not None and retain_interval is not None and int(folder.name.rpartition("_")[2]) % retain_interval:
+        shutil.rmtree(folder)
 
 
 def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int) -> dict[str, Any]:
@@ -164,7 +178,8 @@ def load_state(
         if weights_only:
             return TrainState()
         # Checkpoints written before sequences could grow have no count of tokens.
-        counted = {"consumed_tokens": reader.state["consumed_samples"] * config.data.seq_length, **reader.state}
+        older = {"consumed_tokens": reader.state["consumed_samples"] * config.data.seq_length, "skipped_samples": 0}
+        counted = {**older, **reader.state}
         return TrainState(**{field.name: counted[field.name] for field in fields(TrainState)})
 
 

@@ -35,7 +35,11 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
     batches = load_batches(run, size)
-    step = state.iteration - state.skipped_iterations + 1
+    step = (
+        state.consumed_samples - state.skipped_samples + size.batch_size
+        if run.schedule.by_samples
+        else state.iteration - state.skipped_iterations + 1
+    )
     lr = run.schedule.lr(step)
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
@@ -65,6 +69,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     state.consumed_samples += size.batch_size
     state.consumed_tokens += size.tokens
     state.skipped_iterations += outcome.skipped
+    state.skipped_samples += outcome.skipped * size.batch_size
     state.layout, state.validation_loss = run.layout, None
     return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size)
 

@@ -42,6 +42,7 @@ class CoreAttention(nn.Module):
         parts = context.tp_group.size() * heads_over.size()
         part = context.tp_group.rank() * heads_over.size() + heads_over.rank()
         self.first_head = part * (config.num_attention_heads // parts)
+        self.divisor = layer_number + 1 if config.apply_query_key_layer_scaling else 1
         self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
@@ -60,7 +61,8 @@ class CoreAttention(nn.Module):
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         queries_per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
-        scores, scale = query.matmul(key.transpose(-1, -2)), 1 / math.sqrt(query.shape[-1])
+        scores = (query / self.divisor).matmul(key.transpose(-1, -2))
+        scale = self.divisor / math.sqrt(query.shape[-1])
         if self.softcap is not None:
             scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
         weights = attention_softmax(

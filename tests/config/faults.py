@@ -265,6 +265,18 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("lr_wsd_decay_iters=60", "50 steps after warm-up", "1 to 50"),
     ),
+    (
+        {"lr_decay_samples": 5, "lr_warmup_iters": 2, "train_samples": 9, "train_iters": None},
+        1,
+        ("lr_decay_samples=5 and lr_warmup_iters=2", "all in iters"),
+    ),
+    ({"lr_warmup_samples": 5}, 1, ("lr_warmup_samples=5", "--train-samples")),
+    (
+        {"lr_warmup_samples": 9, "train_samples": 9, "train_iters": None},
+        1,
+        ("lr_warmup_samples=9", "9 samples", "0 to 8"),
+    ),
+    ({"save_retain_interval": 5}, 1, ("save_retain_interval=5", "--save")),
     # precision
     ({"bf16": True, "fp16": True}, 1, ("bf16=True and fp16=True", "keep one")),
     ({"bf16": True, "fp16": True, "fp64": True}, 1, ("bf16=True and fp16=True and fp64=True", "keep one")),
@@ -365,7 +377,6 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("vocab_size=None", "NullTokenizer", "--vocab-size"),
     ),
     # checkpoints
-    ({"save_interval": 5}, 1, ("save_interval=5", "--save FOLDER")),
     ({"ckpt_step": 5}, 1, ("ckpt_step=5", "--load FOLDER")),
     ({"finetune": True}, 1, ("finetune=True", "--load FOLDER")),
     ({"use_checkpoint_args": True}, 1, ("use_checkpoint_args=True", "--load FOLDER")),

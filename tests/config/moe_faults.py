@@ -18,7 +18,6 @@ def groups(num_groups: int | None, topk: int | None) -> dict[str, Any]:
 MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"moe_router_topk": 4}, 1, ("moe_router_topk=4 has no effect", "--num-experts")),
     ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2 has no effect", "legal: 1")),
-    ({"expert_tensor_parallel_size": 2}, 2, ("expert_tensor_parallel_size=2 has no effect", "legal: 1")),
     (MOE | {"num_experts": 0}, 1, ("num_experts=0", "1, 2, 3")),
     (MOE | {"moe_z_loss_coeff": -1.0}, 1, ("moe_z_loss_coeff=-1.0", "0 or a finite number above it")),
     (MOE | {"moe_input_jitter_eps": 1.0}, 1, ("moe_input_jitter_eps=1.0", "not including, 1")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -115,3 +116,21 @@ def test_a_resumed_run_follows_its_own_settings():  # C63
     asked_before.lr(5)
     assert [schedule(20, **new).lr(step) for step in range(6, 21)] == table(20, **new)[5:20]
     assert table(10, **old)[:5] == [asked_before.lr(step) for step in range(1, 6)]
+
+
+def test_by_samples_it_is_the_same_curve_over_samples():
+    """Steps of 4 sequences: sample 4 n has the rate of step n, and batches that grow reach it sooner."""
+    steps = schedule(10, lr_decay_style="cosine", lr_warmup_iters=2)
+    settings = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_warmup_samples=8)
+    samples = LearningRateSchedule(settings, 40, by_samples=True)
+    expect([samples.lr(4 * n) for n in range(1, 12)], [steps.lr(n) for n in range(1, 12)])
+    shorter = LearningRateSchedule(replace(settings, lr_decay_samples=20), 40, by_samples=True)
+    assert shorter.lr(20) == shorter.lr(30) == 0.1 < samples.lr(20)
+
+
+def test_wsd_by_samples():
+    settings = OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_style="linear", lr_wsd_decay_samples=10)
+    rates = LearningRateSchedule(settings, 40, by_samples=True)
+    expect([rates.lr(30), rates.lr(35), rates.lr(40)], [1.0, 0.5, 0.0])
+    with pytest.raises(ConfigError):
+        LearningRateSchedule(replace(settings, lr_wsd_decay_samples=None), 40, by_samples=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,3 +153,20 @@ def test_memory_of_a_window_grows_with_the_sequence_not_with_its_square() -> Non
             sizes.append(0)
             windowed(8)(*drawn(length, length, torch.float32), SequenceContext())
     assert sizes[1] < 4.5 * sizes[0]
+
+
+def test_scaling_by_the_layers_number_is_the_same_function_and_overflows_later() -> None:
+    """Products of 3 x 80,000 are too large for float16, a third of them are not."""
+    config = ModelConfig(num_layers=8, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, attention_backend="unfused")
+    config = replace(config, attention_dropout=0.0)
+    context = LayerContext(config, ModelParallelConfig(), LocalGroup(), seed=1)
+    scaling = replace(config, apply_query_key_layer_scaling=True)
+    scaled = LayerContext(scaling, ModelParallelConfig(), LocalGroup(), seed=1)
+    tensors = drawn(5, 5, torch.float64)
+    for ours, theirs in zip(
+        attended(CoreAttention(scaled, 6), tensors), attended(CoreAttention(context, 6), tensors), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    large = [torch.full_like(x, 100.0, dtype=torch.float16) for x in tensors]  # 8 x 100 x 100 = 80,000
+    assert not attended(CoreAttention(context, 6), large)[0].isfinite().all()
+    assert attended(CoreAttention(scaled, 6), large)[0].isfinite().all()
