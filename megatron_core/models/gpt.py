@@ -277,9 +277,13 @@ class GPTModel(nn.Module):
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
-        logits, group = self._capped(logits), self.tp_group
         return vocab_parallel_cross_entropy(
-            logits, target, tp_group=group, vocab_size=size, overwrite_logits=True, backend=backend
+            self._capped(logits),
+            target,
+            tp_group=self.tp_group,
+            vocab_size=size,
+            overwrite_logits=True,
+            backend=backend,
         )
 
     def _capped(self, logits: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class ParallelGroups:
         tied = _ends(self.ranks("pp"), ends)
         self.embedding_ranks = list(tied) if rank in tied else []
         self.embedding = self._own_group("pp", lambda pipeline: [list(_ends(pipeline, ends))])
-        self._sharding = {axes: self._split_group(axes, instances) for axes in ("dp-cp", "edp")}
+        self._sharding = {axes: self._split_group(axes, instances) for axes in ("dp", "dp-cp", "edp")}
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))

@@ -31,7 +31,7 @@ def _data(compressor: PowerSGD | OneBitAdam) -> DataParallel:
 
 
 def _remembered(rank: int) -> list[tuple[float, float]]:
-    """Of the same gradients again and again: how far their running mean, and a single sum, are from the truth."""
+    """Of the same gradients again and again: how far their running mean, and a single sum, are from the reference."""
     data = _data(PowerSGD(rank, warmup=0))
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn_like(bucket.grads) for bucket in data.buckets]
@@ -48,8 +48,11 @@ def _remembered(rank: int) -> list[tuple[float, float]]:
             mean.add_(bucket.grads, alpha=1.0 / rounds)
     ends = sorted(zip(means, truths, data.buckets, strict=True), key=lambda end: not end[2].kind.decay)
     return [
-        (((mean - truth).norm() / truth.norm()).item(), ((bucket.grads - truth).norm() / truth.norm()).item())
-        for mean, truth, bucket in ends
+        (
+            ((mean - reference).norm() / reference.norm()).item(),
+            ((bucket.grads - reference).norm() / reference.norm()).item(),
+        )
+        for mean, reference, bucket in ends
     ]
 
 

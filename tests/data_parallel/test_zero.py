@@ -162,8 +162,8 @@ def test_any_module_with_frozen_parameters() -> None:
     whole = run_ranks(2, _frozen_below, 0)
     for stage in (2, 3):
         for weights, expected in zip(run_ranks(2, _frozen_below, stage), whole, strict=True):
-            for found, truth in zip(weights, expected, strict=True):
-                np.testing.assert_allclose(found, truth, rtol=1e-12)
+            for found, reference in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(found, reference, rtol=1e-12)
 
 
 def test_a_unit_that_is_freed_too_early_ends_the_run() -> None:

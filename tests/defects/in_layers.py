@@ -168,7 +168,7 @@ IN_LAYERS = (
         "cross entropy runs over the data-parallel group",
         "models.gpt:GPTModel._losses",
         "tp_group=self.tp_group,",
-        "tp_group=tensor_parallel_group.__globals__['current']().group('dp'),",
+        "tp_group=current().group('dp'),",
         "tp2",
         "C50",
     ),
