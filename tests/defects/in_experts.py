@@ -93,10 +93,10 @@ IN_EXPERTS = (
         "experts, ep2",
     ),
     Defect(
-        "only one of the ranks that share an expert gets its tokens",
+        "all copies of a token go to the first of the ranks that share its expert",
         "transformer.moe.dispatch:AllToAll._destinations",
         "torch.tensor(self.holders, device=device)",
-        "torch.tensor([own[:1] for own in self.holders], device=device)",
+        "torch.tensor([own[:1] * len(own) for own in self.holders], device=device)",
         "experts, tp2",
     ),
     Defect(
