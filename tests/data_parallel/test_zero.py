@@ -128,13 +128,13 @@ def _grown_and_kept(settings: dict) -> tuple[int, int]:
     return _peak() - before, sum(tensor.nbytes for tensor in shards + state)
 
 
-@pytest.mark.parametrize(("settings", "units"), [({}, 5), (OVERLAP, 9)], ids=["one after another", "overlap"])
+@pytest.mark.parametrize(("settings", "units"), [({}, 5), (OVERLAP, 8)], ids=["one after another", "overlap"])
 def test_peak_memory_at_stage_3_is_the_shards_and_a_few_units(settings: dict, units: int) -> None:
     """Weights of 8 units of 12.6 MB: in memory are the shards, one unit of weights and gradients each, with overlap
-    two, and what a collective copies of them, which both ranks have mapped; whole weights and gradients would be
-    16."""
+    two, and what a collective copies of them; whole weights and gradients would be 16. Over gloo: what ranks lend one
+    another in shared memory depends on who is late, and counts for both."""
     unit = 12 * 512**2 * 4
-    for grown, kept in run_ranks(2, _grown_and_kept, settings):
+    for grown, kept in run_ranks(2, _grown_and_kept, settings, backend="gloo"):
         assert kept > 8 * unit * 4 / 2  # weight, gradient and two moments, halved
         assert grown < kept + units * unit, f"{(grown - kept) / unit:.1f} units beside the shards"
 
