@@ -35,6 +35,8 @@ class CheckpointConfig:
     """With --load: load only the weights, and start at iteration 0."""
     changed_model_settings: tuple[str, ...] = ()
     """With --load: names of model settings that may differ from the checkpoint's, such as rotary_base."""
+    override_opt_param_scheduler: bool = False
+    """Go on with the learning rates and weight decay of this command line where they differ from the checkpoint's."""
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
     no_save_optim: bool = False
@@ -60,5 +62,6 @@ class CheckpointConfig:
             finetune=False,
             changed_model_settings=(),
             no_load_optim=False,
+            override_opt_param_scheduler=False,
             exit_on_missing_checkpoint=True,
         )

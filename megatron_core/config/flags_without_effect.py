@@ -103,9 +103,9 @@ ACCEPTED: dict[str, str] = {
     "masks are never made by the loader": "no_create_attention_mask_in_dataloader allow_ambiguous_pad_tokens",
     "the default order of samples has no index files": """
         dataloader_fast_cache_load dataloader_defer_npy_index_mmap per_dataset_sequences_path=""",
-    "the learning rate follows the flags of the run": "override_opt_param_scheduler",
     "offloaded state is in pinned memory, and its copies overlap": """
-        use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d no_pin_cpu_grads no_pin_cpu_params""",
+        use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d no_pin_cpu_grads no_pin_cpu_params
+        cpu_offloading_retain_pinned_cpu_buffers""",
     "Muon makes whole matrices orthogonal in the precision of main weights": """
         muon_no_split_qkv muon_nesterov muon_fp32_matmul_prec= muon_use_syrk""",
     "weights with one dimension have no weight decay, and there is no such exception": "no_weight_decay_cond_type=",
@@ -164,7 +164,6 @@ ACCEPTED: dict[str, str] = {
 """Reason -> flags that change nothing that is computed or saved, whatever their value."""
 
 DEPENDENT: dict[str, str] = {
-    "cpu_offloading_num_layers": "cpu_offloading_retain_pinned_cpu_buffers",
     "cuda_graph_impl": "cuda_graph_warmup_steps= cuda_graph_modules= cuda_graph_scope=",
     "enable_mhc_connections": """
         mhc_num_residual_streams= mhc_sinkhorn_iterations= mhc_init_gating_factor= mhc_recompute_layer_num=""",

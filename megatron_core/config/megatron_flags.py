@@ -62,7 +62,6 @@ LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq", "moe_
 
 ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "cuda_graph_impl": ("none",),
-    "cpu_offloading_num_layers": ("0",),
     "error_injection_rate": ("0",),
     "glu_linear_offset": ("0", "0.0"),
     "megatron_fsdp_grad_comm_dtype": ("fp32", "auto"),
@@ -100,7 +99,7 @@ REFUSED: dict[str, str] = {
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
         use_precision_aware_optimizer""",
     "offloading is not supported yet; use --recompute-granularity to save memory": """
-        cpu_offloading_num_layers= fine_grained_activation_offloading""",
+        fine_grained_activation_offloading""",
     "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """
         muon_scale_mode= muon_coefficient_type= muon_tp_mode= muon_extra_scale_factor= muon_scalar_optimizer=""",
     "CUDA graphs are not supported; remove it": """

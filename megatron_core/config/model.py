@@ -16,6 +16,8 @@ EXECUTION_SETTINGS = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
     "moe_token_dispatcher_type",
     "moe_pad_expert_input_to_capacity",
     "moe_router_force_load_balancing",
@@ -139,6 +141,10 @@ class ModelConfig(MoEConfig):
     --recompute-num-layers layers of each stage."""
     recompute_num_layers: int | None = None
     """uniform: layers between two checkpoints. block: recomputed layers in each stage."""
+    cpu_offloading: bool = False
+    """Keep activations in the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
+    cpu_offloading_num_layers: int = 0
+    """First layers of each stage whose activations are offloaded; with full recompute the inputs of their runs."""
 
     @property
     def gated_linear_unit(self) -> bool:

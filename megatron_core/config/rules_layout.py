@@ -131,6 +131,8 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
                 f"{name}={value} has no effect with recompute_granularity={model.recompute_granularity}; "
                 "add --recompute-granularity full or remove it"
             )
+    if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
+        yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"
     if (model.recompute_num_layers or 0) > model.num_layers >= 1:
         yield (
             f"recompute_num_layers={model.recompute_num_layers} is more than num_layers={model.num_layers}; "

@@ -59,6 +59,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     "grad_compression_warmup_iters",
+    "cpu_offloading_num_layers",
     "eval_iters",
     "seed",
     "lr_warmup_iters",

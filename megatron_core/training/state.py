@@ -27,7 +27,7 @@ from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.training.compatibility import check_same_model
+from megatron_core.training.compatibility import check_same_model, schedule_changes
 
 
 @dataclass
@@ -154,6 +154,10 @@ def open_checkpoint(config: RunConfig) -> CheckpointReader | HuggingFaceReader |
         return None
     reader = CheckpointReader(folder)
     check_same_model(reader.state["config"], config)
+    if not settings.finetune and not config.training.skip_train:
+        changes = schedule_changes(reader.state["config"], config)
+        if changes and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(f"note: the schedule has changed since the checkpoint: {'; '.join(changes)}", flush=True)
     return reader
 
 

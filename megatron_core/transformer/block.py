@@ -10,6 +10,7 @@ from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer import TransformerLayer
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.offload import offloaded
 from megatron_core.transformer.recompute import recompute_runs, recomputed
 
 
@@ -31,7 +32,7 @@ class TransformerBlock(nn.Module):
             self.final_layernorm = Norm(context, size, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """Run the stage's layers, recomputing what ``recompute_granularity`` says."""
+        """Run the stage's layers, recomputing and offloading what the settings say."""
         layers = list(self.layers.values())
         if not layers and self.final_layernorm is None:
             return hidden.clone()  # the pipeline frees outputs and inputs separately: they must not share memory
@@ -42,5 +43,8 @@ class TransformerBlock(nn.Module):
                     x = layers[i](x, context)
                 return x
 
-            hidden = recomputed(forward_run)(hidden) if recompute and self.training else forward_run(hidden)
+            run_layers = recomputed(forward_run) if recompute and self.training else forward_run
+            if self.training and run.start < self.config.cpu_offloading_num_layers:
+                run_layers = offloaded(run_layers, [layers[i] for i in run])
+            hidden = run_layers(hidden)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)

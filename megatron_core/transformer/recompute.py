@@ -21,11 +21,13 @@ def recompute_runs(config: ModelConfig, num_layers: int) -> list[tuple[range, bo
     """A stage's layers as runs (local numbers, whether the run is recomputed as one).
 
     ``uniform``: runs of ``recompute_num_layers`` layers, all recomputed, each keeping its first input.
-    ``block``: the first ``recompute_num_layers`` layers, each on its own; the others keep everything.
+    ``block``: the first ``recompute_num_layers`` layers, each on its own; the others keep everything. Layers whose
+    activations go to the host are runs of their own; of a run that is recomputed the input goes.
     """
     every = config.recompute_num_layers or 1
     if config.recompute_granularity != "full":
-        return [(range(num_layers), False)]
+        away = min(config.cpu_offloading_num_layers, num_layers)
+        return [(range(i, i + 1), False) for i in range(away)] + [(range(away, num_layers), False)]
     if config.recompute_method == "uniform":
         return [(range(i, min(i + every, num_layers)), True) for i in range(0, num_layers, every)]
     return [(range(i, i + 1), i < every) for i in range(num_layers)]

@@ -164,6 +164,12 @@ def small_run() -> dict[str, Any]:
         "ckpt_step": None,
         "finetune": False,
         "no_load_optim": False,
+        # Lossy sums depend on the layout, and files of optimizer state on the machine.
+        "grad_compression": "none",
+        "grad_reduce_in_bf16": False,
+        "optimizer_offload_dir": None,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 1.0,
         "metrics_file": None,
         "tensorboard_dir": None,
         "trace_pipeline": None,

@@ -1,0 +1,43 @@
+"""Activations kept in the host's memory between forward and backward (Ren et al. 2021; Rhu et al. 2016).
+
+Whatever autograd saves of a layer leaves the device when it is saved and comes back when backward asks for it; weights,
+which stay, do not travel. Copies are put on the stream that computes, from pinned memory, so that the host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def offloaded(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """``function`` of ``modules`` with what it saves for backward in the host's memory."""
+    # Asked anew in each forward: ZeRO 3 gives weights other memory each time.
+    return lambda x: _run(function, x, {_memory(p) for module in modules for p in module.parameters()})
+
+
+def _run(function: Callable[[Tensor], Tensor], x: Tensor, weights: set[int]) -> Tensor:
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        stays = is_on_host(tensor) or _memory(tensor) in weights
+        return tensor.device, tensor if stays else to_host(tensor)
+
+    with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0], non_blocking=True)):
+        return function(x)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether there is nothing to gain."""
+    return tensor.device.type == "cpu"
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, pinned if the tensor is on a GPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
