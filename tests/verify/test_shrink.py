@@ -93,16 +93,17 @@ def test_layers_and_heads_up_to_eight_are_kept() -> None:
 
 
 def test_all_layouts_of_eight_ranks_fit_eight_layers_and_heads() -> None:
-    """Counted by hand: sp doubles those with tp, and zero1 and overlap quadruple those with dp."""
+    """Counted by hand: sp doubles those with tp; four ZeRO stages and overlap make eight of those with dp."""
     config = shrunk(RunConfig.from_flat({"num_layers": 8, "num_attention_heads": 8}), [Layout()])
-    assert len(fitting_layouts(config, 2)) == 2 + 4 + 4
-    assert len(fitting_layouts(config, 4)) == 2 + 2 * 4 + 2 * 4 + 2 + 4 * 4 + 4
+    found = {size: sum(layout.cp == 1 for layout in fitting_layouts(config, size)) for size in (2, 4, 8)}
+    assert found[2] == 2 + 4 + 8
+    assert found[4] == 2 + 2 * 4 + 2 * 8 + 2 + 4 * 8 + 8
     without_tp_or_dp = {2: 4, 4: 2, 8: 1}  # chunks that 8 layers leave room for
-    assert len(fitting_layouts(config, 8)) == (
+    assert found[8] == (
         (2 + 2 * without_tp_or_dp[2] + 2 * without_tp_or_dp[4] + without_tp_or_dp[8])
-        + 4 * (2 + 2 * without_tp_or_dp[2] + without_tp_or_dp[4])
-        + 4 * (2 + without_tp_or_dp[2])
-        + 4
+        + 8 * (2 + 2 * without_tp_or_dp[2] + without_tp_or_dp[4])
+        + 8 * (2 + without_tp_or_dp[2])
+        + 8
     )
 
 

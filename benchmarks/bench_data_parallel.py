@@ -1,0 +1,158 @@
+"""Two data-parallel ranks train the same GPT: ZeRO stages 0 to 3 beside torch's DDP and FSDP2.
+
+The model of all contenders is this framework's GPT, the optimizer AdamW (torch's fused one for the peers), with
+clipping. One thread a rank; every contender takes its turn in each round, and medians over all rounds are compared.
+Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time to that of the peer: DDP for stages
+0 and 1, FSDP2 for 2 (weights stay after forward) and 3.
+
+    python -m benchmarks.bench_data_parallel
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.results import Row, append
+from megatron_core.config import RunConfig
+from megatron_core.models import GPTModel
+from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.parallel import World
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+
+SHAPE = {
+    "num_layers": 8,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "seq_length": 256,
+    "vocab_size": 8192,
+    "micro_batch_size": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "untie_embeddings_and_output_weights": True,
+    "mock_data": True,
+    "train_iters": 1000,
+    "lr_decay_style": "constant",
+}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OURS: dict[str, dict[str, object]] = {
+    "stage 0": {"overlap_grad_reduce": True},
+    "stage 1": {"zero_stage": 1, **OVERLAP},
+    "stage 2": {"zero_stage": 2, **OVERLAP},
+    "stage 3": {"zero_stage": 3, **OVERLAP},
+}
+PEERS = {"stage 0": "DDP", "stage 1": "DDP", "stage 2": "FSDP2, kept", "stage 3": "FSDP2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time training steps of two ranks, side by side."""
+
+    rounds: int = 2
+    """How often each contender takes its turn."""
+    steps: int = 4
+    """Timed steps in each turn, after one that is not."""
+    micro_batches: int = 2
+    """Micro-batches of each rank in a step."""
+
+
+Turn = tuple[list[float], int]
+"""Seconds of a rank's steps, and by how many bytes they and the set-up have raised its peak."""
+
+
+def time_steps(make: Callable[[], Callable[[], object]], steps: int) -> Turn:
+    """Set up, take a step to warm up, and time the next ones."""
+    before = peak_memory_bytes()
+    step = make()
+    step()
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return seconds, peak_memory_bytes() - before
+
+
+def ours(flags: dict[str, object], settings: Settings) -> Turn:
+    """One rank of this framework."""
+
+    def make() -> Callable[[], object]:
+        world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
+        batch = settings.micro_batches * world.size * int(str(SHAPE["micro_batch_size"]))
+        run = set_up(RunConfig.from_flat(SHAPE | {"global_batch_size": batch} | flags), world)
+        return lambda: train_step(run)
+
+    return time_steps(make, settings.steps)
+
+
+def theirs(kind: str, settings: Settings) -> Turn:
+    """One rank of torch's data parallelism, gradients synchronised once a step where it can."""
+    return time_steps(lambda: _peer_step(kind, settings), settings.steps)
+
+
+def _peer_step(kind: str, settings: Settings) -> Callable[[], object]:
+    config, size = RunConfig.from_flat(SHAPE), (SHAPE["micro_batch_size"], SHAPE["seq_length"])
+    vocabulary, options = config.data.vocab_size or 0, ModelParallelConfig()
+    gpt = GPTModel(config.model, vocabulary, config.max_positions, parallel=options, tp_group=LocalGroup())
+    model: nn.Module = gpt
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        for unit in gpt.units()[:-1]:
+            fully_shard(unit[0], reshard_after_forward=kind == "FSDP2")
+        fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches = [torch.randint(0, vocabulary, size) for _ in range(settings.micro_batches)]
+
+    def step() -> None:
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with nullcontext() if last or kind != "DDP" else model.no_sync():
+                (model(batch, labels=batch, sample_index=torch.arange(len(batch))).mean() / len(batches)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def main() -> int:
+    """Measure, print, append."""
+    settings = tyro.cli(Settings, description=__doc__)
+    turns: dict[str, list[list[Turn]]] = {}
+    for _ in range(settings.rounds):
+        for name, flags in OURS.items():
+            turns.setdefault(name, []).append(run_ranks(2, ours, flags, settings, timeout=300.0))
+        for name in dict.fromkeys(PEERS.values()):
+            turns.setdefault(name, []).append(run_ranks(2, theirs, name, settings, timeout=300.0))
+    seconds = {
+        name: statistics.median(max(both) for ranks in rounds for both in zip(*(s for s, _ in ranks), strict=True))
+        for name, rounds in turns.items()
+    }
+    memory = {name: max(peak for ranks in rounds for _, peak in ranks) for name, rounds in turns.items()}
+    print(f"{'':14}{'ms a step':>10}{'MiB a rank':>12}{'of its peer':>13}")
+    rows = []
+    for name, each in seconds.items():
+        ratio = each / seconds[PEERS[name]] if name in PEERS else None
+        print(f"{name:14}{1000 * each:10.0f}{memory[name] / 2**20:12.0f}{f'{ratio:.2f}' if ratio else '':>13}")
+        rows.append(Row(name, each, "s", None, memory[name], ratio))
+    append("bench_data_parallel", rows, peer=f"torch {torch.__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
