@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 import tyro
 
 from megatron_core.config.file import field_types, read_config, write_config
+from megatron_core.config.presets import preset
 from megatron_core.config.run import RunConfig
 from megatron_core.config.translate import Translation, grouped
 from megatron_core.config.validate import check, numbered, without_data
@@ -29,6 +30,9 @@ class _CommandLine(RunConfig):
 
     config: str | None = None
     """YAML or JSON file of settings. It overrides the defaults shown below, and flags override it."""
+    model_preset: str | None = None
+    """Name of a published model, such as llama3-8b: its shape, vocabulary size and sequence length are the defaults.
+    --config and flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,9 @@ def _parse(
     given = list(sys.argv[1:] if args is None else args)
     wants_help = "--help" in given or "-h" in given
     found = Translation.of([] if wants_help else given, _types(kind))
-    path = _config_path(found.flags)
+    path, model = (_last_value(found.flags, flag) for flag in ("--config", "--model-preset"))
     defaults = defaults or RunConfig()
+    defaults = defaults if model is None else RunConfig.from_flat(defaults.flat() | preset(model))
     defaults = defaults if path is None else read_config(path, defaults)
     parsed = tyro.cli(
         kind,
@@ -120,14 +125,14 @@ def _parse(
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
     dry = get_type_hints(DryRun) if kind is _TrainingCommandLine else {}
-    return field_types() | {"config": str} | dry
+    return field_types() | {"config": str, "model_preset": str} | dry
 
 
 def _description(prog: str) -> str:
     """The help's first lines."""
     script = Path(prog).name
     return (
-        "Settings come from defaults, then --config FILE, then flags.\n\n"
+        "Settings come from defaults, then --model-preset, then --config FILE, then flags.\n\n"
         "Hyphens and underscores are equivalent; every switch --x can be turned off with --no-x.\n\n"
         f"One process:  python {script} --mock-data --vocab-size 256 --train-iters 20\n\n"
         f"Two ranks:  torchrun --nproc-per-node 2 {script} --tensor-model-parallel-size 2 ..."
@@ -144,10 +149,10 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _config_path(flags: list[str]) -> str | None:
-    """The last ``--config``, as tyro would read it."""
-    paths = [values[0] for flag, values in grouped(flags) if flag == "--config" and values]
-    return paths[-1] if paths else None
+def _last_value(flags: list[str], name: str) -> str | None:
+    """The last value of a flag, as tyro would read it."""
+    found = [values[0] for flag, values in grouped(flags) if flag.replace("_", "-") == name and values]
+    return found[-1] if found else None
 
 
 def _note(ignored: dict[str, str]) -> None:
