@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.verify.ranks import run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
+from tests.defects.plant import planted
 from tests.parity.moe_rows import DEEPSEEK, EP2, EP4, ETP1, ETP2, PP2, SP, TP2, ZERO
 
 MODEL = MODERN | DEEPSEEK | {"moe_ffn_hidden_size": 8, "global_batch_size": 4, "qk_layernorm": False}
@@ -50,3 +51,13 @@ def test_any_split_of_experts_loads_any_other(saver: str, loader: str, tmp_path:
     results = run_ranks(LAYOUTS[loader][0], _load, loader, tmp_path)
     assert set.union(*(seen for seen, _ in results)) == tensors.keys()
     np.testing.assert_allclose(results[0][1], expected, rtol=1e-9)
+
+
+def test_a_checkpoint_with_the_experts_of_one_rank_is_refused(tmp_path: Path) -> None:
+    """A rank that is not the first of the job may have the only copy of its experts."""
+    target, fragment = "data_parallel.buffer:Bucket.is_writer", "self.dp_group.rank() == 0"
+    with (
+        planted(target, fragment, "torch.distributed.get_rank() == 0"),
+        pytest.raises(RankFailure, match="of a checkpoint"),
+    ):
+        run_ranks(4, _save, "ep2 etp2", tmp_path)
