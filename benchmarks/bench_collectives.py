@@ -1,7 +1,7 @@
 """Collectives between CPU ranks of one host: shared memory beside gloo.
 
-Both take turns in one run; a time is the median over all calls of the slowest rank of each. Prints a table and appends
-it to benchmarks/results.csv.
+Both take turns in one run; the time of a call is that of its slowest rank. The table has the median and, because other
+programs disturb that one, the first tenth; the medians are appended to benchmarks/results.csv.
 
     python -m benchmarks.bench_collectives
 """
@@ -85,11 +85,13 @@ def main() -> int:
             for key in ranks[0]:
                 seconds.setdefault(key, []).extend(map(max, zip(*(rank[key] for rank in ranks), strict=True)))
     print(f"microseconds, {settings.ranks} ranks")
-    print(f"{'':16}{'KiB':>7}{'gloo':>10}{'shm':>10}{'times as fast':>15}")
+    print(f"{'':16}{'KiB':>7}{'median: gloo':>14}{'shm':>8}{'ratio':>7}{'tenth: gloo':>14}{'shm':>8}{'ratio':>7}")
     rows = []
     for name, kib in found["gloo"]:
-        gloo, shm = (1e6 * statistics.median(found[backend][name, kib]) for backend in ("gloo", "shm"))
-        print(f"{name:16}{kib:7}{gloo:10.0f}{shm:10.0f}{gloo / shm:15.1f}")
+        tenths = [statistics.quantiles(found[backend][name, kib], n=10) for backend in ("gloo", "shm")]
+        (early, gloo), (shm_early, shm) = ((1e6 * each[0], 1e6 * each[4]) for each in tenths)
+        print(f"{name:16}{kib:7}{gloo:14.0f}{shm:8.0f}{gloo / shm:7.1f}", end="")
+        print(f"{early:14.0f}{shm_early:8.0f}{early / shm_early:7.1f}")
         rows.append(Row(f"{name} {kib} KiB, {settings.ranks} ranks", shm, "us", ratio=gloo / shm))
     append("bench_collectives", rows, peer=f"gloo of torch {torch.__version__}")
     return 0

@@ -1,7 +1,9 @@
-"""The same GPT trained by this framework in several layouts and by `transformers` with torch's DistributedDataParallel.
+"""The same models trained by this framework in several layouts and by `transformers` with torch's DDP.
 
-One run, one machine, one thread a rank: every contender takes its turn in each round, and the medians over all rounds
-are compared. Prints a table and appends it to benchmarks/results.csv.
+A contender is a layout of a GPT-2, ``llama`` before it for a Llama; ``gloo`` in front for the same ranks over gloo
+instead of shared memory; ``transformers`` in front for its model under DistributedDataParallel over gloo. One run, one
+machine, one thread a rank: every contender takes its turn in each round, and the medians over all rounds are compared.
+Prints a table and appends it to benchmarks/results.csv.
 
     python -m benchmarks.bench_step
 """
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
+from torch import nn
 
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
@@ -42,11 +45,22 @@ SHAPE = {
     "train_iters": 1000,
     "lr": 1e-3,
 }
+LLAMA = {key: value for key, value in SHAPE.items() if key != "openai_gelu"} | {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 704,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp1": (1, {}),
     "dp2": (2, {}),
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2": (2, TP2),
+    "tp2 sp": (2, TP2 | {"sequence_parallel": True}),
+    "pp2": (2, PP2),
+    "tp2 pp2": (4, TP2 | PP2),
 }
 
 
@@ -60,8 +74,36 @@ class Settings:
     """Timed steps in each turn, after one that is not."""
     micro_batches: int = 8
     """Micro-batches of each data-parallel rank in a step."""
-    contenders: tuple[str, ...] = ("dp1", "transformers dp1", "dp2", "transformers dp2", "tp2", "pp2")
+    contenders: tuple[str, ...] = (
+        "dp1", "transformers dp1", "dp2", "transformers dp2", "gloo dp2", "tp2", "gloo tp2", "tp2 sp", "gloo tp2 sp",
+        "pp2", "gloo pp2", "tp2 pp2", "gloo tp2 pp2", "llama dp1", "transformers llama dp1"
+    )  # fmt: skip
     """Who takes part."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What a name stands for."""
+
+    world_size: int
+    flags: dict[str, object]
+    shape: dict[str, object]
+    backend: str
+    is_peer: bool
+
+    @classmethod
+    def parse(cls, name: str) -> Contender:
+        """``[transformers | gloo] [llama] LAYOUT``."""
+        layout = name.removeprefix("transformers ").removeprefix("gloo ")
+        is_peer = name.startswith("transformers ")
+        backend = "gloo" if is_peer or name.startswith("gloo ") else "auto"
+        shape = LLAMA if layout.startswith("llama ") else SHAPE
+        return cls(*LAYOUTS[layout.removeprefix("llama ")], shape, backend, is_peer)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return 1 if self.flags else self.world_size
 
 
 @dataclass
@@ -90,17 +132,17 @@ def time_steps(step: Callable[[], object], steps: int) -> tuple[list[float], int
     return seconds, peak_memory_bytes()
 
 
-def ours(layout: dict[str, object], settings: Settings) -> tuple[list[float], int]:
+def ours(contender: Contender, settings: Settings) -> tuple[list[float], int]:
     """One rank of this framework."""
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
-    replicas = world.size if not layout else 1
-    batch = {"global_batch_size": settings.micro_batches * replicas * int(str(SHAPE["micro_batch_size"]))}
-    run = set_up(RunConfig.from_flat(SHAPE | batch | layout), world)
+    samples = settings.micro_batches * contender.replicas * int(str(SHAPE["micro_batch_size"]))
+    batch = {"global_batch_size": samples}
+    run = set_up(RunConfig.from_flat(contender.shape | batch | contender.flags), world)
     return time_steps(lambda: train_step(run), settings.steps)
 
 
-def theirs(settings: Settings) -> tuple[list[float], int]:
-    """One rank of `transformers`' GPT-2 with torch's DDP and fused AdamW, gradients synchronised once a step."""
+def gpt2() -> nn.Module:
+    """`transformers`' GPT-2."""
     config = transformers.GPT2Config(
         vocab_size=SHAPE["vocab_size"],
         n_positions=SHAPE["seq_length"],
@@ -113,7 +155,28 @@ def theirs(settings: Settings) -> tuple[list[float], int]:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = torch.nn.parallel.DistributedDataParallel(transformers.GPT2LMHeadModel(config))
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    """`transformers`' Llama."""
+    config = transformers.LlamaConfig(
+        vocab_size=LLAMA["vocab_size"],
+        max_position_embeddings=LLAMA["seq_length"],
+        hidden_size=LLAMA["hidden_size"],
+        intermediate_size=LLAMA["ffn_hidden_size"],
+        num_hidden_layers=LLAMA["num_layers"],
+        num_attention_heads=LLAMA["num_attention_heads"],
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def theirs(contender: Contender, settings: Settings) -> tuple[list[float], int]:
+    """One rank of `transformers`' model with torch's DDP and fused AdamW, gradients synchronised once a step."""
+    model = nn.parallel.DistributedDataParallel(llama() if "swiglu" in contender.shape else gpt2())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     shape = (SHAPE["micro_batch_size"], SHAPE["seq_length"])
     batches = [torch.randint(0, SHAPE["vocab_size"], shape) for _ in range(settings.micro_batches)]
@@ -135,15 +198,11 @@ def measure(settings: Settings) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     for _ in range(settings.rounds):
         for name in settings.contenders:
-            layout = name.removeprefix("transformers ")
-            world_size, flags = LAYOUTS[layout]
-            if name == layout:
-                results = run_ranks(world_size, ours, flags, settings, timeout=600.0)
-            else:
-                results = run_ranks(world_size, theirs, settings, timeout=600.0)
-            replicas = world_size if layout.startswith("dp") else 1
-            tokens = settings.micro_batches * replicas * SHAPE["micro_batch_size"] * SHAPE["seq_length"]
-            entry = found.setdefault(name, Measured(world_size, tokens))
+            contender = Contender.parse(name)
+            rank, ranks = theirs if contender.is_peer else ours, contender.world_size
+            results = run_ranks(ranks, rank, contender, settings, backend=contender.backend, timeout=600.0)
+            tokens = settings.micro_batches * contender.replicas * SHAPE["micro_batch_size"] * SHAPE["seq_length"]
+            entry = found.setdefault(name, Measured(ranks, tokens))
             entry.seconds += map(max, zip(*(seconds for seconds, _ in results), strict=True))
             entry.memory = max(entry.memory, *(memory for _, memory in results))
     return found
@@ -168,19 +227,21 @@ def main() -> int:
     settings = tyro.cli(Settings, description=__doc__)
     found = measure(settings)
     peak = run_ranks(1, matmul_flops)[0]
-    model = RunConfig.from_flat(SHAPE).model
-    per_token = flops_per_token(model, SHAPE["seq_length"], SHAPE["vocab_size"])
-    print(f"one thread's matrix products: {peak / 1e9:.1f} GFLOP/s; {per_token / 1e6:.1f} MFLOP a token")
-    print(f"{'':18}{'tokens/s':>10}{'of peak':>9}{'MiB a rank':>12}{'of transformers':>17}")
+    print(f"one thread's matrix products: {peak / 1e9:.1f} GFLOP/s")
+    print(f"{'':24}{'tokens/s':>10}{'of peak':>9}{'MiB a rank':>12}{'of transformers':>17}{'of gloo':>9}")
     rows = []
     for name, entry in found.items():
         rate = entry.tokens_per_second
+        model = RunConfig.from_flat(Contender.parse(name).shape).model
+        per_token = flops_per_token(model, SHAPE["seq_length"], SHAPE["vocab_size"])
         of_peak = rate * per_token / (peak * entry.world_size)
-        peer = found.get(f"transformers {name}")
-        ratio = rate / peer.tokens_per_second if peer else None
-        shown = f"{ratio:.2f}" if ratio else ""
-        print(f"{name:18}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{shown:>17}")
-        rows.append(Row(name, rate, "tokens/s", of_peak, entry.memory, ratio))
+        others = [found.get(f"{other} {name}") for other in ("transformers", "gloo")]
+        ratios = [rate / other.tokens_per_second if other else None for other in others]
+        shown = [f"{ratio:.2f}" if ratio else "" for ratio in ratios]
+        print(f"{name:24}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{shown[0]:>17}{shown[1]:>9}")
+        rows.append(Row(name, rate, "tokens/s", of_peak, entry.memory, ratios[0]))
+        if ratios[1]:
+            rows.append(Row(f"{name} beside gloo", rate, "tokens/s", of_peak, entry.memory, ratios[1]))
     append("bench_step", rows, peer=f"transformers {transformers.__version__}")
     return 0
 

@@ -91,9 +91,9 @@ def not_a_number_is_seen() -> None:
     assert all(value != value for row in not_a_number() for value in row)
 
 
-def is_seen() -> bool:
+def is_seen(timeout: float = 20.0) -> bool:
     try:
-        run_ranks(4, everything, timeout=20.0)
+        run_ranks(4, everything, timeout=timeout)
     except RankFailure as failure:
         assert any(sign in str(failure) for sign in SEEN), failure
         return True
@@ -115,4 +115,4 @@ def test_defect_in_python_is_seen(name: str) -> None:
 
 
 def test_without_a_defect_nothing_is_seen() -> None:
-    assert not is_seen()
+    assert not is_seen(timeout=120.0)
