@@ -49,35 +49,29 @@ _GPT2: Settings = {"openai_gelu": True, "vocab_size": 50257, "seq_length": 1024}
 
 
 def _shape(layers: int, hidden: int, heads: int, ffn: int, groups: int | None = None, **further: Any) -> Settings:
-    shape: Settings = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": ffn,
-    }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    shape: Settings = dict(zip(names, (layers, hidden, heads, ffn), strict=True))
     if groups is not None and groups != heads:
         shape |= {"group_query_attention": True, "num_query_groups": groups}
     return shape | further
 
 
 def _llama3(*shape: int) -> Settings:
-    return _LLAMA | _shape(*shape, vocab_size=128256, seq_length=8192, rotary_base=500000.0)
+    return _LLAMA | _shape(*shape) | {"vocab_size": 128256, "seq_length": 8192, "rotary_base": 500000.0}
 
 
-def _qwen3(*shape: int, tied: bool, **further: Any) -> Settings:
-    own: Settings = {
-        "qk_layernorm": True,
-        "kv_channels": 128,
-        "norm_epsilon": 1e-6,
-        "rotary_base": 1e6,
-        "vocab_size": 151936,
-    }
-    own |= {"seq_length": 4096, "untie_embeddings_and_output_weights": not tied}
-    return _LLAMA | _shape(*shape, **own, **further)
+def _qwen3(*shape: int, tied: bool = False) -> Settings:
+    own = {"qk_layernorm": True, "kv_channels": 128, "norm_epsilon": 1e-6, "rotary_base": 1e6, "vocab_size": 151936}
+    return _LLAMA | _shape(*shape) | own | {"seq_length": 4096, "untie_embeddings_and_output_weights": not tied}
+
+
+def _qwen3_moe(*shape: int, width: int) -> Settings:
+    return _qwen3(*shape) | {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": width}
 
 
 def _mixtral(*shape: int, vocab_size: int) -> Settings:
-    return _LLAMA | _shape(*shape, vocab_size=vocab_size, seq_length=4096, rotary_base=1e6, num_experts=8)
+    own = {"vocab_size": vocab_size, "seq_length": 4096, "rotary_base": 1e6, "num_experts": 8}
+    return _LLAMA | _shape(*shape) | own
 
 
 PRESETS: dict[str, Settings] = {
@@ -99,7 +93,7 @@ PRESETS: dict[str, Settings] = {
     | {"untie_embeddings_and_output_weights": False},
     "mistral-7b": _LLAMA | _shape(32, 4096, 32, 14336, 8, vocab_size=32000, seq_length=8192, window_size=(4095, 0)),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, 8, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8, tied=False),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8),
     "gemma2-2b": _GEMMA2
     | _shape(26, 2304, 8, 9216, 4, kv_channels=256, window_size=(4095, 0), window_attn_skip_freq=(2,)),
     "gemma2-9b": _GEMMA2
@@ -109,10 +103,8 @@ PRESETS: dict[str, Settings] = {
     | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_over_heads": True},
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 8, vocab_size=32000),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 8, vocab_size=32768),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 4, tied=False, num_experts=128, moe_router_topk=8)
-    | {"moe_ffn_hidden_size": 768},
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 4, tied=False, num_experts=128, moe_router_topk=8)
-    | {"moe_ffn_hidden_size": 1536},
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 4, width=768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, 4, width=1536),
 }
 """Settings by the name of the model; sequence lengths are those of pretraining."""
 
