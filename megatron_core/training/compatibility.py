@@ -71,23 +71,6 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
         )
 
 
-SCHEDULE = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_warmup_iters",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "weight_decay",
-)
-"""Settings of the learning rate over time, which is a function of the step and of them alone."""
-
-
 def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What differs from the schedule of a checkpoint that is resumed; none is meant without the override.
 
@@ -96,8 +79,8 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     current = config.flat()
     changes = [
         f"{name} was {stored[name]} and is {current[name]}"
-        for name in SCHEDULE
-        if name in stored and not _equal(stored[name], current[name])
+        for name in stored
+        if name.startswith(SCHEDULE) and name in current and not _equal(stored[name], current[name])
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
         raise CheckpointError(
