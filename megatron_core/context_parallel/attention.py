@@ -36,7 +36,8 @@ class SharedSequence:
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SharedSequence) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V over the keys that each query sees, on whatever rank they are.
 
-    ``[b, heads, n, d]``, ``[b, groups, n, d]`` twice -> ``[b, heads, n, d]``; n is this rank's part of the sequence.
+    ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is this rank's part of
+    the sequence, and e, the channels of values, is d but for latent attention, where it is less.
     Backward needs query, key, value, output and log-sum-exp of this rank alone. The parts of a softmax are merged in
     float32 or wider.
     """
@@ -46,10 +47,11 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: Shared
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sequence):
-        own = torch.stack((key, value))
-        out = query.new_zeros(query.shape, dtype=wide(query.dtype))
+        own = torch.cat((key, value), dim=-1)  # one message
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
         lse = out.new_full(query.shape[:-1], -torch.inf)
-        for owner, (keys, values) in sequence.exchange.forward(own):
+        for owner, block in sequence.exchange.forward(own):
+            keys, values = _keys_and_values(block, query)
             for tile in sequence.tiles_with(owner):
                 at, of = _ranges(tile)
                 merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, owner))
@@ -66,19 +68,22 @@ class _SharedAttention(torch.autograd.Function):
 
         def gradient_of(owner: int, block: Tensor) -> Tensor:
             total = torch.zeros_like(block, dtype=lse.dtype)
+            (keys, values), grads = (_keys_and_values(each, query) for each in (block, total))
             for tile in sequence.tiles_with(owner):
                 at, of = _ranges(tile)
-                given = grad[at], query[at], block[0][of], block[1][of], out[at], lse[at]
-                for sum_, part in zip(
-                    (grad_query[at], total[0][of], total[1][of]),
-                    sequence.products.backward(*given, tile, owner),
-                    strict=True,
-                ):
+                given = grad[at], query[at], keys[of], values[of], out[at], lse[at]
+                sums = grad_query[at], grads[0][of], grads[1][of]
+                for sum_, part in zip(sums, sequence.products.backward(*given, tile, owner), strict=True):
                     sum_ += part
             return total
 
-        grad_key, grad_value = sequence.exchange.backward(own, gradient_of).to(query.dtype)
+        grad_key, grad_value = _keys_and_values(sequence.exchange.backward(own, gradient_of).to(query.dtype), query)
         return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _keys_and_values(block: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = block.tensor_split([query.shape[-1]], dim=-1)
+    return keys, values
 
 
 def _ranges(tile: Tile) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.context_parallel.tiles import Tile
 from megatron_core.ops.rows import wide
@@ -84,23 +84,27 @@ class Unfused:
 
 
 class FusedOnCPU:
-    """torch's flash attention for CPUs, which has float64, groups of heads and masks."""
+    """torch's flash attention for CPUs, which has float64, groups of heads and masks; values with fewer channels than
+    keys are filled up with zeros."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        mask = self._mask(query, tile)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, tile.is_causal_square, attn_mask=mask
+        mask, missing = self._mask(query, tile), query.shape[-1] - value.shape[-1]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, _filled(value, missing), 0.0, tile.is_causal_square, attn_mask=mask
         )
+        return out[..., : value.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
     ) -> Gradients:
         """As ``Products``."""
-        mask = self._mask(query, tile)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, tile.is_causal_square, attn_mask=mask
+        mask, missing = self._mask(query, tile), query.shape[-1] - value.shape[-1]
+        grad, filled, out = (_filled(x, missing) for x in (grad, value, out))
+        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, filled, out, lse, 0.0, tile.is_causal_square, attn_mask=mask
         )
+        return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
     def _mask(self, query: Tensor, tile: Tile) -> Tensor | None:
         """Added to the scores: 0 where a query sees a key, else -inf."""
@@ -111,14 +115,14 @@ class FusedOnCPU:
 
 
 class FusedOnCUDA:
-    """torch's flash attention for GPUs, in 16 bits; tiles with a window, for which it has no mask, unfused."""
+    """torch's flash attention for GPUs, in 16 bits; unfused for what it has not: windows, values of other sizes."""
 
     def __init__(self) -> None:
         self.unfused = Unfused()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        if tile.band is not None and not tile.is_causal_square:
+        if self._lacks(tile, query, value):
             return self.unfused.forward(query, key, value, tile, owner)
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, tile.is_causal_square, False)[
             :2
@@ -128,13 +132,16 @@ class FusedOnCUDA:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
     ) -> Gradients:
         """As ``Products``."""
-        if tile.band is not None and not tile.is_causal_square:
+        if self._lacks(tile, query, value):
             return self.unfused.backward(grad, query, key, value, out, lse, tile, owner)
         no_state = torch.empty(0, dtype=torch.uint64, device=query.device)  # of a generator: nothing is dropped
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2]),
             *(0.0, tile.is_causal_square, no_state, no_state),
         )
+
+    def _lacks(self, tile: Tile, query: Tensor, value: Tensor) -> bool:
+        return (tile.band is not None and not tile.is_causal_square) or query.shape[-1] != value.shape[-1]
 
 
 def fused_products(device: torch.device, dtype: torch.dtype) -> Products:
@@ -157,6 +164,10 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
+
+
+def _filled(x: Tensor, channels: int) -> Tensor:
+    return nn.functional.pad(x, (0, channels)) if channels else x
 
 
 def _by_group(x: Tensor, key: Tensor) -> Tensor:
