@@ -119,7 +119,7 @@ def convert(value: Any, kind: Any) -> Any:
             return None
         return convert(value, next(option for option in options if option is not type(None)))
     if typing.get_origin(kind) is Literal:
-        return options[options.index(value)]
+        return options[[str(option) for option in options].index(str(value))]
     if typing.get_origin(kind) is tuple:
         items = value if isinstance(value, list) else [value]
         kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options

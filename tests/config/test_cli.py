@@ -254,3 +254,11 @@ def test_the_old_name_of_recomputation():
     assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "block", 1)
     model = parse("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2").model
     assert (model.recompute_method, model.recompute_num_layers) == ("uniform", 2)
+
+
+def test_a_choice_of_numbers() -> None:
+    """A flag's value is text, the choices are whole numbers."""
+    assert parse_run_config(["--zero-stage", "3"]).parallel.dp_zero_stage == 3
+    kinds = parse_run_config(["--cp-comm-type", "p2p", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "4"])
+    assert kinds.parallel.cp_comm_type == ("p2p", "a2a+p2p")
+    assert kinds.parallel.hierarchical_context_parallel_sizes == (2, 4)
