@@ -68,6 +68,8 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "megatron_fsdp_main_grads_dtype": ("fp32", "auto"),
     "megatron_fsdp_main_params_dtype": ("fp32", "auto"),
     "mlp_chunks_for_training": ("1",),
+    "muon_extra_scale_factor": ("0.2",),
+    "muon_scale_mode": ("spectral",),
     "moe_combine_bwd_dtype": ("bf16",),
     "moe_dispatch_fwd_dtype": ("bf16",),
     "recompute_modules": ("core_attn",),

@@ -28,7 +28,8 @@ class MoEConfig:
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """From logits to scores. sigmoid and sqrtsoftplus: the chosen scores are divided by their sum (DeepSeek-V3)."""
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the choice, without renormalisation; default: over the chosen ones."""
+    """Softmax over all experts before the choice, without renormalisation; default: over the chosen ones. No effect
+    with other score functions."""
     moe_router_num_groups: int | None = None
     """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
     moe_router_group_topk: int | None = None

@@ -84,11 +84,6 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             "moe_router_topk=1: the softmax over one chosen expert is always 1, so that the router would learn "
             "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
         )
-    if model.moe_router_pre_softmax and not softmax:
-        yield (
-            "moe_router_pre_softmax=True has no effect with moe_router_score_function="
-            f"{model.moe_router_score_function}; remove it or use softmax"
-        )
     if model.moe_router_enable_expert_bias and (softmax or _is_sinkhorn(config)):
         yield (
             f"moe_router_enable_expert_bias=True cannot be used with moe_router_score_function="

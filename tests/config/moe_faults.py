@@ -42,7 +42,6 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | groups(4, 1), 1, ("moe_router_topk=2", "moe_router_group_topk=1 groups of 1", "up to 1")),
     (MOE | groups(2, 2) | {"moe_router_topk": 3}, 1, ("moe_router_topk=3", "multiples of 2 up to 4")),
     (MOE | {"moe_router_topk": 1}, 1, ("moe_router_topk=1", "learn nothing", "--moe-router-pre-softmax")),
-    (MOE | SIGMOID | {"moe_router_pre_softmax": True}, 1, ("moe_router_pre_softmax=True", "sigmoid", "use softmax")),
     (
         MOE | {"moe_router_enable_expert_bias": True},
         1,

@@ -1,0 +1,31 @@
+"""The page of Megatron-LM's flags is what the tables say, and the tables know every flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_core.config import megatron_flags
+from megatron_core.config.file import field_types
+from tools.list_flags import page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs/megatron_flags.md").read_text() == page(), (
+        "python tools/list_flags.py > docs/megatron_flags.md"
+    )
+
+
+def test_every_flag_of_megatron_is_known() -> None:
+    """The list was printed by Megatron-LM's own parser, with a ``=`` after flags that take values."""
+    known, tables = field_types(), megatron_flags.FLAGS
+    translated = {*megatron_flags.SAME_AS, *megatron_flags.RENAMED, *megatron_flags.OVERRIDDEN_BY_FLAG}
+    unknown = []
+    for line in (ROOT / "tests/config/megatron_lm_flags.txt").read_text().split():
+        name = line.rstrip("=")[2:].replace("-", "_")
+        same = name in known or name in translated or known.get(f"no_{name}") is bool
+        if not same and known.get(name.removeprefix("no_")) is not bool and name not in tables:
+            unknown.append(name)
+        assert name not in tables or tables[name].takes_values == line.endswith("="), name
+    assert not unknown

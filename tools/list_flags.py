@@ -1,0 +1,90 @@
+"""Print what becomes of every flag that a launch script for Megatron-LM may contain: docs/megatron_flags.md.
+
+python tools/list_flags.py > docs/megatron_flags.md
+"""
+
+from __future__ import annotations
+
+import typing
+
+from megatron_core.config import RunConfig, megatron_flags
+
+HEAD = """# Flags of Megatron-LM
+
+All flags of Megatron-LM's `pretrain_gpt.py` are known here. This page is printed by `python tools/list_flags.py`;
+what else differs is in [from_megatron.md](from_megatron.md). A launch script is judged as a whole, on any machine, by
+
+    python pretrain_gpt.py ALL ITS FLAGS --dry-run --world-size N
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    print(page(), end="")
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join([HEAD, *_settings(), *_translated(), *_accepted(), *_dependent(), *_refused()])
+
+
+def _settings() -> list[str]:
+    rows = [
+        f"| {section} | {_shown(typing.get_type_hints(kind))} |"
+        for section, kind in typing.get_type_hints(RunConfig).items()
+    ]
+    text = "## Done\n\nThey mean what they mean in Megatron-LM, or are this project's own; `--help` explains each.\n"
+    return [text, "| section | flags |", "|---|---|", *rows, ""]
+
+
+def _translated() -> list[str]:
+    rows = [f"| {_flag(name)} | `{' '.join(ours)}` |" for name, ours in megatron_flags.SAME_AS.items()]
+    rows += [f"| {_flag(name)} | `{_plain(ours)}` |" for name, ours in megatron_flags.RENAMED.items()]
+    rows += [
+        f"| {_flag(name)} | `{' '.join(ours)}`, unless such a flag is given, too |"
+        for name, ours in megatron_flags.OVERRIDDEN_BY_FLAG.items()
+    ]
+    rows += [
+        f"| `{_plain(name)} {theirs}` | `{_plain(name)} {ours}` |"
+        for name, values in megatron_flags.SAME_VALUE.items()
+        for theirs, ours in values.items()
+    ]
+    return ["## Translated\n", "| flag | the same as |", "|---|---|", *sorted(rows), ""]
+
+
+def _accepted() -> list[str]:
+    text = (
+        "## Accepted without effect\n\nOne note at the start of a run lists those that were given, with the reason.\n"
+    )
+    rows = [f"| {reason} | {_shown(names.split())} |" for reason, names in megatron_flags.ACCEPTED.items()]
+    only = [f"| `{_plain(name)} {' or '.join(values)}` |" for name, values in megatron_flags.ONLY_VALUE.items()]
+    values = "These values are what is done in any case; others are refused:\n"
+    return [text, "| reason | flags |", "|---|---|", *rows, "", values, "| flag |", "|---|", *only, ""]
+
+
+def _dependent() -> list[str]:
+    text = "## Belonging to another flag\n\nThey change nothing without it, and are not supported together with it.\n"
+    rows = [f"| {_flag(parent)} | {_shown(names.split())} |" for parent, names in megatron_flags.DEPENDENT.items()]
+    return [text, "| without | no effect |", "|---|---|", *rows, ""]
+
+
+def _refused() -> list[str]:
+    text = "## Refused\n\nOne error names all of them, with the way out and every other fault of the settings.\n"
+    rows = [f"| {_shown(names.split())} | {reason} |" for reason, names in megatron_flags.REFUSED.items()]
+    return [text, "| flags | what is missing, and the way out |", "|---|---|", *rows, ""]
+
+
+def _plain(name: str) -> str:
+    return "--" + name.rstrip("=").replace("_", "-")
+
+
+def _flag(name: str) -> str:
+    return f"`{_plain(name)}`"
+
+
+def _shown(names: typing.Iterable[str]) -> str:
+    return " ".join(map(_flag, sorted(names)))
+
+
+if __name__ == "__main__":
+    main()
