@@ -85,9 +85,10 @@ class TopKRouter(nn.Module):
         sinkhorn = self.config.moe_router_load_balancing_type == "sinkhorn"
         probs = (sinkhorn_probabilities if sinkhorn else probabilities)(logits, experts, self.config)
         kept, capacity = self._capacity(experts, probs, tokens)
-        if context.auxiliary_losses is not None and self.training:
+        if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
-            self._report_load(experts, kept, tokens, context)
+        if self.training and context.auxiliary_losses is not None:
+            context.auxiliary_losses.add_load(self.layer_number, self._load(experts, kept, tokens))
         flat = None if kept is None else kept.flatten(0, 1)
         return Routing(experts.flatten(0, 1), probs.flatten(0, 1), flat, capacity)
 
@@ -172,12 +173,12 @@ class TopKRouter(nn.Module):
         return probs
 
     @torch.no_grad()
-    def _report_load(self, experts: Tensor, kept: Tensor | None, tokens: Tokens, context: SequenceContext) -> None:
+    def _load(self, experts: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
+        """How often each expert was chosen, and how many choices were dropped: float64 ``[E + 1]``."""
         counted = tokens.counted.to(torch.float64)
         counts = count_choices(experts, counted, self.config.num_experts or 1).sum(0)
         dropped = counted.new_zeros(1) if kept is None else (~kept * counted.unsqueeze(-1)).sum().view(1)
-        assert context.auxiliary_losses is not None
-        context.auxiliary_losses.add_load(self.layer_number, torch.cat([counts, dropped]))
+        return torch.cat([counts, dropped])
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_core.config import ModelConfig
+from megatron_core.errors import LayoutError
 from megatron_core.ops.grouped import grouped_product, is_grouped
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import LocalGroup
@@ -219,6 +220,17 @@ def check_auxiliary_gradients() -> None:
     torch.testing.assert_close(gradients[1] - gradients[0], weight.grad)
     assert weight.grad.abs().max() > 1e-3
     torch.testing.assert_close(losses.totals(torch.device("cpu"), owns_loss=False), torch.stack([balance, z]).detach())
+
+
+def check_losses_are_not_lost() -> None:
+    """A coefficient that nothing would collect is an error, whatever the kind of loss."""
+    x = torch.randn(N, B, H, dtype=torch.float64)
+    for kind in ("seq_aux_loss", "global_aux_loss"):
+        layer = _layer(moe_aux_loss_coeff=0.5, moe_router_load_balancing_type=kind)
+        with pytest.raises(LayoutError, match="would be lost"):
+            layer(x, SequenceContext())
+        with torch.no_grad():
+            layer(x, SequenceContext())
 
 
 def check_masked_choices_have_no_gradient() -> None:
