@@ -238,7 +238,6 @@ DEPENDENT: dict[str, str] = {
         mup_attn_scale_power=""",
     "use_precision_aware_optimizer": "main_grads_dtype= main_params_dtype= exp_avg_dtype= exp_avg_sq_dtype=",
     "use_rope_scaling": "rope_scaling_factor=",
-    "wandb_project": "wandb_exp_name= wandb_save_dir= wandb_entity=",
     "position_embedding_type": """
         yarn_original_max_position_embeddings= yarn_beta_fast= yarn_beta_slow= yarn_correction_range_round_to_int
         no_yarn_correction_range_round_to_int relative_attention_num_buckets= relative_attention_max_distance=""",

@@ -152,7 +152,6 @@ REFUSED: dict[str, str] = {
         disable_tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
         tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id= null_tokenizer_pad_id= trust_remote_code
         use_gigatoken vocab_extra_ids=""",
-    "metrics go to the console, --metrics-file and --tensorboard-dir": "wandb_project=",
     "write the settings as --config FILE": "yaml_cfg=",
     "only models of text are supported; remove it": "vision_pretraining",
     "process groups cannot be imitated; --dry-run describes a rank of any world": "fake_process_group test_mode",

@@ -15,6 +15,15 @@ class MonitorConfig:
     """JSON Lines file of metrics, one line for each step; default metrics.jsonl in the --save folder."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to which metrics are sent; needs the package wandb. WANDB_MODE=offline keeps them
+    here."""
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+    wandb_entity: str | None = None
+    """User or team that owns the project."""
+    wandb_save_dir: str | None = None
+    """Folder for its files; default: wandb in the --save folder."""
     progress: bool = True
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
     replica_check_interval: int | None = 100

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.monitor.console import ConsoleSink
@@ -10,8 +12,15 @@ from megatron_core.monitor.events import Sink
 from megatron_core.monitor.jsonl import JsonLinesSink
 
 
-def build_sinks(config: MonitorConfig, save_dir: str | Path | None = None, *, start_iteration: int = 0) -> list[Sink]:
-    """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder.
+def build_sinks(
+    config: MonitorConfig,
+    save_dir: str | Path | None = None,
+    *,
+    start_iteration: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder; Weights &
+    Biases where a project is named, with the ``settings`` of the run.
 
     Call it on the rank that reports. ``start_iteration`` is the iteration from which the run continues.
     """
@@ -23,6 +32,10 @@ def build_sinks(config: MonitorConfig, save_dir: str | Path | None = None, *, st
         from megatron_core.monitor.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(config.tensorboard_dir, start_iteration=start_iteration))
+    if config.wandb_project is not None:
+        from megatron_core.monitor.wandb import WandbSink
+
+        sinks.append(WandbSink(config, save_dir, settings or {}))
     return sinks
 
 

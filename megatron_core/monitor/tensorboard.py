@@ -19,19 +19,7 @@ class TensorBoardSink:
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step; NaN is written too, and TensorBoard marks it."""
-        values = {
-            "learning-rate": event.learning_rate,
-            "batch-size": event.global_batch_size,
-            "lm loss": event.loss,
-            "loss-scale": event.loss_scale,
-            "grad-norm": event.grad_norm,
-            "iteration-time": event.elapsed_ms / 1000.0,
-            "throughput": event.model_flops_per_second / 1e12,
-            "tokens-per-second": event.tokens_per_second,
-            "mem-max-allocated-bytes": event.memory_bytes,
-            **event.auxiliary_losses,
-        }
-        for tag, value in values.items():
+        for tag, value in scalars(event).items():
             if value is not None:
                 self._writer.add_scalar(tag, value, event.iteration)
         self._writer.add_scalar("lm loss vs samples", event.loss, event.consumed_samples)
@@ -46,3 +34,19 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def scalars(event: StepEvent) -> dict[str, float | None]:
+    """The numbers of a step by Megatron-LM's tags."""
+    return {
+        "learning-rate": event.learning_rate,
+        "batch-size": event.global_batch_size,
+        "lm loss": event.loss,
+        "loss-scale": event.loss_scale,
+        "grad-norm": event.grad_norm,
+        "iteration-time": event.elapsed_ms / 1000.0,
+        "throughput": event.model_flops_per_second / 1e12,
+        "tokens-per-second": event.tokens_per_second,
+        "mem-max-allocated-bytes": event.memory_bytes,
+        **event.auxiliary_losses,
+    }

@@ -69,7 +69,9 @@ def pretrain(
     sinks: list[Sink] = []
     if world.rank == 0:
         introduce(run)
-        sinks = build_sinks(config.monitor, config.checkpoint.save, start_iteration=run.state.iteration)
+        sinks = build_sinks(
+            config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=config.flat()
+        )
     try:
         (evaluate_splits if config.training.skip_train else train)(run, sinks)
     finally:

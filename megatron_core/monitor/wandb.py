@@ -1,0 +1,51 @@
+"""Metrics for Weights & Biases under the same names as for TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_core.config.monitor import MonitorConfig
+from megatron_core.errors import ConfigError
+from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.monitor.tensorboard import scalars
+
+
+class WandbSink:
+    """Logs every step to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps it on this machine."""
+
+    def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
+        """Start a run with the ``settings`` of the training; its files go to ``--wandb-save-dir``, by default the
+        folder ``wandb`` beside the checkpoints."""
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                f"wandb_project={config.wandb_project} needs the package wandb; pip install wandb, or remove the flag"
+            ) from error
+        folder = config.wandb_save_dir or (None if save_dir is None else str(Path(save_dir) / "wandb"))
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=folder,
+            config=dict(settings),
+        )
+
+    def on_step(self, event: StepEvent) -> None:
+        """Log one step."""
+        values = {name: value for name, value in scalars(event).items() if value is not None}
+        self._run.log({**values, "samples": event.consumed_samples}, step=event.iteration)
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Log one evaluation."""
+        values = {f"lm loss {event.split}": event.loss, f"lm loss {event.split} ppl": event.perplexity}
+        self._run.log(values, step=event.iteration)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
