@@ -27,8 +27,8 @@ from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.models import GPTModel
 from megatron_core.monitor.memory import peak_memory_bytes
-from megatron_core.parallel import World
-from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel import ParallelGroups, World
+from megatron_core.parallel.grid import Grid
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -107,7 +107,8 @@ def theirs(kind: str, settings: Settings) -> Turn:
 def _peer_step(kind: str, settings: Settings) -> Callable[[], object]:
     config, size = RunConfig.from_flat(SHAPE), (SHAPE["micro_batch_size"], SHAPE["seq_length"])
     vocabulary, options = config.data.vocab_size or 0, ModelParallelConfig()
-    gpt = GPTModel(config.model, vocabulary, config.max_positions, parallel=options, tp_group=LocalGroup())
+    groups = ParallelGroups(Grid(dp=dist.get_world_size()), dist.get_rank())
+    gpt = GPTModel(config.model, vocabulary, config.max_positions, parallel=options, groups=groups)
     model: nn.Module = gpt
     if kind == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
