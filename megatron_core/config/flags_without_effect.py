@@ -237,7 +237,6 @@ DEPENDENT: dict[str, str] = {
         mup_width_mult= mup_base_hidden_size= mup_embedding_mult= mup_output_mult= mup_base_head_dim=
         mup_attn_scale_power=""",
     "use_precision_aware_optimizer": "main_grads_dtype= main_params_dtype= exp_avg_dtype= exp_avg_sq_dtype=",
-    "use_rope_scaling": "rope_scaling_factor=",
     "position_embedding_type": """
         yarn_original_max_position_embeddings= yarn_beta_fast= yarn_beta_slow= yarn_correction_range_round_to_int
         no_yarn_correction_range_round_to_int relative_attention_num_buckets= relative_attention_max_distance=""",

@@ -117,8 +117,7 @@ REFUSED: dict[str, str] = {
         tensor_parallel_num_weight_shards=""",
     "models with other layers than attention are not supported; use Megatron-LM's pretrain_hybrid.py": """
         is_hybrid_model hybrid_layer_pattern= hybrid_override_pattern=""",
-    "scaled rotary positions are not supported yet; set --rotary-base instead": """
-        use_rope_scaling rotary_seq_len_interpolation_factor= rope_type=""",
+    "YaRN is not supported yet; use --use-rope-scaling or --rotary-seq-len-interpolation-factor": "rope_type=",
     "bitwise equality over batch sizes is not offered; use --deterministic-mode": "batch_invariant_mode",
     "precision of matrix products and logits follows --bf16, --fp16 or --fp64; remove it": """
         disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",

@@ -64,6 +64,12 @@ class ModelConfig(MoEConfig):
     """Base in layers with the window of --window-size, if it is another one (Gemma 3)."""
     rotary_percent: float = 1.0
     """Fraction of each head's channels to which rotary positions apply."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide positions by this, for longer sequences than the model was trained on (Chen et al. 2023); default: no."""
+    use_rope_scaling: bool = False
+    """Turn slow channels more slowly, by --rope-scaling-factor, and fast ones as before, as Llama 3.1 does."""
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling; Llama 3.1: 8, Llama 3.2: 32."""
     rotary_interleaved: bool = False
     """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"

@@ -111,6 +111,12 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
                 f"{rotating} rotating channels, which must be even and 2 or more; "
                 "change rotary_percent, kv_channels or hidden_size"
             )
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        if getattr(model, name) and model.position_embedding_type != "rope":
+            yield (
+                f"{name}={getattr(model, name)} has no effect with position_embedding_type="
+                f"{model.position_embedding_type}; add --position-embedding-type rope or remove it"
+            )
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "

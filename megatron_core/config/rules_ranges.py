@@ -69,6 +69,8 @@ _AT_LEAST_ZERO = (
     "tiktoken_num_special_tokens",
 )
 _ABOVE_ZERO = (
+    "rotary_seq_len_interpolation_factor",
+    "rope_scaling_factor",
     "rotary_base",
     "norm_epsilon",
     "init_method_std",

@@ -295,7 +295,14 @@ class GPTModel(nn.Module):
         if self.config.position_embedding_type != "rope" or base is None:
             return None
         channels = int(self.config.head_size * self.config.rotary_percent)
-        return rotary_table(position_ids, channels, base, wide(self.parallel.params_dtype))
+        return rotary_table(
+            position_ids,
+            channels,
+            base,
+            wide(self.parallel.params_dtype),
+            interpolation=self.config.rotary_seq_len_interpolation_factor or 1.0,
+            llama3_factor=self.config.rope_scaling_factor if self.config.use_rope_scaling else None,
+        )
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None

@@ -270,6 +270,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("lr_decay_samples=5 and lr_warmup_iters=2", "all in iters"),
     ),
+    ({"use_rope_scaling": True}, 1, ("use_rope_scaling=True", "--position-embedding-type rope")),
     ({"lr_warmup_samples": 5}, 1, ("lr_warmup_samples=5", "--train-samples")),
     (
         {"lr_warmup_samples": 9, "train_samples": 9, "train_iters": None},
