@@ -73,6 +73,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     *,
     context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
     distributed_timeout_minutes: float = 30,
@@ -80,7 +81,8 @@ def initialize_model_parallel(
 ) -> None:
     """Build the process groups of a layout and make them current.
 
-    ``expert_tensor_parallel_size`` is ``tensor_model_parallel_size`` unless given, see ``parallel.grid.Grid``.
+    ``expert_tensor_parallel_size`` is ``tensor_model_parallel_size`` unless given, see ``parallel.grid.Grid``;
+    ``hierarchical_context_parallel_sizes`` are those of an a2a group and of a ring, as in ``ParallelConfig``.
 
     Errors: ``LayoutError`` (a ``RuntimeError``) when the world size does not fit or interleaving is asked for without a
     pipeline; ``AssertionError`` when torch.distributed is not initialised, or groups exist already.
@@ -103,7 +105,14 @@ def initialize_model_parallel(
         etp=expert_tensor_parallel_size,
         order=order,
     )
-    set_current(ParallelGroups(grid, dist.get_rank(), timeout=timedelta(minutes=distributed_timeout_minutes)))
+    levels = tuple(hierarchical_context_parallel_sizes or (1, context_parallel_size))
+    if len(levels) != 2 or prod(levels) != context_parallel_size:
+        raise LayoutError(
+            f"hierarchical_context_parallel_sizes={list(levels)} are not two sizes whose product is "
+            f"context_parallel_size={context_parallel_size}; correct or leave them out"
+        )
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    set_current(ParallelGroups(grid, dist.get_rank(), a2a_size=levels[0], timeout=timeout))
     _virtual.update(rank=None, size=virtual_pipeline_model_parallel_size)
 
 
@@ -232,6 +241,13 @@ def get_model_parallel_src_rank() -> int:
 def get_expert_model_parallel_src_rank() -> int:
     """Global rank of the first member of the expert parallel group."""
     return current().ranks("ep")[0]
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Group] | None:
+    """The context parallel group in two levels: ranks that exchange heads, and the ranks of a ring."""
+    if not check_initialized and not has_current() and dist.is_initialized():
+        return None
+    return [current().context.heads, current().context.ring]
 
 
 def get_context_parallel_global_ranks() -> list[int]:

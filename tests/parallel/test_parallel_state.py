@@ -136,6 +136,23 @@ def test_getters_agree_with_the_grid() -> None:
     run_ranks(8, _check_world_of_eight)
 
 
+def _context_levels() -> tuple[list[int], list[int]]:
+    with pytest.raises(LayoutError, match="whose product is context_parallel_size=4"):
+        mpu.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 4])
+    mpu.initialize_model_parallel(2, context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
+    heads, ring = mpu.get_hierarchical_context_parallel_groups()
+    return dist.get_process_group_ranks(heads), dist.get_process_group_ranks(ring)
+
+
+def test_levels_of_context_parallelism() -> None:
+    """tp 2, cp 4: heads are exchanged by neighbours, 2 ranks apart; rings join every second one."""
+    found = run_ranks(8, _context_levels)
+    assert found[:2] == [([0, 2], [0, 4]), ([1, 3], [1, 5])]
+    assert found[6:] == [([4, 6], [2, 6]), ([5, 7], [3, 7])]
+    alone = mpu.get_hierarchical_context_parallel_groups()
+    assert [group.size() for group in alone] == [1, 1]
+
+
 def test_torch_distributed_must_be_there() -> None:
     with pytest.raises(AssertionError, match="init_process_group first"):
         mpu.initialize_model_parallel()
