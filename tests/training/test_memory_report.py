@@ -36,4 +36,5 @@ def test_plan_and_what_came_true_are_said(capsys: pytest.CaptureFixture[str]) ->
     run = tiny_run(train_iters=3, eval_iters=0)
     assert "by formula" in describe_memory(run)
     train(run, [])
-    assert "memory of rank 0 after step 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "memory of rank 0 after step 2" in said and "gradients sent 0 B so far" in said
