@@ -25,6 +25,13 @@ LLAMA: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GEMMA = LLAMA | {
     "tie_word_embeddings": True,
     "head_dim": 16,
@@ -37,6 +44,8 @@ GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
+    "llama, interpolated": ("Llama", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama 3.1": ("Llama", LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA31}),
     "mistral, window": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2, window in some layers": (

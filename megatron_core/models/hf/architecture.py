@@ -89,13 +89,25 @@ def rope_settings(theirs: Settings) -> Settings:
     """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
     rope: Settings = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"config.json says rope_type={kind!r}; only 'default' is supported")
+    scaling: Settings = {}
+    if kind == "linear":
+        scaling = {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    elif kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
+        scaling = {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    elif kind != "default":
+        raise CheckpointError(
+            f"config.json says rope_type={kind!r} with {rope}; supported are default, linear, and llama3 with {LLAMA3}"
+        )
     theta = _number((rope, theirs), ("rope_theta", "rotary_emb_base"), 10000.0)
     return {
         "rotary_base": theta,
         "rotary_percent": _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0),
+        **scaling,
     }
+
+
+LLAMA3: Settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3.1's scaling of rotary positions."""
 
 
 def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) -> float:
@@ -107,7 +119,12 @@ def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) ->
 def rope_json(config: ModelConfig) -> Settings:
     """The inverse, in the words that every release of transformers reads."""
     part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
-    return {"rope_theta": config.rotary_base, "rope_scaling": None, **part}
+    scaling: Settings | None = None
+    if config.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **LLAMA3}
+    elif config.rotary_seq_len_interpolation_factor is not None:
+        scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    return {"rope_theta": config.rotary_base, "rope_scaling": scaling, **part}
 
 
 def window_settings(theirs: Settings) -> Settings:
