@@ -39,5 +39,6 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     return (
         f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
-        f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}; gradients sent {readable_bytes(sent)} so far"
+        f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
+        f"sent {readable_bytes(sent)} so far"
     )
