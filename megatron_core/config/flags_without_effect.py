@@ -48,7 +48,7 @@ ACCEPTED: dict[str, str] = {
         disable_log_loss_scale_to_tensorboard""",
     "not used": """
         logging_level= tensorboard_queue_size= timing_log_level= timing_log_option= no_barrier_with_level_1_timing
-        no_mmap_bin_files nvtx_ranges config_logger_dir= enable_gpt_oss modelopt_enabled""",
+        no_mmap_bin_files nvtx_ranges config_logger_dir= enable_gpt_oss modelopt_enabled test_mode""",
     "every step is logged": "tensorboard_log_interval=",
     "a service of NVIDIA's clusters that is not contacted": """
         adlr_autoresume adlr_autoresume_interval= no_one_logger one_logger_project= one_logger_run_name=

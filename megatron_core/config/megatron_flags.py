@@ -110,7 +110,7 @@ REFUSED: dict[str, str] = {
         activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
         fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
         softmax_type= no_rope_freq= log_max_attention_logit experimental_attention_variant=
-        enable_mhc_connections embedding_init_method_std= spec=
+        enable_mhc_connections spec=
         heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
         use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
         distribute_saved_activations recompute_modules= export_qk_l2_norm export_moe_apply_probs_on_input
@@ -153,7 +153,7 @@ REFUSED: dict[str, str] = {
         use_gigatoken vocab_extra_ids=""",
     "write the settings as --config FILE": "yaml_cfg=",
     "only models of text are supported; remove it": "vision_pretraining",
-    "process groups cannot be imitated; --dry-run describes a rank of any world": "fake_process_group test_mode",
+    "process groups cannot be imitated; --dry-run describes a rank of any world": "fake_process_group",
 }
 """What is missing and the way out -> flags that change what is computed, saved or reported, and are not supported."""
 

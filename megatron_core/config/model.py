@@ -27,6 +27,7 @@ TRAINING_SETTINGS = (
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
+    "embedding_init_method_std",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_router_bias_update_rate",
@@ -138,6 +139,9 @@ class ModelConfig(MoEConfig):
     saves the memory of the logits and costs one more matrix product. Needs --cross-entropy-loss-fusion."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; over sqrt(2 num_layers) in layers that add to the residual stream."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial embeddings, and of an output layer that is tied to them; default
+    --init-method-std."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -74,6 +74,7 @@ _ABOVE_ZERO = (
     "rotary_base",
     "norm_epsilon",
     "init_method_std",
+    "embedding_init_method_std",
     "distributed_timeout_minutes",
     "exit_duration_in_mins",
     "adam_eps",

@@ -50,7 +50,7 @@ class PositionEmbedding(nn.Module):
         # With sequence parallel a rank looks up the positions of its part of the sequence alone.
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
-        self.weight.init_method = context.init_method
+        self.weight.init_method = context.embedding_init_method
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """``[...]`` -> ``[..., h]``."""
@@ -68,7 +68,7 @@ class LanguageModelEmbedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=context.init_method,
+            init_method=context.embedding_init_method,
             reduce_scatter_embeddings=parallel.sequence_parallel,
             config=parallel,
             tp_group=tp_group,
@@ -153,16 +153,15 @@ class GPTModel(nn.Module):
 
     def _make_output_layer(self, context: LayerContext) -> ColumnParallelLinear:
         """The output layer; a tied one has no weight of its own on the stage, or on the rank, of the embedding."""
-        tied_here = self.config.share_embeddings_and_output_weights and (
-            self.embedding is not None or self._weights_of_others != ()
-        )
+        tied = self.config.share_embeddings_and_output_weights
+        tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
         size, index = self.tp_group.size(), self.tp_group.rank()
         per_rank = vocabulary_per_rank(self.vocab_size, self.config.make_vocab_size_divisible_by, size)
         return ColumnParallelLinear(
             self.config.hidden_size,
             per_rank * size,
             config=self.parallel,
-            init_method=context.init_method,
+            init_method=context.embedding_init_method if tied else context.init_method,
             bias=False,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,

@@ -62,6 +62,10 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
 def join(backend: str, device_type: str, **settings: Any) -> None:
     """``dist.init_process_group`` with ``settings`` and a backend of ``distributed_backend``, ``auto`` included."""
     shared_memory.register()
+    if backend == "nccl" and device_type != "cuda":
+        if settings["rank"] == 0:
+            print("note: distributed_backend=nccl needs GPUs; without them it is auto, for CPU ranks", file=sys.stderr)
+        backend = "auto"
     chosen = backend if backend != "auto" else "nccl" if device_type == "cuda" else shared_memory.BACKEND
     if chosen == shared_memory.BACKEND and device_type == "cuda":
         raise LayoutError("distributed_backend='shm' is for ranks on the CPU; take auto or nccl")

@@ -48,8 +48,13 @@ class LayerContext:
 
     @property
     def init_method(self) -> Normal:
-        """N(0, std): matrices inside a layer, and embeddings."""
+        """N(0, std): matrices inside a layer, and an output layer that is not tied."""
         return Normal(self.config.init_method_std)
+
+    @property
+    def embedding_init_method(self) -> Normal:
+        """N(0, std): embeddings, and what is tied to them."""
+        return Normal(self.config.embedding_init_method_std or self.config.init_method_std)
 
     @property
     def output_layer_init_method(self) -> Normal:

@@ -25,7 +25,7 @@ TWO_GROUPS = {"group_query_attention": True, "num_query_groups": 2}
 # name: (ranks, model, layout); every element is held by one data-parallel rank's shard or there is only one such rank
 CASES: dict[str, tuple[int, dict, dict]] = {
     "tp4 sp": (4, {}, TP4 | SP),
-    "tied, tp2 pp2": (4, {}, TP2 | PP2),
+    "tied, tp2 pp2": (4, {"embedding_init_method_std": 0.3}, TP2 | PP2),
     "dp2 tp2 zero1": (4, GATED, TP2 | ZERO),
     "gated, untied, 2 groups, tp2 pp2 sp": (4, GATED | UNTIED | TWO_GROUPS, TP2 | PP2 | SP),
     "gated, 1 group, tp4": (4, GATED | ONE_GROUP, TP4),

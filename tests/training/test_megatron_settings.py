@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_core.config.cli import write_config
+from megatron_core.parallel import launch
 from megatron_core.training import read_settings
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.loop import save
@@ -79,3 +80,33 @@ def test_norms_around_one_are_the_same_function(normalization: str):
         shift = 1.0 if "layernorm.weight" in name else 0.0
         torch.testing.assert_close(parameter - shift, ours[name], rtol=0, atol=1e-12)
     assert any("layernorm.weight" in name for name in ours)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_may_have_their_own_deviation(tied: bool):
+    """An output layer of its own keeps that of the layers; a tied one is the embedding, also on another stage."""
+    run = tiny_run(
+        embedding_init_method_std=0.5,
+        init_method_std=0.02,
+        untie_embeddings_and_output_weights=not tied,
+        vocab_size=512,
+    )
+    weights = dict(run.stages[0].named_global_parameters())
+    deviations = {name: float(weights[name].detach().std()) for name in weights if name.endswith("embeddings.weight")}
+    assert deviations and all(0.4 < std < 0.6 for std in deviations.values())
+    layer = run.stages[0].output_layer
+    assert (layer.weight is None) == tied
+    if not tied:
+        assert 0.015 < float(layer.weight.detach().std()) < 0.025
+
+
+def test_nccl_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Scripts for GPUs run on a laptop, and say through what."""
+    chosen: list[str] = []
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **settings: chosen.append(backend))
+    launch.join("nccl", "cpu", rank=0, world_size=2)
+    assert "distributed_backend=nccl needs GPUs" in capsys.readouterr().err
+    launch.join("auto", "cpu", rank=0, world_size=2)
+    launch.join("nccl", "cuda", rank=0, world_size=2)
+    assert capsys.readouterr().err == ""
+    assert chosen[0] == chosen[1] and chosen[2] == "nccl"
