@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_core.config.cli import DryRun, parse_command_line
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner import state_bytes_per_parameter
+from megatron_core.training import read_settings
 from megatron_core.training.dry_run import RankEstimate, describe_rank, readable_bytes
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
@@ -168,3 +169,26 @@ def test_attention_of_a_split_sequence() -> None:
     sent = readable_bytes(3 * block * 2 + heads), readable_bytes(3 * block * 2 + 4 * block * 4 + heads)
     assert f"sent         {sent[0]} forward, {sent[1]} backward" in reports[0]
     assert found.bytes_by_kind["keys"] == block * (2 * 2 + 2 * 4)  # the block, the next one, two gradients
+
+
+def test_what_is_absent_on_this_machine_is_a_warning(tmp_path: Path) -> None:
+    """Data, tokenizer and checkpoints of a cluster: the launch is judged without them, and each is named."""
+    flags = f"--data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/b --load {tmp_path}/saved --train-iters 5 --seq-length 16"
+    flags += f" --vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt --dry-run --world-size 2"
+    config, dry = read_settings("x", flags.split())
+    text = describe_rank(config, dry.world_size or 1, dry.rank)
+    warnings = [line for line in text.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 3
+    for line, words in zip(
+        warnings, (("50,257 tokens", "v.json"), ("data_path", "a.idx", "b.idx"), ("saved", "scratch")), strict=True
+    ):
+        assert all(word in line for word in words), line
+    config, _ = read_settings("x", [*flags.split(), "--exit-on-missing-checkpoint", "--vocab-size", "64"])
+    assert "training is an error" in describe_rank(config, 2) and "tokens is assumed" not in describe_rank(config, 2)
+
+
+def test_a_launch_with_checkpoint_args_is_judged_without_the_checkpoint(tmp_path: Path) -> None:
+    flags = f"--load {tmp_path}/none --use-checkpoint-args --mock-data --vocab-size 64 --train-iters 1"
+    assert "no folder" in describe_rank(read_settings("x", [*flags.split(), "--dry-run"])[0], 1)
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        read_settings("x", flags.split())
