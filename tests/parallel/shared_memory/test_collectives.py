@@ -21,7 +21,7 @@ from tests.parallel.shared_memory.reference import DTYPES, KINDS, same, start, v
 
 WHOLE_MATRIX = "WHOLE_MATRIX" in os.environ
 RANKS = 4
-COUNTS = (1, 7, 1000, 16_385, *([1 << 20, 8 << 20] if WHOLE_MATRIX else []))
+COUNTS = (1, 7, 1000, 16_385, *([(1 << 17) + 1] if WHOLE_MATRIX else []))
 LARGE = (700_001, *([(64 << 20) // 4] if WHOLE_MATRIX else []))
 """All-reduces of more than one piece."""
 
@@ -50,7 +50,20 @@ def check_all(counts: tuple[int, ...]) -> int:
 
 
 def test_every_collective_dtype_size_and_group() -> None:
-    assert min(run_ranks(RANKS, check_all, COUNTS)) >= 1000
+    assert min(run_ranks(RANKS, check_all, COUNTS, timeout=900.0)) >= 1000
+
+
+def check_kinds(mebibytes: int) -> None:
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            count = (mebibytes << 20) // dtype.itemsize // (1 if kind in ("all_reduce", "broadcast") else 2)
+            found, expected, finish = start(kind, 3, count, dtype, dist.group.WORLD, wait=False)
+            finish()
+            assert same(found, expected), (kind, dtype)
+
+
+def test_large_tensors() -> None:
+    run_ranks(2, check_kinds, 64 if WHOLE_MATRIX else 3, timeout=300.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
