@@ -31,7 +31,7 @@ test: install-test
 	$(BIN)/python -m pytest
 
 verify-all: install-test
-	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops tests/parity/test_moe.py tests/parity/test_context.py
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops tests/parallel/shared_memory tests/parity/test_moe.py tests/parity/test_context.py
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
