@@ -61,7 +61,8 @@ class CoreAttention(nn.Module):
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         queries_per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
-        scores = (query / self.divisor).matmul(key.transpose(-1, -2))
+        query = query if self.divisor == 1 else query / self.divisor
+        scores = query.matmul(key.transpose(-1, -2))
         scale = self.divisor / math.sqrt(query.shape[-1])
         if self.softcap is not None:
             scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
