@@ -192,3 +192,30 @@ def test_a_launch_with_checkpoint_args_is_judged_without_the_checkpoint(tmp_path
     assert "no folder" in describe_rank(read_settings("x", [*flags.split(), "--dry-run"])[0], 1)
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         read_settings("x", flags.split())
+
+
+def test_a_launch_of_megatrons_own_tests_passes_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags of its GPT cases with TP, PP, distributed optimizer, RoPE, SwiGLU and deterministic checkpoints."""
+    flags = """
+        --num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm --log-num-zeros-in-grad
+        --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --tensorboard-dir /tb --micro-batch-size 4
+        --global-batch-size 32 --seq-length 1024 --max-position-embeddings 1024 --train-iters 100
+        --timing-log-level 0 --lr-decay-iters 320000 --save /ckpt --load /ckpt --data-path /data/gpt3_text_document
+        --vocab-file /data/vocab.json --merge-file /data/merges.txt --split 949,50,1 --distributed-backend nccl
+        --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0
+        --lr-warmup-fraction .01 --log-interval 1 --save-interval 50 --eval-interval 1000 --eval-iters 10
+        --transformer-impl transformer_engine --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --sequence-parallel --swiglu
+        --position-embedding-type rope --rotary-percent 1.0 --untie-embeddings-and-output-weights
+        --use-checkpoint-opt_param-scheduler --deterministic-mode --no-gradient-accumulation-fusion
+        --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable
+        --dist-ckpt-strictness log_all --data-cache-path /cache --bf16 --attention-backend unfused --async-save
+        --use-persistent-ckpt-worker --log-memory-to-tensorboard
+    """
+    config, dry = read_settings("x", [*flags.split(), "--dry-run", "--world-size", "8"])
+    assert config.training.deterministic_mode and config.data.tokenizer == "GPT2BPETokenizer"
+    assert "layout tp2 pp2 dp2 sp zero1 overlap" in describe_rank(config, dry.world_size or 1)
+    notes = capsys.readouterr().err.strip()
+    assert len(notes.splitlines()) == 1
+    for flag in ("--async-save", "--log-params-norm", "--transformer-impl", "--dist-ckpt-optim-fully-reshardable"):
+        assert flag in notes
