@@ -167,12 +167,14 @@ class ParallelGroups:
     ) -> Group | None:
         """This rank's group over ``axes``, or over those of its ``parts`` that it is in; None if it is in none.
 
-        With torch.distributed every group of the world is made, because all processes must do so together.
+        With torch.distributed every group of the world is made, because all processes must do so together; groups of
+        another world, such as those of a rank that stands alone in a job, are of this process only.
         """
         mine = None
-        for ranks in self.grid.groups(axes) if dist.is_initialized() else [self.ranks(axes)]:
+        distributed = dist.is_initialized() and dist.get_world_size() == self.grid.world_size
+        for ranks in self.grid.groups(axes) if distributed else [self.ranks(axes)]:
             for members in map(tuple, parts(ranks)):
-                if dist.is_initialized() and members not in self._made:
+                if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout)
                 if self.rank in members:
                     mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))

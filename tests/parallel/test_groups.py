@@ -74,13 +74,18 @@ def test_sums_over_every_group(world: int, grids: list[Grid]) -> None:
     run_ranks(world, _check, grids)
 
 
-def test_process_that_stands_alone() -> None:
+def _stands_alone() -> None:
     groups = ParallelGroups.single()
     made = [groups.group(axes) for axes in COMBINATIONS]
     for group in chain(made, [groups.embedding, groups.reverse_pp]):
         assert isinstance(group, LocalGroup)
         assert (group.size(), group.rank()) == (1, 0)
     assert groups.ranks("pp") == groups.embedding_ranks == [0]
+
+
+def test_process_that_stands_alone() -> None:
+    _stands_alone()
+    run_ranks(2, _stands_alone)  # in a job of several, too
 
 
 def test_rank_of_a_larger_world_without_torch_distributed() -> None:
