@@ -1,6 +1,7 @@
 #include "cpu/transport/transport.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -50,6 +51,7 @@ template <typename F> bool wait_for(Ring& ring, int64_t spin, int64_t slice, F r
       if (ready()) return true;
       pause_briefly();
     }
+    sched_yield();  // the rank that is waited for may be on this core
   }
   for (int64_t left; (left = end - now_in_microseconds()) > 0;) {
     const timespec limit{left / 1000000, left % 1000000 * 1000};
