@@ -85,7 +85,7 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
         "vocabulary of 50 tokens": (0, [*train, "--vocab-size", "50", "--data-path", prefix]),
         "--num-layers": (0, [*TINY, "--train-iters", 2, "--num-layer", 3]),
         "not supported": (0, [*TINY, "--train-iters", 2, "--mtp-num-layers", 4]),
-        "holds no checkpoint": (0, [*TINY, "--train-iters", 2, "--load", tmp_path]),
+        "holds no checkpoint": (0, [*TINY, "--train-iters", 2, "--load", tmp_path, "--exit-on-missing-checkpoint"]),
         "tokenizer_model": (0, [*train, "--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"]),
     }
     for expected, (ranks, flags) in cases.items():
