@@ -25,10 +25,19 @@ def planted(target: str, old: str, new: str) -> Iterator[None]:
     function = function_of(target)
     healthy = function.__code__
     function.__code__ = _changed(function, old, new)
+    _forget(function)
     try:
         yield
     finally:
         function.__code__ = healthy
+        _forget(function)
+
+
+def _forget(function: FunctionType) -> None:
+    """Empty the caches of the function's module, which may hold what it returned before."""
+    for found in function.__globals__.values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
 
 
 def function_of(target: str) -> FunctionType:

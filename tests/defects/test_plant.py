@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_core.context_parallel.tiles import tiles
 from megatron_core.optimizer.clip import clip_factor
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.initialization import initialise
@@ -20,6 +21,14 @@ def test_every_reference_sees_the_change_until_the_end() -> None:
     with planted(CLIP, "limit /", "2 * limit /"):
         assert clip_factor(8.0, 2.0) == pytest.approx(0.5)
     assert clip_factor(8.0, 2.0) == pytest.approx(0.25)
+
+
+def test_results_kept_from_before_are_forgotten() -> None:
+    whole = ((0, 8),)
+    expected = tiles(whole, whole, None, 2)
+    with planted("context_parallel.tiles:_with_window", "part.start - window + 1", "part.start"):
+        assert tiles(whole, whole, None, 2) is not expected
+    assert tiles(whole, whole, None, 2) == expected
 
 
 def test_code_is_restored_after_an_error() -> None:
