@@ -98,7 +98,7 @@ def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_flag() -> None:
     assert ModelConfig().kernel_backend == "auto"
     assert parse_run_config(["--mock-data", "--kernel-backend", "reference"]).model.kernel_backend == "reference"
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match=r"--kernel-backend triton: .*legal: auto, native"):
         parse_run_config(["--mock-data", "--kernel-backend", "triton"])
 
 
