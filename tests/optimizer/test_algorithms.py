@@ -14,6 +14,7 @@ from megatron_core.optimizer.muon import newton_schulz
 from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
+from tests.memory import needs_proc, resident, start_anew
 from tests.runs import tiny_run
 
 
@@ -110,25 +111,21 @@ def test_clipping_by_value() -> None:
 LARGE = {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "vocab_size": 128, "micro_batch_size": 1}
 
 
-def _memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{field}:")[1].split()[0])
-
-
 def _grown(settings: dict) -> tuple[int, int, int]:
     """Bytes that a model in training takes, by how much its steps raised the peak of its set-up, and its state's."""
     offload.CHUNK = 2**18
     train_step(tiny_run())
-    before = _memory("VmRSS")
+    start_anew()
+    before = resident("VmRSS")
     run = tiny_run(**LARGE | settings)
-    peak = _memory("VmHWM")
+    peak = resident("VmHWM")
     for _ in range(2):
         train_step(run)
     state = sum(tensor.nbytes for _, named in run.optimizer.tensors() for tensor in named.values())
-    return _memory("VmRSS") - before, _memory("VmHWM") - peak, state
+    return resident("VmRSS") - before, resident("VmHWM") - peak, state
 
 
+@needs_proc
 def test_state_on_disk_is_in_memory_a_chunk_at_a_time(tmp_path: Path) -> None:
     """Weights and gradients are 85 MB and the moments as much again, of which at most a few chunks are in memory."""
     (inside, _, state), (away, risen, _) = (

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import pytest
 
 from megatron_core.verify.ranks import run_ranks
+from tests.memory import needs_proc, resident, start_anew
 from tests.runs import tiny_run
 
 MODEL = {
@@ -21,25 +19,19 @@ MODEL = {
 }
 
 
-def _status(key: str) -> int:
-    """A number of bytes in this process's status."""
-    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
-
-
 def _peak_and_kept(settings: dict) -> tuple[int, int]:
     """Bytes by which this process's peak grew, and bytes of weights, gradients and optimizer state."""
     tiny_run()  # what is loaded and compiled once
-    ctypes.CDLL(None).malloc_trim(0)  # free memory of earlier tests would be taken without growing
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
+    start_anew()
+    before = resident("VmRSS")
     run = tiny_run(**MODEL | settings)
-    grown = _status("VmHWM") - before
+    grown = resident("VmHWM") - before
     kept = sum(tensor.nbytes for bucket in run.data_parallel.buckets for tensor in (bucket.weights, bucket.grads))
     kept += sum(tensor.nbytes for _, tensors in run.optimizer.tensors() for tensor in tensors.values())
     return grown, kept
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+@needs_proc
 @pytest.mark.parametrize(
     ("ranks", "settings"), [(1, {}), (2, {"tensor_model_parallel_size": 2})], ids=["one process", "tp2"]
 )

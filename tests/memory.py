@@ -1,0 +1,22 @@
+"""Resident memory of this process, from /proc."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+
+
+def start_anew() -> None:
+    """Give back what earlier tests have freed, which would be taken without growing, and let the peak start here."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
