@@ -12,15 +12,16 @@ from megatron_core.errors import ConfigError
 
 Settings = dict[str, Any]
 
-_LLAMA: Settings = {
+LLAMA_LAYERS: Settings = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
     "disable_bias_linear": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "untie_embeddings_and_output_weights": True,
 }
+"""What layers like Llama's are made of."""
+_LLAMA = LLAMA_LAYERS | {"untie_embeddings_and_output_weights": True}
 _GEMMA2 = _LLAMA | {
     "swiglu": False,
     "geglu": True,

@@ -71,14 +71,14 @@ bool has(const Ring& ring, uint32_t number) {
 }
 
 // The memory that this process lends to others: blocks of powers of two, so that one which was read is soon written
-// again, while it is in a cache. Pages that nobody touches cost nothing.
+// again, while it is in a cache. Pages that are never touched cost nothing.
 class Endpoint {
  public:
   Endpoint(char* arena, int64_t bytes, int64_t spin) : spin(spin), arena_(arena), bytes_(bytes) {}
 
   const int64_t spin;
 
-  // Memory that nobody has written, which is zero.
+  // Memory that was never written, which is zero.
   int64_t take_new(int64_t bytes) {
     bytes = (bytes + 4095) / 4096 * 4096;
     if (bytes_ - top_ < bytes) return kNoMemory;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.presets import LLAMA_LAYERS
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import (
     Architecture,
@@ -35,14 +36,6 @@ LLAMA_KEYS = {
     "rms_norm_eps": "norm_epsilon",
     "initializer_range": "init_method_std",
     "attention_dropout": "attention_dropout",
-}
-LLAMA_FIXED: Settings = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
 }
 LLAMA_TENSORS = {
     "embedding.word_embeddings.weight": Source(("model.embed_tokens.weight",)),
@@ -95,7 +88,7 @@ LLAMA = Architecture(
     "LlamaForCausalLM",
     LLAMA_KEYS,
     LLAMA_TENSORS,
-    fixed=LLAMA_FIXED,
+    fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     read=rope_settings,
     write=rope_json,
@@ -105,7 +98,7 @@ MISTRAL = Architecture(
     "MistralForCausalLM",
     LLAMA_KEYS,
     LLAMA_TENSORS,
-    fixed=LLAMA_FIXED,
+    fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu"},
     read=_with_window,
     write=_with_window_json,
@@ -115,7 +108,7 @@ QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     LLAMA_KEYS,
     LLAMA_TENSORS | QKV_BIAS,
-    fixed=LLAMA_FIXED | {"add_qkv_bias": True},
+    fixed=LLAMA_LAYERS | {"add_qkv_bias": True},
     required={"hidden_act": "silu"},
     read=_with_window,
     write=_qwen_json,
@@ -125,7 +118,7 @@ QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     LLAMA_KEYS,
     LLAMA_TENSORS | QK_NORM,
-    fixed=LLAMA_FIXED | {"qk_layernorm": True},
+    fixed=LLAMA_LAYERS | {"qk_layernorm": True},
     assumed={"head_dim": 128},
     required={"hidden_act": "silu", "attention_bias": False},
     read=_with_window,
@@ -140,7 +133,7 @@ PHI3 = Architecture(
         LAYER + "self_attention.linear_qkv.weight": Source((THEIRS + "self_attn.qkv_proj.weight",), stacked_qkv),
         LAYER + "mlp.linear_fc1.weight": Source((THEIRS + "mlp.gate_up_proj.weight",)),
     },
-    fixed=LLAMA_FIXED,
+    fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu"},
     read=_with_window,
     write=_with_window_json,
@@ -156,7 +149,7 @@ MIXTRAL = Architecture(
         "router_aux_loss_coef": "moe_aux_loss_coeff",
     },
     _with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
-    fixed=LLAMA_FIXED,
+    fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu", "router_jitter_noise": 0.0},
     read=_with_window,
     write=_with_window_json,
@@ -172,7 +165,7 @@ QWEN3_MOE = Architecture(
         "moe_intermediate_size": "moe_ffn_hidden_size",
     },
     _with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
-    fixed=LLAMA_FIXED | {"qk_layernorm": True},
+    fixed=LLAMA_LAYERS | {"qk_layernorm": True},
     aliases={"num_local_experts": "num_experts"},
     required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     read=lambda theirs: _with_window(theirs) | {"moe_router_pre_softmax": not theirs.get("norm_topk_prob", False)},
@@ -201,7 +194,7 @@ OLMO2 = Architecture(
         LAYER + "post_self_attn_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
         LAYER + "post_mlp_layernorm.weight": Source((THEIRS + "post_feedforward_layernorm.weight",)),
     },
-    fixed=LLAMA_FIXED | {"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    fixed=LLAMA_LAYERS | {"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
     required={"hidden_act": "silu", "attention_bias": False},
     read=rope_settings,
     write=rope_json,
@@ -247,7 +240,7 @@ def _gemma(
             "attn_logit_softcapping": "attn_logit_softcapping",
         },
         LLAMA_TENSORS | four | tensors,
-        fixed=LLAMA_FIXED | gemma | {"apply_layernorm_1p": True, "scale_embeddings": True, **fixed},
+        fixed=LLAMA_LAYERS | gemma | {"apply_layernorm_1p": True, "scale_embeddings": True, **fixed},
         assumed={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, **assumed},
         required={
             "hidden_activation": "gelu_pytorch_tanh",

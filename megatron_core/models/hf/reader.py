@@ -41,6 +41,8 @@ class HuggingFaceReader:
         self.model = model or ModelConfig(**self.architecture.settings(self.theirs))
         self.state: dict[str, Any] = {"vocab_size": int(self.theirs["vocab_size"])}
         self._files: dict[Path, safe_open] = {}
+        self._sources: dict[tuple[str, tuple[int, ...]], Source] = {}
+        """Of our tensors whose shapes have been compared."""
         self._open = ExitStack()
         self._where = self._find_tensors()
 
@@ -52,12 +54,8 @@ class HuggingFaceReader:
         self._files.clear()
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of that name, one of ours, is stored."""
-        ours = _plain(name)
-        try:
-            return ours is not None and all(map(self._stored, self.architecture.source(ours).names))
-        except CheckpointError:
-            return False
+        """Whether the folder has a tensor of ours: it has weights, and no other state of the optimizer."""
+        return _plain(name) is not None
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[Piece]) -> None:
@@ -74,7 +72,9 @@ class HuggingFaceReader:
         """``CheckpointError`` unless our tensors, by name and shape, need every tensor in the folder, and no other."""
         shapes = (self.architecture.source(name).their_shapes(self.model, shape) for name, shape in ours.items())
         used = {self._stored(name) or name for each in shapes for name in each}
-        tied = {self._stored("lm_head.weight")} if self.theirs.get("tie_word_embeddings", True) else set()
+        # Some files repeat the embedding as the output layer's weight.
+        head = self.architecture.source("output_layer.weight").names
+        tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
         unused = sorted(name for name in set(self._where) - used - tied if not name.endswith(DERIVED))
         missing = sorted(used - set(self._where))
         if missing or unused:
@@ -116,7 +116,9 @@ class HuggingFaceReader:
         return name if name in self._where else short if short in self._where else None
 
     def _source(self, name: str, shape: tuple[int, ...]) -> Source:
-        """The source of our tensor, after comparing the shapes."""
+        """The source of our tensor, after comparing the shapes when it is first asked for."""
+        if (name, shape) in self._sources:
+            return self._sources[name, shape]
         source = self.architecture.source(name)
         for theirs, wanted in source.their_shapes(self.model, shape).items():
             stored = self._stored(theirs)
@@ -127,6 +129,7 @@ class HuggingFaceReader:
                 raise CheckpointError(
                     f"{self.folder}: {theirs} has the shape {list(found)}, {CONFIG} asks for {list(wanted)}"
                 )
+        self._sources[name, shape] = source
         return source
 
     def _read(self, name: str, box: Box, source: Source) -> Tensor:

@@ -38,7 +38,7 @@ class Messages:
         self.members, self._native, self._group = members, native, group
         self._next: dict[int, int] = defaultdict(int)  # number of each sender's next message
         self._wanted: dict[int, list[Receive]] = defaultdict(list)
-        self._waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)  # number and tag of those nobody wanted
+        self._waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)  # number and tag of those not yet received
 
     def receive(self, x: Tensor, address: int, sender: int, tag: int) -> dist.Work:
         """Begin to receive ``x``."""

@@ -60,7 +60,7 @@ NATIVE = {
 """Compiling takes a second each, so that ``make test`` has every fourth."""
 GROUP, WORK, MESSAGES = (f"parallel.shared_memory.{name}" for name in ("group", "work", "messages"))
 IN_PYTHON = {
-    "nobody waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),
+    "no rank waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),
     "every piece from the first": Planted(
         f"{GROUP}:SharedMemoryGroup.allreduce",
         "address + start, part, address + start",
@@ -69,7 +69,7 @@ IN_PYTHON = {
     "messages in the wrong order": Planted(
         f"{MESSAGES}:Messages._sort", "in self._wanted[sender] if", "in reversed(self._wanted[sender]) if"
     ),
-    "the last of those that nobody wanted": Planted(
+    "the last of those not yet received": Planted(
         f"{MESSAGES}:Messages.receive",
         "enumerate(self._waiting[sender])",
         "reversed([*enumerate(self._waiting[sender])])",
