@@ -12,6 +12,7 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
+from megatron_core.config.partition import describe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.models import GPTModel
@@ -22,7 +23,6 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel_state import grid_of
-from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.planner import peak_activation_bytes
 from megatron_core.planner.context import arriving_bytes, attention_flops, traffic
 from megatron_core.schedules.actions import Plan

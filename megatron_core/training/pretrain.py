@@ -12,6 +12,7 @@ import torch
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, parse_command_line, write_config
+from megatron_core.config.partition import describe
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import settings_of_folder
@@ -20,7 +21,6 @@ from megatron_core.monitor.events import Sink
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.shared_memory import backend as shared_memory
-from megatron_core.pipeline_parallel.partition import describe
 from megatron_core.training.compatibility import model_and_tokenizer, stored_config, with_stored_schedule
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_splits, train

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
+from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.rules_layout import tensor_parallel_sizes
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
-from megatron_core.pipeline_parallel.partition import layers_by_stage
 from tests.config.faults import FAULTS
 
 SOUND = {

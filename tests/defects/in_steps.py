@@ -16,7 +16,7 @@ IN_STEPS = (
     ),
     Defect(  # C34
         "layers that are left over are dropped",
-        "pipeline_parallel.partition:partition",
+        "config.partition:partition",
         "for _ in range(num_layers - sum(sizes))",
         "for _ in range(num_layers // num_stages * num_stages - sum(sizes))",
         "5 layers, pp2",
@@ -24,7 +24,7 @@ IN_STEPS = (
     ),
     Defect(  # C34
         "last stage begins one layer early",
-        "pipeline_parallel.partition:_runs",
+        "config.partition:_runs",
         "range(start, stop)",
         "range(max(start - 1, 0), stop)",
         "5 layers, pp2",

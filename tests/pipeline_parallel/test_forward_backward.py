@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
+from megatron_core.config.partition import partition
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
 from megatron_core.pipeline_parallel import get_forward_backward_func
-from megatron_core.pipeline_parallel.partition import partition
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.verify.ranks import run_ranks
 

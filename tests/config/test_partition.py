@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
+from megatron_core.config.partition import Ends, describe, layers_by_stage, partition
 from megatron_core.errors import LayoutError
-from megatron_core.pipeline_parallel.partition import Ends, describe, layers_by_stage, partition
 from megatron_core.schedules.actions import round_robin_stages
 
 
