@@ -203,8 +203,7 @@ DEPENDENT: dict[str, str] = {
     "moe_use_upcycling": "moe_upcycling_granularity=",
     "mtp_num_layers": "mtp_loss_scaling_factor= mtp_standalone mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
     "multi_latent_attention": """
-        q_lora_rank= kv_lora_rank= qk_head_dim= qk_pos_emb_head_dim= v_head_dim= rotary_scaling_factor= mscale=
-        mscale_all_dim=""",
+        q_lora_rank= kv_lora_rank= qk_head_dim= qk_pos_emb_head_dim= v_head_dim=""",
     "multiple_validation_sets": "validation_set_names=",
     "non_persistent_save_interval": """
         non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir=
@@ -238,8 +237,7 @@ DEPENDENT: dict[str, str] = {
         mup_attn_scale_power=""",
     "use_precision_aware_optimizer": "main_grads_dtype= main_params_dtype= exp_avg_dtype= exp_avg_sq_dtype=",
     "position_embedding_type": """
-        yarn_original_max_position_embeddings= yarn_beta_fast= yarn_beta_slow= yarn_correction_range_round_to_int
-        no_yarn_correction_range_round_to_int relative_attention_num_buckets= relative_attention_max_distance=""",
+        relative_attention_num_buckets= relative_attention_max_distance=""",
     "tensor_parallel_num_weight_shards": """
         expert_tensor_parallel_num_weight_shards= gtp_remat_opt_in_modules=
         gtp_remat_reduce_scatter_with_fp32_accumulation""",

@@ -32,7 +32,9 @@ RENAMED: dict[str, str] = {
     "encoder_seq_length": "seq_length",
     "model_parallel_size": "tensor_model_parallel_size",
     "persistent_save_interval": "save_interval",
+    "rotary_scaling_factor": "rope_scaling_factor",
     "warmup": "lr_warmup_fraction",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
 }
 """Flags with a value that have another name here."""
 
@@ -41,10 +43,21 @@ OVERRIDDEN_BY_FLAG: dict[str, tuple[str, ...]] = {
     "use_torch_fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     # Scripts for Llama pass it together with rotary positions, where it must not change anything.
     "no_position_embedding": ("--position-embedding-type", "none"),
+    # There the factor is 1 until --rotary-scaling-factor says otherwise.
+    "position_embedding_type=yarn": ("--rope-scaling-factor", "1.0"),
+    "rope_type=yarn": ("--rope-scaling-factor", "1.0"),
     # The old name said nothing of granularity and of the number of layers, which was 1.
     "activations_checkpoint_method": ("--recompute-granularity", "full", "--recompute-num-layers", "1"),
 }
 """Flags that an explicit flag overrides, also one that comes earlier; for a switch all of its meaning."""
+
+VALUE_MEANS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("position_embedding_type", "yarn"): (
+        *("--position-embedding-type", "rope", "--use-rope-scaling", "--rope-scaling-type", "yarn"),
+    ),
+    ("rope_type", "yarn"): ("--use-rope-scaling", "--rope-scaling-type", "yarn"),
+}
+"""Flag and value that are equivalent to flags of this project."""
 
 SAME_VALUE: dict[str, dict[str, str]] = {
     # torch's scaled_dot_product_attention selects its kernel, the flash one if possible.
@@ -117,7 +130,7 @@ REFUSED: dict[str, str] = {
         tensor_parallel_num_weight_shards=""",
     "models with other layers than attention are not supported; use Megatron-LM's pretrain_hybrid.py": """
         is_hybrid_model hybrid_layer_pattern= hybrid_override_pattern=""",
-    "YaRN is not supported yet; use --use-rope-scaling or --rotary-seq-len-interpolation-factor": "rope_type=",
+    "legal: rope, yarn": "rope_type=",
     "bitwise equality over batch sizes is not offered; use --deterministic-mode": "batch_invariant_mode",
     "precision of matrix products and logits follows --bf16, --fp16 or --fp64; remove it": """
         disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",

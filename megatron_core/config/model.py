@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.rotary import RotaryConfig
 
 EXECUTION_SETTINGS = (
     "attention_backend",
@@ -37,7 +38,7 @@ TRAINING_SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoEConfig):
+class ModelConfig(RotaryConfig, MoEConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = 2
@@ -59,20 +60,6 @@ class ModelConfig(MoEConfig):
     """Number of learned positions, the longest sequence; default --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Learned positions, rotary positions (Su et al. 2021), or none."""
-    rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
-    rotary_base_of_windows: float | None = None
-    """Base in layers with the window of --window-size, if it is another one (Gemma 3)."""
-    rotary_percent: float = 1.0
-    """Fraction of each head's channels to which rotary positions apply."""
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Divide positions by this, for longer sequences than the model was trained on (Chen et al. 2023); default: no."""
-    use_rope_scaling: bool = False
-    """Turn slow channels more slowly, by --rope-scaling-factor, and fast ones as before, as Llama 3.1 does."""
-    rope_scaling_factor: float = 8.0
-    """Factor of --use-rope-scaling; Llama 3.1: 8, Llama 3.2: 32."""
-    rotary_interleaved: bool = False
-    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Type of normalization."""
     apply_layernorm_1p: bool = False

@@ -111,12 +111,27 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
                 f"{rotating} rotating channels, which must be even and 2 or more; "
                 "change rotary_percent, kv_channels or hidden_size"
             )
+        elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
+            yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
+    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
+        yield f"rope_scaling_type={model.rope_scaling_type} has no effect without --use-rope-scaling; add it"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
         if getattr(model, name) and model.position_embedding_type != "rope":
             yield (
                 f"{name}={getattr(model, name)} has no effect with position_embedding_type="
                 f"{model.position_embedding_type}; add --position-embedding-type rope or remove it"
             )
+    needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "dynamic")
+    if needs_original and model.original_max_position_embeddings is None:
+        yield (
+            f"rope_scaling_type={model.rope_scaling_type} needs original_max_position_embeddings, the positions that "
+            "the model was trained on; add --original-max-position-embeddings N"
+        )
+    if model.use_rope_scaling and model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield (
+            f"yarn_beta_fast={model.yarn_beta_fast} must be more than yarn_beta_slow={model.yarn_beta_slow}; "
+            "the defaults are 32 and 1"
+        )
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "

@@ -16,6 +16,7 @@ _AT_LEAST_ONE = (
     "kv_channels",
     "num_query_groups",
     "max_position_embeddings",
+    "original_max_position_embeddings",
     "make_vocab_size_divisible_by",
     "num_experts",
     "moe_ffn_hidden_size",
@@ -71,6 +72,9 @@ _AT_LEAST_ZERO = (
 _ABOVE_ZERO = (
     "rotary_seq_len_interpolation_factor",
     "rope_scaling_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_attention_factor",
     "rotary_base",
     "norm_epsilon",
     "init_method_std",
@@ -87,6 +91,8 @@ _ABOVE_ZERO = (
     "moe_expert_capacity_factor",
 )
 _NOT_NEGATIVE = (
+    "mscale",
+    "mscale_all_dim",
     "min_lr",
     "lr_warmup_init",
     "weight_decay",

@@ -53,6 +53,9 @@ class Translation:
             self.faults.append(f"{' '.join([flag, *values])}: this belongs to no flag; remove it")
         elif flag == "--":
             self.faults += [f"{value}: this belongs to no flag; remove it" for value in values]
+        elif (meaning := megatron_flags.VALUE_MEANS.get((name, " ".join(values)))) is not None:
+            self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(f"{name}={values[0]}", ())
+            self.strong += meaning
         elif name in self.known:
             renamed = megatron_flags.SAME_VALUE.get(name, {})
             self._setting(flag, name, [renamed.get(value, value) for value in values])

@@ -34,7 +34,7 @@ from megatron_core.transformer import SequenceContext, TransformerBlock, layer_s
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments
 from megatron_core.transformer.layer_spec import LayerSpecs
-from megatron_core.transformer.rotary import rotary_table
+from megatron_core.transformer.rotary import plain_frequencies, rotary_table, scaled_frequencies
 from megatron_core.transformer.router_replay import RouterReplay
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -126,7 +126,7 @@ class GPTModel(nn.Module):
         layer_specs: LayerSpecs = layer_spec,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         parallel = parallel or ModelParallelConfig()
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
         self.parallel = replace(parallel, perform_initialization=False)
@@ -243,8 +243,8 @@ class GPTModel(nn.Module):
         if position_ids is None:
             position_ids = positions[None]
         context = SequenceContext(
-            rotary=self._rotary(position_ids, self.config.rotary_base),
-            rotary_of_windows=self._rotary(position_ids, self.config.rotary_base_of_windows),
+            rotary=self._rotary(position_ids),
+            rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
             documents=self._documents(document_lengths, input_ids, cache),
             sample_index=sample_index,
@@ -290,18 +290,24 @@ class GPTModel(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _rotary(self, position_ids: Tensor, base: float | None) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        frequencies, magnitude = scaled_frequencies(
+            self.config, self._rotated_channels, self.max_sequence_length, position_ids.device
+        )
+        return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
+
+    def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        base = self.config.rotary_base_of_windows
         if self.config.position_embedding_type != "rope" or base is None:
             return None
-        channels = int(self.config.head_size * self.config.rotary_percent)
-        return rotary_table(
-            position_ids,
-            channels,
-            base,
-            wide(self.parallel.params_dtype),
-            interpolation=self.config.rotary_seq_len_interpolation_factor or 1.0,
-            llama3_factor=self.config.rope_scaling_factor if self.config.use_rope_scaling else None,
-        )
+        frequencies = plain_frequencies(self._rotated_channels, base, position_ids.device)
+        return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype))
+
+    @property
+    def _rotated_channels(self) -> int:
+        return int(self.config.head_size * self.config.rotary_percent)
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None

@@ -271,6 +271,22 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("lr_decay_samples=5 and lr_warmup_iters=2", "all in iters"),
     ),
     ({"use_rope_scaling": True}, 1, ("use_rope_scaling=True", "--position-embedding-type rope")),
+    ({"rope_scaling_type": "yarn"}, 1, ("rope_scaling_type=yarn", "--use-rope-scaling")),
+    (
+        {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_type": "yarn"},
+        1,
+        ("rope_scaling_type=yarn", "--original-max-position-embeddings"),
+    ),
+    (
+        {"position_embedding_type": "rope", "use_rope_scaling": True, "yarn_beta_fast": 0.5},
+        1,
+        ("yarn_beta_fast=0.5", "yarn_beta_slow=1.0"),
+    ),
+    (
+        {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_type": "ntk", "kv_channels": 2},
+        1,
+        ("rope_scaling_type=ntk", "4 or more"),
+    ),
     ({"lr_warmup_samples": 5}, 1, ("lr_warmup_samples=5", "--train-samples")),
     (
         {"lr_warmup_samples": 9, "train_samples": 9, "train_iters": None},

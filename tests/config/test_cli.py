@@ -186,6 +186,14 @@ def test_aliases_mean_the_same():
     assert pieces == "SentencePieceTokenizer"
 
 
+def test_yarn_is_selected_as_in_megatron():
+    model = parse("--position-embedding-type yarn --yarn-original-max-position-embeddings 64").model
+    assert (model.position_embedding_type, model.rope_scaling_type, model.rope_scaling_factor) == ("rope", "yarn", 1.0)
+    assert model.use_rope_scaling and model.original_max_position_embeddings == 64
+    again = parse("--rotary-scaling-factor 40 --rope-type yarn --no-yarn-correction-range-round-to-int").model
+    assert again.use_rope_scaling and again.rope_scaling_factor == 40.0 and not again.yarn_correction_range_round_to_int
+
+
 @pytest.mark.parametrize(
     ("text", "window", "skip"),
     [

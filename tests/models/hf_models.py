@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
     "llama, interpolated": ("Llama", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama 3.1": ("Llama", LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA31}),
+    "llama, YaRN": (
+        "Llama",
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama, dynamic": ("Llama", LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral, window": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2, window in some layers": (
@@ -68,7 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             },
         },
     ),

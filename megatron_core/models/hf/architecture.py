@@ -88,26 +88,53 @@ class Architecture:
 def rope_settings(theirs: Settings) -> Settings:
     """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
     rope: Settings = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling: Settings = {}
-    if kind == "linear":
-        scaling = {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
-    elif kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
-        scaling = {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    elif kind != "default":
-        raise CheckpointError(
-            f"config.json says rope_type={kind!r} with {rope}; supported are default, linear, and llama3 with {LLAMA3}"
-        )
     theta = _number((rope, theirs), ("rope_theta", "rotary_emb_base"), 10000.0)
     return {
         "rotary_base": theta,
         "rotary_percent": _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0),
-        **scaling,
+        **_rope_scaling(rope, theirs),
     }
 
 
-LLAMA3: Settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+def _rope_scaling(rope: Settings, theirs: Settings) -> Settings:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    longest = int(theirs.get("max_position_embeddings", 2048))
+    original = theirs.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings", longest)
+    if kind == "default":
+        return {}
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": kind}
+    if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
+        own = None if original == LLAMA3_CONTEXT else original
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": own}
+    if kind == "dynamic":
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": longest}
+    if kind == "yarn":
+        named = {ours: rope[key] for key, ours in YARN.items() if rope.get(key) is not None}
+        if not (rope.get("mscale") and rope.get("mscale_all_dim")):  # transformers reads both or none
+            named = {ours: value for ours, value in named.items() if not ours.startswith("mscale")}
+        factor = float(rope.get("factor") or longest / original)
+        return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+    raise CheckpointError(
+        f"config.json says rope_type={kind!r} with {rope}; supported are default, linear, dynamic, yarn, and llama3 "
+        f"with {LLAMA3}"
+    )
+
+
+LLAMA3: Settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The constants of Llama 3.1's scaling of rotary positions."""
+LLAMA3_CONTEXT = 8192
+"""The positions that Llama 3 was trained on, which are the default."""
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "yarn_attention_factor",
+}
+"""Their parameter of YaRN -> our setting."""
 
 
 def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) -> float:
@@ -119,12 +146,21 @@ def _number(configs: Sequence[Settings], keys: Sequence[str], default: float) ->
 def rope_json(config: ModelConfig) -> Settings:
     """The inverse, in the words that every release of transformers reads."""
     part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
-    scaling: Settings | None = None
-    if config.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **LLAMA3}
-    elif config.rotary_seq_len_interpolation_factor is not None:
-        scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
-    return {"rope_theta": config.rotary_base, "rope_scaling": scaling, **part}
+    return {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config), **part}
+
+
+def _rope_scaling_json(config: ModelConfig) -> Settings | None:
+    if not config.use_rope_scaling:
+        linear = config.rotary_seq_len_interpolation_factor
+        return None if linear is None else {"rope_type": "linear", "factor": linear}
+    scaling: Settings = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
+    original = {"original_max_position_embeddings": config.original_max_position_embeddings}
+    if config.rope_scaling_type == "llama3":
+        return scaling | LLAMA3 | {key: value or LLAMA3_CONTEXT for key, value in original.items()}
+    if config.rope_scaling_type == "yarn":
+        own = {key: getattr(config, ours) for key, ours in YARN.items() if config.mscale_all_dim or "mscale" not in key}
+        return scaling | original | {key: value for key, value in own.items() if value is not None}
+    return scaling
 
 
 def window_settings(theirs: Settings) -> Settings:
