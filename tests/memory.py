@@ -16,7 +16,12 @@ def resident(field: str) -> int:
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
 
+def give_back() -> None:
+    """Give freed memory back to the system."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def start_anew() -> None:
     """Give back what earlier tests have freed, which would be taken without growing, and let the peak start here."""
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     Path("/proc/self/clear_refs").write_text("5")

@@ -92,6 +92,9 @@ class ParallelConfig:
     zero3_keep_after_forward: bool = False
     """With --zero-stage 3 keep the weights that a step has gathered until it ends: one gather a step instead of two a
     micro-batch, for the memory of stage 2."""
+    zero3_param_offload_dir: str | None = None
+    """With --zero-stage 3 keep the shards of the weights in files of this folder; a layer's are read when it runs
+    (Rajbhandari et al. 2021)."""
     num_distributed_optimizer_instances: int = 1
     """Groups of data-parallel ranks that each shard among themselves and hold copies of one another's shards (hybrid
     sharding); 1: all ranks are one group."""

@@ -193,6 +193,16 @@ def _sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"zero3_keep_after_forward=True has no effect with zero_stage={parallel.dp_zero_stage}; add --zero-stage 3 "
             "or remove it"
         )
+    if parallel.zero3_param_offload_dir is not None and parallel.dp_zero_stage != 3:
+        yield (
+            f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} has no effect with zero_stage="
+            f"{parallel.dp_zero_stage}; add --zero-stage 3 or remove it"
+        )
+    if parallel.zero3_param_offload_dir is not None and not config.optimizer.offloads_optimizer:
+        yield (
+            f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} moves weights, which are less than "
+            "the optimizer's state; add --optimizer-offload-dir or --optimizer-cpu-offload"
+        )
     instances = parallel.num_distributed_optimizer_instances
     if instances > 1 and parallel.dp_zero_stage == 0:
         yield (

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.collectives import Done, Handle, all_gather_flat_, all_reduce_, reduce_scatter_flat_
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
 from megatron_core.parallel.poison import poison_outside
@@ -84,7 +85,8 @@ class Bucket:
     weights). The end is padded so that the ranks' shards are equal and begin at 16 bytes. This rank updates ``shard``,
     one of those parts, or at ``zero_stage`` 0 the whole bucket. From stage 2 on ``grads`` has memory only between
     ``open_grads`` and the end of a reduction, which adds to ``grad_shard``; at stage 3 ``weights`` only between
-    ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized.
+    ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized. With ``disk`` the
+    shard of stage 3 lies there, and is in memory only while it is gathered or updated (Rajbhandari et al. 2021).
 
     ``dp_group`` are the ranks among which the bucket is split, ``instances`` those that hold the same shard of other
     copies (hybrid sharding). Parameters on the meta device get memory on
@@ -103,12 +105,15 @@ class Bucket:
         unit: int = 0,
         instances: Group | None = None,
         initialise: Initialise | None = None,
+        disk: DiskPlacement | None = None,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.kind, self.stage, self.unit = kind, stage, unit
         self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
-        # A rank that is alone keeps its gradients and weights: there is nobody to fetch them from.
-        self.splits_grads, self.splits_weights = (zero_stage >= n and dp_group.size() > 1 for n in (2, 3))
+        self.disk = disk
+        # A rank that is alone keeps its gradients, and its weights unless they are on disk.
+        self.splits_grads = zero_stage >= 2 and dp_group.size() > 1
+        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or disk is not None)
         first = self.parameters[0]
         numel = sum(p.numel() for p in self.parameters)
         step = dp_group.size() * SHARD_MULTIPLE
@@ -127,10 +132,13 @@ class Bucket:
             self._adopt(name, parameter, at, initialise)
             self.offsets.append(at)
             at += parameter.numel()
-        self._weight_shard = self.weights[self.shard].clone() if self.splits_weights else None
-        self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
+        self._weight_shard: Tensor | None = None
         if self.splits_weights:
+            own = self.weights[self.shard]
+            self._weight_shard = disk.tensor("weights", part, own.dtype).copy_(own) if disk else own.clone()
             _release(self.weights)
+            self.evict_weights()
+        self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
             _release(self.grads)
         self.wire_dtype = grad_dtype
@@ -231,7 +239,10 @@ class Bucket:
             if not self.is_whole:
                 _acquire(self.weights)
                 poison_outside(self.weights, slice(0, 0))
-                self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
+                own = self.weight_shard.to(self.weights.device)
+                if self.dp_group.size() == 1:
+                    self.weights.copy_(own)
+                self.gathering = all_gather_flat_(self.weights, own, self.dp_group, async_op=True)
         elif self.is_sharded:
             poison_outside(self.weights, self.shard)
             self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
@@ -240,6 +251,17 @@ class Bucket:
         """Wait for the weights."""
         self.gathering.wait()
         self.gathering = Done()
+        self.evict_weights()
+
+    def prefetch_weights(self) -> None:
+        """Begin to read a shard that is on disk."""
+        if self.disk is not None:
+            self.disk.prefetch()
+
+    def evict_weights(self) -> None:
+        """A shard that is on disk leaves memory until it is needed again."""
+        if self.disk is not None:
+            self.disk.evict()
 
     def release_weights(self) -> None:
         """Free the weights of stage 3; the shard stays."""
@@ -283,6 +305,7 @@ def make_buckets(
     zero_stage: int,
     device: torch.device | None = None,
     initialise: Initialise | None = None,
+    on_disk: Callable[[], DiskPlacement] | None = None,
 ) -> list[Bucket]:
     """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
 
@@ -306,6 +329,7 @@ def make_buckets(
                 unit=unit,
                 instances=groups.instance_group(axes),
                 initialise=initialise,
+                disk=on_disk() if on_disk is not None else None,
             )
         )
 

@@ -165,8 +165,8 @@ class UnitSync:
         if not self._splits_weights:
             return
         now = [bucket for unit in self._at_work() for bucket in unit.reads]
-        ahead = self._next() if self.options.overlap_param_gather else None
-        following = list(ahead.reads) if ahead is not None else []
+        overlaps = self.options.overlap_param_gather
+        following = self._ahead(1) if overlaps else []
         if not self.options.keep_after_forward:
             self._release_all_but(now + following)
         for bucket in now + following:
@@ -175,6 +175,8 @@ class UnitSync:
                 self._whole.append(bucket)
         for bucket in now:
             bucket.finish_gather()
+        for bucket in self._ahead(1 + overlaps):
+            bucket.prefetch_weights()
 
     def _release_all_but(self, kept: list[Bucket]) -> None:
         for bucket in self._whole:
@@ -186,12 +188,13 @@ class UnitSync:
         units = [unit for unit in (self._forward, self._backward) if unit is not None]
         return units[:1] if len(set(units)) == 1 else units
 
-    def _next(self) -> Unit | None:
-        """The unit after the one at work; none while two are at work, so that never more than two are whole."""
+    def _ahead(self, distance: int) -> list[Bucket]:
+        """What the unit reads that follows the one at work, at ``distance`` 2 the one after; nothing while two are at
+        work, so that never more than two are whole."""
         if len(self._at_work()) != 1:
-            return None
-        number = self._at_work()[0].number + (1 if self._backward is None else -1)
-        return self.units[number] if 0 <= number < len(self.units) else None
+            return []
+        number = self._at_work()[0].number + (distance if self._backward is None else -distance)
+        return list(self.units[number].reads) if 0 <= number < len(self.units) else []
 
 
 def _buckets_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron_core.data_parallel.buffer import Bucket, Compressor, Initialise, make_buckets, materialise
 from megatron_core.data_parallel.finalize import complete_gradients, complete_shard, complete_shared
+from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import replicated, spec_of
@@ -29,7 +31,8 @@ class DataParallel:
     With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, at stage 3 the next one
     is gathered meanwhile: a parameter may be read only once the forward of a module of its unit has begun.
     ``wire_dtype`` is the dtype in which gradients are summed, by default their own; ``compressor`` sums them lossily.
-    ``keep_after_forward`` keeps the weights that stage 3 has gathered to the end of the step. Parameters
+    ``keep_after_forward`` keeps the weights that stage 3 has gathered to the end of the step; in ``weights_folder`` lie
+    its shards, if it is given. Parameters
     on the meta device get memory on ``device``, a bucket at a time, and ``initialise`` fills it.
     """
 
@@ -47,11 +50,18 @@ class DataParallel:
         wire_dtype: torch.dtype | None = None,
         compressor: Compressor | None = None,
         initialise: Initialise | None = None,
+        weights_folder: Path | None = None,
     ) -> None:
         self.groups, self.zero_stage = groups, zero_stage
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
         self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if not p.requires_grad]
+
+        is_meta = device is not None and device.type == "meta"
+
+        def on_disk() -> DiskPlacement:
+            return DiskPlacement(weights_folder or Path(), groups.rank, "zero3_param_offload_dir")
+
         for stage, module in stages.items():
             units = units_of(module, groups)
             self.buckets += make_buckets(
@@ -62,6 +72,7 @@ class DataParallel:
                 zero_stage=zero_stage,
                 device=device,
                 initialise=initialise,
+                on_disk=on_disk if weights_folder is not None and not is_meta else None,
             )
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
@@ -74,7 +85,7 @@ class DataParallel:
         self._waiting: dict[Bucket, int] = {}
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._sync: dict[int, UnitSync] = {}
-        if any(bucket.splits_grads for bucket in self.buckets):
+        if any(bucket.splits_grads or bucket.splits_weights for bucket in self.buckets):
             options = UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward)
             self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
         for bucket in self.buckets:
@@ -152,7 +163,8 @@ class DataParallel:
         shards = {"weights": 0, "gradients": 0}
         units: dict[tuple[int, int], int] = {}
         for bucket in self.buckets:
-            shards["weights"] += bucket.weight_shard.nbytes if bucket.splits_weights else bucket.weights.nbytes
+            in_memory = bucket.weight_shard.nbytes * (bucket.disk is None)
+            shards["weights"] += in_memory if bucket.splits_weights else bucket.weights.nbytes
             shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
             at = bucket.stage, bucket.unit
             units[at] = units.get(at, 0) + bucket.weights.nbytes * bucket.splits_weights

@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.compression import OneBitAdam
+from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.muon import Muon
-from megatron_core.optimizer.offload import DiskPlacement, Placement
 from megatron_core.parallel.groups import ParallelGroups
 
 
@@ -73,6 +73,11 @@ class Shard:
     def is_away(self) -> bool:
         """Whether the state lies on another device than the weights."""
         return self.main.device != self.bucket.weights.device
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the state or the weights do not stay in memory."""
+        return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
 
     def part(self, at: slice, grad: Tensor) -> Part:
         """The slice ``at``; ``grad`` is the gradient of the shard, where the state is."""
@@ -160,7 +165,7 @@ class Optimizer:
             for shard in shards:
                 algorithm.update_bucket(shard.bucket, shard.part(slice(None), shard.bucket.grad_shard), rates)
             return
-        here = [shard for shard in shards if not shard.is_away and not isinstance(shard.placement, DiskPlacement)]
+        here = [shard for shard in shards if not shard.is_away and not shard.is_on_disk]
         if here:
             algorithm.update([shard.part(slice(None), shard.bucket.grad_shard) for shard in here], rates)
         away = [shard for shard in shards if shard not in here]
@@ -175,6 +180,7 @@ class Optimizer:
                 algorithm.update([shard.part(at, grad)], rates)
             if shard.is_away:
                 shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
+            shard.bucket.evict_weights()
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for
@@ -199,7 +205,7 @@ def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> It
             continue
         away += bucket.weight_shard.numel()
         if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
-            yield DiskPlacement(Path(config.optimizer_offload_dir), rank)
+            yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
         else:
             yield Placement(bucket.weights.device, host=not bucket.weights.is_meta)
 

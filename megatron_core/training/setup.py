@@ -128,6 +128,7 @@ def data_parallel_of(
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         compressor=_compressor(parallel, optimizer),
         initialise=initialise,
+        weights_folder=None if parallel.zero3_param_offload_dir is None else Path(parallel.zero3_param_offload_dir),
     )
 
 

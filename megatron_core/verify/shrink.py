@@ -168,6 +168,7 @@ def small_run() -> dict[str, Any]:
         "grad_compression": "none",
         "grad_reduce_in_bf16": False,
         "optimizer_offload_dir": None,
+        "zero3_param_offload_dir": None,
         "optimizer_cpu_offload": False,
         "optimizer_offload_fraction": 1.0,
         "metrics_file": None,

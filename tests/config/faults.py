@@ -231,6 +231,16 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("data_parallel_sharding_strategy=optim", "zero_stage=3"),
     ),
     ({"zero3_keep_after_forward": True, "zero_stage": 2}, 1, ("zero3_keep_after_forward=True", "--zero-stage 3")),
+    (
+        {"zero3_param_offload_dir": "weights", "zero_stage": 2, "optimizer_cpu_offload": True},
+        1,
+        ("zero3_param_offload_dir='weights'", "--zero-stage 3"),
+    ),
+    (
+        {"zero3_param_offload_dir": "weights", "zero_stage": 3},
+        1,
+        ("zero3_param_offload_dir='weights'", "--optimizer-offload-dir"),
+    ),
     ({"num_distributed_optimizer_instances": 2}, 2, ("num_distributed_optimizer_instances=2", "--zero-stage 1")),
     (
         {"num_distributed_optimizer_instances": 2, "zero_stage": 1},

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.optimizer import offload
+from megatron_core.data_parallel import placement
 from megatron_core.optimizer.algorithms import SGD, Lion, Part, Rates
 from megatron_core.optimizer.muon import newton_schulz
 from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.memory import needs_proc, resident, start_anew
+from tests.memory import give_back, needs_proc, resident, start_anew
 from tests.runs import tiny_run
 
 
@@ -113,7 +113,7 @@ LARGE = {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "vocab_s
 
 def _grown(settings: dict) -> tuple[int, int, int]:
     """Bytes that a model in training takes, by how much its steps raised the peak of its set-up, and its state's."""
-    offload.CHUNK = 2**18
+    placement.CHUNK = 2**18
     train_step(tiny_run())
     start_anew()
     before = resident("VmRSS")
@@ -122,7 +122,9 @@ def _grown(settings: dict) -> tuple[int, int, int]:
     for _ in range(2):
         train_step(run)
     state = sum(tensor.nbytes for _, named in run.optimizer.tensors() for tensor in named.values())
-    return resident("VmRSS") - before, resident("VmHWM") - peak, state
+    risen = resident("VmHWM") - peak
+    give_back()
+    return resident("VmRSS") - before, risen, state
 
 
 @needs_proc
@@ -149,4 +151,26 @@ def test_state_on_disk_changes_no_bit(precision: dict, stage: int, tmp_path: Pat
     for part in ({}, {"optimizer_offload_fraction": 0.5}):
         assert run_ranks(2, _losses, shared | {"optimizer_offload_dir": str(tmp_path)} | part) == plain
     assert run_ranks(2, _losses, shared | {"optimizer_cpu_offload": True}) == plain
+    assert list(tmp_path.iterdir()) == []
+    if stage == 3:
+        folders = {"optimizer_offload_dir": str(tmp_path), "zero3_param_offload_dir": str(tmp_path)}
+        for overlap in (False, True):
+            both = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+            assert run_ranks(2, _losses, shared | folders | both) == plain
+
+
+@needs_proc
+def test_weights_on_disk_are_in_memory_a_unit_at_a_time(tmp_path: Path) -> None:
+    """One rank: weights and gradients are 43 MB each, of which the weights leave memory, too."""
+    folders = {"optimizer_offload_dir": str(tmp_path)}
+    (kept, _, state), (away, _, _) = (
+        run_ranks(1, _grown, folders | own)[0]
+        for own in ({}, {"zero_stage": 3, "zero3_param_offload_dir": str(tmp_path)})
+    )
+    assert away < kept - 0.8 * state / 2
+
+
+def test_one_rank_with_weights_on_disk_learns_the_same(tmp_path: Path) -> None:
+    folders = {"optimizer_offload_dir": str(tmp_path), "zero3_param_offload_dir": str(tmp_path), "zero_stage": 3}
+    assert _losses(folders) == _losses({})
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
-"""Where optimizer state lies: beside the weights, in the host's memory, or in files that are mapped into memory.
+"""Where shards lie: on the device, in the host's memory, or in files that are mapped into memory.
 
-Updates are element by element, so that a shard on disk is updated a chunk at a time: while one is computed the kernel
-reads the next (``MADV_WILLNEED``), and what is done leaves its memory (``MADV_DONTNEED``; the file keeps it).
+Optimizers update element by element, so that state on disk is updated a chunk at a time: while one is computed the
+kernel reads the next (``MADV_WILLNEED``), and what is done leaves its memory (``MADV_DONTNEED``; the file keeps it).
 Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,13 +41,14 @@ class Placement:
 class DiskPlacement(Placement):
     """In files of ``folder``, which are removed when they are open: they vanish with the process."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, setting: str) -> None:
+        """``setting`` is what named the folder."""
         super().__init__(torch.device("cpu"))
-        self.folder, self.rank, self._maps = folder, rank, list[tuple[mmap.mmap, int]]()
+        self.folder, self.rank, self.setting, self._maps = folder, rank, setting, list[tuple[mmap.mmap, int]]()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"optimizer_offload_dir={str(folder)!r} cannot be used: {error}; give another") from None
+            raise ConfigError(f"{setting}={str(folder)!r} cannot be used: {error}; give another") from None
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of zeros whose memory is a file."""
@@ -59,8 +61,8 @@ class DiskPlacement(Placement):
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise ConfigError(
-                f"optimizer_offload_dir={str(self.folder)!r} has no room for {size:,} bytes: {error}; give another "
-                "folder, or offload less with --optimizer-offload-fraction"
+                f"{self.setting}={str(self.folder)!r} has no room for {size:,} bytes: {error}; give another folder, or "
+                "offload less (--optimizer-offload-fraction)"
             ) from None
         self._maps.append((mapped, dtype.itemsize))
         return torch.frombuffer(mapped, dtype=dtype)
@@ -72,8 +74,16 @@ class DiskPlacement(Placement):
             yield slice(start, min(start + CHUNK, numel))
             self._advise(mmap.MADV_DONTNEED, start, start + CHUNK)
 
+    def prefetch(self) -> None:
+        """Have the kernel read all of it."""
+        self._advise(mmap.MADV_WILLNEED, 0, sys.maxsize)
+
+    def evict(self) -> None:
+        """Take all of it out of this process's memory."""
+        self._advise(mmap.MADV_DONTNEED, 0, sys.maxsize)
+
     def _advise(self, advice: int, start: int, stop: int) -> None:
         for mapped, itemsize in self._maps:
-            first, last = start * itemsize, min(stop * itemsize, len(mapped))
+            first, last = min(start * itemsize, len(mapped)), min(stop * itemsize, len(mapped))
             if first < last:  # CHUNK elements begin at a page
                 mapped.madvise(advice, first, last - first)
