@@ -81,7 +81,6 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"decoupled_lr={decoupled.lr} is less than the lowest rate of its schedule (decoupled_min_lr or min_lr "
             f"{decoupled.min_lr}, lr_warmup_init {decoupled.lr_warmup_init}); raise it or lower those"
         )
-    yield from _offload_problems(config)
     decay = _decay_end(config, world_size)
     if decay and optimizer.lr_warmup_fraction is None and warmup >= decay:
         yield (
@@ -89,20 +88,6 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"legal: 0 to {decay - 1}, or a longer training"
         )
     yield from _wsd_problems(config, decay, unit)
-
-
-def _offload_problems(config: RunConfig) -> Iterator[str]:
-    optimizer = config.optimizer
-    if optimizer.offloads_optimizer and optimizer.optimizer == "muon":
-        yield (
-            "optimizer=muon works on whole matrices, so that its state cannot be offloaded; remove "
-            "--optimizer-cpu-offload and --optimizer-offload-dir, or choose another optimizer"
-        )
-    if optimizer.optimizer_offload_fraction != 1.0 and not optimizer.offloads_optimizer:
-        yield (
-            f"optimizer_offload_fraction={optimizer.optimizer_offload_fraction} has no effect without an offload; add "
-            "--optimizer-cpu-offload or --optimizer-offload-dir"
-        )
 
 
 _PHASES = tuple(f"lr_{phase}_{unit}" for unit in ("samples", "iters") for phase in ("decay", "warmup", "wsd_decay"))

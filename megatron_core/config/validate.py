@@ -8,7 +8,6 @@ from dataclasses import replace
 from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_layout import (
-    compression_problems,
     model_problems,
     parallel_problems,
     recompute_problems,
@@ -17,6 +16,7 @@ from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ramps import ramp_problems
 from megatron_core.config.rules_ranges import range_problems
+from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.config.rules_training import (
     batch_problems,
@@ -42,8 +42,8 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from recompute_problems(config)
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
+    yield from sharding_problems(config, world_size)
     yield from context_problems(config)
-    yield from compression_problems(config)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)
     yield from ramp_problems(config, world_size)
