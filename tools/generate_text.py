@@ -1,36 +1,51 @@
-"""Continue a prompt with a trained model.
+"""Continue prompts with a trained model.
 
 python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def main("
+
+python tools/generate_text.py --load ... --prompt-file prompts.jsonl --output texts.jsonl --logprobs 2
 
 torchrun --nproc-per-node 2 tools/generate_text.py --load ... --prompt ... --tensor-model-parallel-size 2
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import tyro
 
-from megatron_core import parallel_state
-from megatron_core.config import RunConfig
-from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.rules_layout import parallel_problems
-from megatron_core.errors import ConfigError
-from megatron_core.inference import Generator, Sampling, until_stop
-from megatron_core.parallel import World, run_job, start_world
-from megatron_core.tokenizers import end_ids, tokenizer_of
+from megatron_core.datasets.atomic_write import make_output_folder
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
+from megatron_core.inference.start import GenerationLayout, start_generator
+from megatron_core.parallel import World, run_job
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.texts import gather_texts
+from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.training.compatibility import open_model
+
+INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
+"""Minutes for which the other ranks wait for someone to type."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Continue a prompt with a trained model, in any layout."""
+class Settings(GenerationLayout):
+    """Continue prompts with a trained model, in any layout."""
 
     load: str
     """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
-    prompt: str
-    """Text to continue."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; several are generated together."""
+    prompt_file: str | None = None
+    """File of prompts: one in each line, or with the ending .jsonl an object {"prompt": text} in each line."""
+    interactive: bool = False
+    """Read prompts from standard input, one in each line, until its end."""
+    output: str | None = None
+    """Write a JSON object for each prompt into this file: prompt, text, tokens, finish_reason, log-probabilities."""
     max_new_tokens: int = 64
     """Largest number of new tokens; the text also ends at an end-of-document, end-of-sequence or end-of-turn token."""
     stop: tuple[str, ...] = ()
@@ -42,73 +57,155 @@ class Settings:
     top_p: float = 1.0
     """Sample from the most likely tokens that together have this probability."""
     seed: int = 1234
-    """Seed for sampling."""
+    """Seed for sampling; the same for every prompt."""
+    logprobs: int | None = None
+    """Also print the logarithm of each token's probability, and so many of the most likely tokens with theirs."""
+    max_batch_size: int = 8
+    """Largest number of prompts that are generated together."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""
-    tensor_model_parallel_size: int = 1
-    """Ranks over which the matrices of each layer are split."""
-    pipeline_model_parallel_size: int = 1
-    """Ranks over which the layers are split."""
+
+
+@dataclass
+class Text:
+    """A prompt and its continuation so far."""
+
+    prompt: str
+    stream: TextStream
+    progress: list[Progress] = field(default_factory=list)
+    finished: str | None = None
+
+    def add(self, progress: Progress) -> str:
+        """What can be shown after the engine's next progress."""
+        assert progress.token is not None, "requests have at least one new token"
+        shown = ""
+        if progress.finished != "stop":
+            self.progress.append(progress)
+            shown = self.stream.add(progress.token)
+        self.finished = "stop" if self.stream.stopped else progress.finished
+        return shown + (self.stream.finish() if self.finished else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """What --output writes."""
+        found = {"prompt": self.prompt, "text": self.stream.text, "finish_reason": self.finished}
+        scores = [each.score for each in self.progress if each.score is not None]
+        found["tokens"] = [each.token for each in self.progress]
+        if scores:
+            found["logprobs"] = [score.logprob for score in scores]
+            found["alternatives"] = [[list(pair) for pair in score.alternatives] for score in scores]
+        return found
 
 
 def generate_text(settings: Settings, world: World) -> None:
     """Load, generate, and print on rank 0 while generating."""
+    if settings.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={settings.max_new_tokens}: give 1 or more")
+    prompts = [*settings.prompt, *(read_prompts(settings.prompt_file) if settings.prompt_file else ())]
+    if not prompts and not settings.interactive:
+        raise ConfigError("there is no prompt; give --prompt, --prompt-file or --interactive")
+    if settings.output is not None and world.rank == 0:
+        make_output_folder("--output", settings.output)
+    reader, trained = open_model(settings.load, settings.ckpt_step)
+    timeout = {"timeout_minutes": INTERACTIVE_TIMEOUT} if settings.interactive else {}
+    generator, tokenizer = start_generator(reader, trained, settings, world, **timeout)
+    texts = continue_all(settings, prompts, generator, tokenizer, world) if prompts else []
+    if settings.output is not None and world.rank == 0:
+        lines = "".join(json.dumps(text.as_json(), ensure_ascii=False) + "\n" for text in texts)
+        Path(settings.output).write_text(lines, encoding="utf-8")
+    for prompt in typed_prompts(generator, world) if settings.interactive else ():
+        try:
+            continue_all(settings, [prompt], generator, tokenizer, world)
+        except ConfigError as error:
+            show(f"error: {error}\n", world)
+
+
+def continue_all(
+    settings: Settings, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
+) -> list[Text]:
+    """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
+    engine = Engine(generator, max_batch_size=settings.max_batch_size)
+    texts = [Text(prompt, TextStream(tokenizer, settings.stop)) for prompt in prompts]
+    ends = end_ids(tokenizer)
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
     )
-    reader, trained = open_model(settings.load, settings.ckpt_step)
-    with reader:
-        config = run_config(trained, settings)
-        tokenizer = tokenizer_of(config.data)
-        if tokenizer is None:
-            raise ConfigError(f"{reader.folder} has no tokenizer, which the prompt needs; train with --tokenizer-type")
-        check_layout(config, world)
-        start_world(world)
-        groups = parallel_state.make_groups(config.parallel, world)
-        generator = Generator.load(reader, config, groups, world.device)
-    prompt = tokenizer.tokenize(settings.prompt)
-    written: list[int] = []
-    shown = ""
-    show(settings.prompt, world)
-    ends, text, stopped = end_ids(tokenizer), "", False
-    for token in generator.generate(prompt, settings.max_new_tokens, sampling, ends=ends):
-        if token in ends:
-            break
-        written.append(token)
-        text = tokenizer.detokenize(written)
-        settled, stopped = until_stop(text, settings.stop)
-        show(settled[len(shown) :], world)
-        shown = settled
-        if stopped:
-            break
-    show("\n" if stopped else text[len(shown) :] + "\n", world)
-    room = generator.room_after(len(prompt))
-    if len(written) == room and world.rank == 0:
-        print(f"(ended at the last of the model's {config.max_positions} positions)", file=sys.stderr)
+    for number, ids in enumerate(tokenizer.tokenize_batch(prompts)):
+        request = Request(
+            prompt=tuple(ids),
+            max_new_tokens=settings.max_new_tokens,
+            sampling=sampling,
+            ends=ends,
+            logprobs=settings.logprobs,
+        )
+        try:
+            assert engine.submit(request) == number
+        except ConfigError as error:
+            raise ConfigError(f"{shortened(prompts[number])}: {error}") from None
+    alone, printed = len(prompts) == 1, 0
+    show(prompts[0] if alone else "", world)
+    while engine.busy:
+        for progress in engine.step():
+            text = texts[progress.number]
+            new = text.add(progress)
+            show(new if alone else "", world)
+            if text.finished is not None:
+                engine.cancel(progress.number)
+        while printed < len(texts) and texts[printed].finished is not None:
+            show(conclusion(texts[printed], tokenizer, alone), world)
+            printed += 1
+    limit = engine.max_length
+    if world.rank == 0 and any(t.finished == "length" and len(t.progress) < settings.max_new_tokens for t in texts):
+        print(f"(ended at the last of the model's {limit} positions)", file=sys.stderr)
+    return texts
 
 
-def run_config(config: RunConfig, settings: Settings) -> RunConfig:
-    """The configuration of the training run, with the layout of ``settings``."""
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=settings.tensor_model_parallel_size,
-        pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
-        **BALANCED_STAGES,
-        pipeline_schedule=None,
-        pipeline_plan=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-        sequence_parallel=False,  # one new position cannot be split
-    )
-    return replace(config, parallel=parallel)
+def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
+    """What is printed when a text is finished: itself unless it was printed while it grew, and its probabilities."""
+    shown = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
+    for each in text.progress:
+        if each.score is not None and each.token is not None:
+            others = [f"{tokenizer.detokenize([i])!r} {value:.4f}" for i, value in each.score.alternatives]
+            shown += f"{each.score.logprob:10.4f}  {tokenizer.detokenize([each.token])!r}  {'  '.join(others)}\n"
+    return shown if alone else shown + "-" * 40 + "\n"
 
 
-def check_layout(config: RunConfig, world: World) -> None:
-    """``ConfigError`` if the model cannot be split in this layout."""
-    found = list(parallel_problems(config, world.size))
-    if found:
-        raise ConfigError("\n".join(found))
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file; ``DataError`` with the line that has none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
+    if not path.endswith(".jsonl"):
+        return [line for line in lines if line.strip()]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(f'{path}:{number}: this is not an object with a text "prompt"')
+        found.append(prompt)
+    return found
+
+
+def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
+    """What is typed on rank 0, line by line, on all ranks."""
+    while True:
+        line = ""
+        if world.rank == 0:
+            show("> " if sys.stdin.isatty() else "", world)
+            line = sys.stdin.readline()
+        line = gather_texts(line, generator.groups.group(WORLD), world.device)[0]
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def shortened(prompt: str, most: int = 40) -> str:
+    """The beginning of a prompt, for a message."""
+    return repr(prompt if len(prompt) <= most else prompt[:most] + "...")
 
 
 def show(text: str, world: World) -> None:

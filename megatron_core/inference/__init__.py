@@ -1,6 +1,18 @@
 """Generating text from a checkpoint."""
 
-from megatron_core.inference.generate import Generator, until_stop
+from megatron_core.inference.engine import Engine, Progress, Request, TokenScore, generate
+from megatron_core.inference.generator import Generator
 from megatron_core.inference.sampling import Sampling
+from megatron_core.inference.text import TextStream, until_stop
 
-__all__ = ["Generator", "Sampling", "until_stop"]
+__all__ = [
+    "Engine",
+    "Generator",
+    "Progress",
+    "Request",
+    "Sampling",
+    "TextStream",
+    "TokenScore",
+    "generate",
+    "until_stop",
+]

@@ -52,3 +52,13 @@ def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
         # A token is kept if the more likely ones together have less than top_p; the first one always is.
         logits = logits.scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
     return logits
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Logits ``[n, vocabulary]`` and tokens ``[n]`` -> ``[n, 1 + 2 most]`` in float64: the logarithm of each token's
+    probability, the ``most`` most likely tokens, and the logarithms of their probabilities."""
+    scores = logits.to(torch.float64).log_softmax(-1)
+    top = scores.topk(min(most, scores.shape[-1]))
+    padding = scores.new_full((len(scores), most - top.values.shape[-1]), -torch.inf)
+    own = scores.gather(-1, tokens[:, None])
+    return torch.cat([own, top.indices.to(scores), torch.zeros_like(padding), top.values, padding], dim=-1)

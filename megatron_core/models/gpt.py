@@ -221,6 +221,7 @@ class GPTModel(nn.Module):
         document_lengths: Sequence[Sequence[int]] | None = None,
         cache: KeyValueStore | None = None,
         positions: Tensor | None = None,
+        logit_positions: Tensor | None = None,
         auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
         loss_mask: Tensor | None = None,
         router_replay: RouterReplay | None = None,
@@ -232,9 +233,10 @@ class GPTModel(nn.Module):
         or ``[1, s]`` for the same in every sequence; None: ``positions``. ``hidden_states`` is the previous stage's
         output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each whole sequence:
         documents of so many tokens, in this order, see nothing of one another. ``cache`` holds what came before
-        ``positions``; documents and a cache do not go together. ``auxiliary_losses`` collects those of this micro-batch
-        that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them. ``router_replay`` records
-        which experts tokens go to, or repeats a record.
+        ``positions``; documents and a cache do not go together. ``logit_positions`` ``[b, k]`` are the indices in each
+        row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None: all. ``auxiliary_losses`` collects
+        those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them.
+        ``router_replay`` records which experts tokens go to, or repeats a record.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
@@ -263,6 +265,9 @@ class GPTModel(nn.Module):
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
             return self._losses(hidden_states, labels.transpose(0, 1), tied).transpose(0, 1)
+        if logit_positions is not None:
+            rows = torch.arange(logit_positions.shape[0], device=logit_positions.device)
+            hidden_states = hidden_states[logit_positions.t(), rows]
         logits = self._capped(self.output_layer(hidden_states, weight=tied)[0])
         return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
 

@@ -74,6 +74,11 @@ class KeyValueStore(Protocol):
         """Store ``[s, b, groups, d]`` of the new positions and return those of all positions so far."""
         ...
 
+    def masked(self, window: int | None) -> Tensor | None:
+        """``[b, 1, s, t]``, True where a query must not see a key, its window included; None: the last query's own key
+        is the last one in every sequence."""
+        ...
+
 
 @dataclass(frozen=True)
 class PackedDocuments:

@@ -48,8 +48,11 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         """Attend; a mask of ``context`` takes the place of the causal one, but not of the window."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        hidden = None if context.cache is None else context.cache.masked(self.window)
         if self.unfused or self.dropout.active:
-            out = self._unfused(query, key, value, context)
+            out = self._unfused(query, key, value, context, hidden)
+        elif hidden is not None:
+            out = _fused(query, key, value, ~hidden)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         elif context.documents is not None:
@@ -58,7 +61,10 @@ class CoreAttention(nn.Module):
             out = _causal_attention(query, key, value, self.window)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    def _unfused(
+        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, hidden: Tensor | None
+    ) -> Tensor:
+        """``hidden`` is True where a query must not see a key, window and causality included."""
         queries_per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
         query = query if self.divisor == 1 else query / self.divisor
@@ -68,10 +74,10 @@ class CoreAttention(nn.Module):
             scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
         weights = attention_softmax(
             scores,
-            _masked(context),
+            _masked(context) if hidden is None else hidden,
             scale=scale,
-            causal=context.attention_mask is None or context.documents is not None,
-            window=self.window,
+            causal=hidden is None and (context.attention_mask is None or context.documents is not None),
+            window=self.window if hidden is None else None,
             backend=self.backend,
         )
         positions = {"position_ids": context.positions, "key_positions": context.positions}

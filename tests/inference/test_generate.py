@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_core.errors import ConfigError
-from megatron_core.inference import Generator, Sampling, until_stop
+from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, generate, until_stop
 from megatron_core.inference.sampling import candidates
 from megatron_core.models.build import build_stages
 from megatron_core.verify.ranks import run_ranks
@@ -30,11 +30,15 @@ def _generator(settings: dict) -> Generator:
         stages = build_stages(run.config, run.groups, run.vocab_size, run.world.device, context_parallel=False)[1]
     for stage in stages.values():
         stage.eval()
-    return Generator(run.config, run.groups, stages, len(run.layers), run.world.device)
+    return Generator(run.config, run.groups, stages, len(run.layers), run.vocab_size, run.world.device)
+
+
+def _request(prompt: list[int] = PROMPT, new: int = NEW, **settings: object) -> Request:
+    return Request(prompt=tuple(prompt), max_new_tokens=new, **settings)
 
 
 def _generate(settings: dict, sampling: Sampling) -> list[int]:
-    return list(_generator(settings).generate(PROMPT, NEW, sampling))
+    return list(generate(_generator(settings), _request(sampling=sampling)))
 
 
 def _without_cache(settings: dict) -> list[int]:
@@ -79,6 +83,97 @@ def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
     assert run_ranks(world_size, _generate, MODERN | layout, sampling) == [alone] * world_size
 
 
+PROMPTS = [PROMPT, [3], [7, 9, 60, 2, 2, 41, 8], [30, 31], [1, 2, 3, 4, 5]]
+
+
+def _batch(settings: dict, **engine: int) -> list[list[Progress]]:
+    """The progress of requests for ``PROMPTS``, some of them sampled; one is cancelled, two come later."""
+    running = Engine(_generator(settings), **engine)
+    sampled = {"sampling": Sampling(temperature=0.7, top_k=30, seed=5)}
+    requests = [
+        _request(prompt, 3 + 2 * i, logprobs=i % 3, **(sampled if i % 2 else {})) for i, prompt in enumerate(PROMPTS)
+    ]
+    found: list[list[Progress]] = [[] for _ in range(len(PROMPTS) + 1)]
+    for request in requests[:3]:
+        running.submit(request)
+    cancelled = running.submit(_request([9, 9], 50))
+    for step in range(100):
+        for progress in running.step():
+            found[progress.number].append(progress)
+        if step == 2:
+            running.cancel(cancelled)
+            for request in requests[3:]:
+                running.submit(request)
+        if not running.busy:
+            break
+    return [row for number, row in enumerate(found) if number != cancelled]
+
+
+def _scored_alone(settings: dict, prompt: list[int], progress: list[Progress]) -> None:
+    """Every token's probability is that of the model without a cache."""
+    model = _generator(settings).stages[0]
+    tokens = prompt + [each.token for each in progress]
+    with torch.no_grad():
+        scores = model(torch.tensor([tokens]))[0].log_softmax(-1)
+    for at, each in enumerate(progress, len(prompt)):
+        assert each.score.logprob == pytest.approx(scores[at - 1, tokens[at]].item(), abs=1e-11)
+        for token, value in each.score.alternatives:
+            assert value == pytest.approx(scores[at - 1, token].item(), abs=1e-11)
+
+
+LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
+
+
+@pytest.mark.parametrize(
+    "engine", [{"max_batch_size": 3}, {"max_prompt_tokens": 8}], ids=["3 at a time", "short steps"]
+)
+@pytest.mark.parametrize("model", [{}, WINDOW, LONG_WINDOW, EXPERTS], ids=["gpt2", "window", "capped", "experts"])
+def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) -> None:
+    """Requests of different lengths that join and leave: their tokens and probabilities are those of each alone."""
+    model = model | {"seq_length": 32}
+    found = _batch(model, **engine)
+    for i, (prompt, progress) in enumerate(zip(PROMPTS, found, strict=True)):
+        assert len(progress) == 3 + 2 * i and progress[-1].finished == "length"
+        assert all(len(each.score.alternatives) == i % 3 for each in progress)
+        _scored_alone(model, prompt, progress)
+        if i % 2 == 0:
+            alone = list(generate(_generator(model), _request(prompt, 3 + 2 * i)))
+            assert [each.token for each in progress] == alone
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, TP2), (4, TP2 | PP2)], ids=["tp2", "tp2 pp2"])
+def test_batches_in_a_layout(world_size: int, layout: dict) -> None:
+    settings = WINDOW | {"seq_length": 32}
+    alone = _batch(settings, max_batch_size=3)
+    for found in run_ranks(world_size, _batch_of_three, settings | layout):
+        for mine, expected in zip(found, alone, strict=True):
+            assert [(each.token, each.finished) for each in mine] == [(each.token, each.finished) for each in expected]
+            assert all(
+                a.score.logprob == pytest.approx(b.score.logprob, abs=1e-10)
+                for a, b in zip(mine, expected, strict=True)
+            )
+
+
+def _batch_of_three(settings: dict) -> list[list[Progress]]:
+    return _batch(settings, max_batch_size=3)
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_the_prompt_is_scored(new: int) -> None:
+    engine = Engine(_generator(WINDOW))
+    engine.submit(_request(PROMPTS[2], new, logprobs=1, score_prompt=True))
+    engine.submit(_request(PROMPT, 0, logprobs=2, score_prompt=True))
+    first, second = engine.step()
+    assert (first.token is None, second.token, second.finished) == (new == 0, None, "length")
+    assert engine.busy == (new > 0)
+    with torch.no_grad():
+        scores = _generator(WINDOW).stages[0](torch.tensor([PROMPTS[2]]))[0].log_softmax(-1)
+    assert len(first.prompt_scores) == len(PROMPTS[2]) - 1 and len(second.prompt_scores) == len(PROMPT) - 1
+    for at, score in enumerate(first.prompt_scores):
+        assert score.logprob == pytest.approx(scores[at, PROMPTS[2][at + 1]].item(), abs=1e-11)
+        assert score.alternatives[0] == (scores[at].argmax().item(), pytest.approx(scores[at].max().item(), abs=1e-11))
+
+
 @pytest.mark.parametrize("layout", [TP2, TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}])
 def test_a_rank_without_a_token_of_its_own(layout: dict) -> None:
     """Two tensor-parallel ranks divide one new token for the experts: one of them has none."""
@@ -88,9 +183,9 @@ def test_a_rank_without_a_token_of_its_own(layout: dict) -> None:
 
 def test_end_token_ends() -> None:
     generator = _generator(MODERN)
-    tokens = list(generator.generate(PROMPT, NEW, Sampling()))
+    tokens = list(generate(generator, _request()))
     end = tokens[2]
-    assert list(generator.generate(PROMPT, NEW, Sampling(), ends={end})) == tokens[: tokens.index(end) + 1]
+    assert list(generate(generator, _request(ends=frozenset({end})))) == tokens[: tokens.index(end) + 1]
 
 
 def test_top_k_and_top_p() -> None:
@@ -114,14 +209,23 @@ def test_wrong_sampling_names_the_setting(wrong: dict) -> None:
 
 def test_learned_positions_end_the_text() -> None:
     """Sixteen positions: four of the prompt and twelve more; a longer prompt is told so."""
-    assert len(list(_generator({}).generate(PROMPT, 50, Sampling()))) == 12
+    assert len(list(generate(_generator({}), _request(new=50)))) == 12
     with pytest.raises(ConfigError, match="prompt's 16 tokens leave no room in the 16 positions"):
-        list(_generator({}).generate(PROMPT * 4, 1, Sampling()))
+        list(generate(_generator({}), _request(PROMPT * 4, 1)))
 
 
-def test_empty_prompt() -> None:
-    with pytest.raises(ConfigError, match="prompt"):
-        list(_generator({}).generate([], 1, Sampling()))
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (_request([]), "no token"),
+        (_request([61]), "outside of the vocabulary, 0 to 60"),
+        (_request(new=-1), "max_new_tokens=-1"),
+        (_request(score_prompt=True), "score_prompt needs logprobs"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(request_: Request, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(_generator({})).submit(request_)
 
 
 @pytest.mark.parametrize(

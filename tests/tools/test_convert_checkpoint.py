@@ -11,13 +11,12 @@ import torch
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.inference import Generator, Sampling
+from megatron_core.inference import Engine, Generator, Request
+from megatron_core.inference.start import GenerationLayout
 from megatron_core.training.compatibility import open_model
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.models.hf_models import save_model, transformers
-from tools import generate_text
 from tools.convert_checkpoint import Settings, convert
-from tools.generate_text import run_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,25 +40,32 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
         convert(Settings(source="hf", **settings))
 
 
-def generate(folder: Path, prompt: list[int], layout: dict[str, int]) -> list[int]:
-    """Greedy tokens in a layout."""
+PROMPTS = [[5, 17, 9, 33], [41], [7, 7, 8, 2, 60, 31, 19]]
+
+
+def generate(folder: Path, layout: dict[str, int]) -> list[list[int]]:
+    """Greedy tokens after each of ``PROMPTS`` in a layout, all of them in one batch."""
     reader, trained = open_model(str(folder))
-    config = run_config(trained, generate_text.Settings(load=str(folder), prompt="", **layout))
+    config = GenerationLayout(**layout).applied(trained)
     world = this_world()
     with reader:
         groups = parallel_state.make_groups(config.parallel, world)
-        generator = Generator.load(reader, config, groups, world.device)
-    return list(generator.generate(prompt, 12, Sampling()))
+        engine = Engine(Generator.load(reader, config, groups, world.device))
+    numbers = [engine.submit(Request(prompt=tuple(prompt), max_new_tokens=12)) for prompt in PROMPTS]
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    while engine.busy:
+        for progress in engine.step():
+            found[progress.number].append(progress.token)
+    return list(found.values())
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama, YaRN", "gemma3", "mixtral", "gpt2"])
 def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
-    """Token by token, through the cache, also over tensor- and pipeline-parallel ranks."""
+    """Token by token, through the cache, in a batch, also over tensor- and pipeline-parallel ranks."""
     save_model(name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    prompt = torch.tensor([[5, 17, 9, 33]])
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in PROMPTS]
     layouts = {}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
     for world_size, layout in zip((1, 2, 2), layouts, strict=True):
-        for found in run_ranks(world_size, generate, tmp_path, prompt[0].tolist(), layout):
-            assert found == expected[0, 4:].tolist()
+        assert run_ranks(world_size, generate, tmp_path, layout) == [expected] * world_size

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config.rules_layout import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
+from megatron_core.errors import MegatronError
 from megatron_core.inference import Generator
+from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference.start import GenerationLayout
 from megatron_core.parallel import World
+from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.checks import RunChecks
+from megatron_core.training.compatibility import stored_config
 from megatron_core.training.loop import save
 from tests.runs import tiny_config, tiny_run
 from tests.tokenizers.corpus import write_tokenizer_json
-from tools.generate_text import Settings, generate_text, run_config
+from tools.generate_text import Settings, generate_text
+
+WORLD_OF_ONE = World(0, 1, 0, torch.device("cpu"))
 
 
 def test_how_layers_were_split_in_training_does_not_matter() -> None:
@@ -28,10 +36,38 @@ def test_how_layers_were_split_in_training_does_not_matter() -> None:
         pipeline_model_parallel_layout="Et|tt||tL",
         sequence_parallel=True,
     )
-    asked = Settings(load="nowhere", prompt="a", pipeline_model_parallel_size=2)
-    config = run_config(trained, asked)
+    config = GenerationLayout(pipeline_model_parallel_size=2).applied(trained)
     assert config == tiny_config(num_layers=4, pipeline_model_parallel_size=2)
     assert [*stage_problems(config), *parallel_problems(config, 2)] == []
+
+
+def saved_model(folder: Path) -> Path:
+    """A checkpoint whose tokenizer's files are gone from where the training found them."""
+    files, saved = folder / "tokenizer files", folder / "saved"
+    files.mkdir()
+    write_tokenizer_json(files, ("<|endoftext|>", "<turn>"))
+    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(files), "vocab_size": None}
+    run = tiny_run(save=str(saved), init_method_std=0.4, **tokenizer)
+    save(run, RunChecks(run))
+    shutil.rmtree(files)
+    return saved
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    """The model continues every prompt in this way."""
+    tokens = [*tokenizer.tokenize("the hat and"), 1, *tokenizer.tokenize(" more")]
+
+    def forward(self: Generator, rows: list[list[int]], cache: KVCache, first: int, **_: object) -> torch.Tensor:
+        cache.begin(first, [len(row) for row in rows])
+        cache.end()
+        logits = torch.zeros(len(rows), 1, self.vocab_size)
+        for row, own in enumerate(rows):
+            written = 0 if len(own) > 1 else tokens.index(own[0]) + 1
+            logits[row, 0, tokens[written]] = 9.0
+        return logits
+
+    monkeypatch.setattr(Generator, "forward", forward)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +81,57 @@ def test_where_the_text_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """At an end of a turn that only generation_config.json names, found in the checkpoint after the files are gone."""
-    files, saved = tmp_path / "tokenizer files", tmp_path / "saved"
-    files.mkdir()
-    write_tokenizer_json(files, ("<|endoftext|>", "<turn>"))
-    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
-    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(files), "vocab_size": None}
-    run = tiny_run(save=str(saved), **tokenizer)
-    save(run, RunChecks(run))
-    shutil.rmtree(files)
-
-    def scripted(self: Generator, prompt: list[int], *args: object, ends: frozenset[int]) -> Iterator[int]:
-        for token in [*run.tokenizer.tokenize("the hat and"), 1, *run.tokenizer.tokenize(" more")]:
-            yield token
-            if token in ends:
-                return
-
-    monkeypatch.setattr(Generator, "generate", scripted)
-    world = World(0, 1, 0, torch.device("cpu"))
-    generate_text(Settings(load=str(saved), prompt="cat: ", stop=stop), world)
+    saved = saved_model(tmp_path)
+    scripted(monkeypatch, tokenizer_of(stored_config(find_checkpoint(str(saved))).data))
+    generate_text(Settings(load=str(saved), prompt=("cat: ",), stop=stop), WORLD_OF_ONE)
     assert capsys.readouterr().out == f"cat: {expected}\n"
+
+
+def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of different lengths, generated together, equal those that are generated alone."""
+    saved = saved_model(tmp_path)
+    prompts = ["the cat", "def f(", "a hat and a cat and"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    several = Settings(
+        load=str(saved), prompt_file=str(tmp_path / "p.jsonl"), output=str(tmp_path / "o.jsonl"), max_new_tokens=5,
+        logprobs=2, max_batch_size=2,
+    )  # fmt: skip
+    generate_text(several, WORLD_OF_ONE)
+    printed = capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [each["prompt"] for each in found] == prompts
+    for each in found:
+        generate_text(Settings(load=str(saved), prompt=(each["prompt"],), max_new_tokens=5), WORLD_OF_ONE)
+        assert capsys.readouterr().out == f"{each['prompt']}{each['text']}\n"
+        assert f"{each['prompt']}{each['text']}\n" in printed
+        assert len(each["logprobs"]) == len(each["tokens"]) and each["finish_reason"] in ("stop", "length")
+        likely = [pairs[0] for pairs in each["alternatives"]]
+        assert likely == [list(pair) for pair in zip(each["tokens"], each["logprobs"], strict=True)], "greedy"
+    assert f"{found[0]['logprobs'][0]:.4f}" in printed
+
+
+def test_prompts_from_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = saved_model(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n" + "the hat and " * 9 + "\ndef f(\n"))
+    generate_text(Settings(load=str(saved), interactive=True, max_new_tokens=4), WORLD_OF_ONE)
+    first, wrong, last = capsys.readouterr().out.splitlines()[:3]
+    assert first.startswith("the cat") and last.startswith("def f(")
+    assert wrong.startswith("error: 'the hat and") and "leave no room in the 16 positions" in wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there is no prompt; give --prompt, --prompt-file or --interactive"),
+        ({"prompt": ("a",), "max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"prompt_file": "nowhere"}, "prompt_file='nowhere' cannot be read"),
+        ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a text "prompt"'),
+    ],
+)
+def test_wrong_settings(settings: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    with pytest.raises(MegatronError, match=message):
+        generate_text(Settings(load="nowhere", **settings), WORLD_OF_ONE)

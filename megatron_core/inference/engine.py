@@ -1,0 +1,221 @@
+"""Continuous batching: requests join and leave the batch between two tokens (Yu et al. 2022, Orca)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.inference.generator import Generator
+from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference.sampling import Sampling, choose, log_probabilities
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how it is continued."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    """Largest number of new tokens; 0 only scores the prompt."""
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the text."""
+    logprobs: int | None = None
+    """Report the logarithm of each new token's probability, and of so many of the most likely ones."""
+    score_prompt: bool = False
+    """Report them for the prompt's tokens, too; needs ``logprobs``."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The logarithm of a token's probability, before temperature, and the most likely tokens with theirs."""
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step has done for a request."""
+
+    number: int
+    """The request's, as ``submit`` returned it."""
+    token: int | None
+    """The new token; None for a request without new tokens."""
+    score: TokenScore | None = None
+    finished: Literal["stop", "length"] | None = None
+    """stop: ``token`` is one of the ends. length: it is the last one that was asked for."""
+    prompt_scores: tuple[TokenScore, ...] = ()
+    """Of the prompt's tokens from the second one on, with the first progress of a request that asks for them."""
+
+
+@dataclass
+class _Running:
+    """A request in the batch."""
+
+    number: int
+    request: Request
+    random: torch.Generator
+    last: int = 0
+    written: int = 0
+
+
+class Engine:
+    """Generates for all submitted requests, at most ``max_batch_size`` at a time; every rank calls the same methods.
+
+    A step computes the prompts of requests that join, at most ``max_prompt_tokens`` with padding unless one alone is
+    longer, or else one token for each request of the batch. Results do not depend on what else is in the batch.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        max_batch_size: int = 8,
+        max_length: int | None = None,
+        max_prompt_tokens: int = 4096,
+    ) -> None:
+        self.generator = generator
+        self.max_batch_size, self.max_prompt_tokens = max_batch_size, max_prompt_tokens
+        limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]
+        self.max_length = min(limits, default=None)
+        """Largest number of tokens of a prompt and its continuation; None: any."""
+        self._waiting: deque[_Running] = deque()
+        self._rows: list[_Running] = []
+        self._cache = KVCache(generator.device)
+        self._numbers = count()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not joined the batch."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._rows or self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request, its ``max_new_tokens`` limited to the model's positions; -> its number.
+
+        ``ConfigError`` for a prompt without tokens, with tokens that the model does not have, or that is too long.
+        """
+        request = self.checked(request)
+        number = next(self._numbers)
+        random = torch.Generator().manual_seed(request.sampling.seed)
+        self._waiting.append(_Running(number, request, random))
+        return number
+
+    def checked(self, request: Request) -> Request:
+        """The request as it will be run, or ``ConfigError``."""
+        length, limit = len(request.prompt), self.max_length
+        if not length:
+            raise ConfigError("the prompt has no token; give at least one character")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.generator.vocab_size:
+            raise ConfigError(f"the prompt has tokens outside of the vocabulary, 0 to {self.generator.vocab_size - 1}")
+        if request.score_prompt and request.logprobs is None:
+            raise ConfigError("score_prompt needs logprobs; give 0 or more")
+        if request.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={request.max_new_tokens} is negative; give 0 or more")
+        if limit is None:
+            return request
+        if length + min(request.max_new_tokens, 1) > limit:
+            raise ConfigError(
+                f"the prompt's {length} tokens leave no room in the {limit} positions of this model; "
+                "give a shorter prompt"
+            )
+        return replace(request, max_new_tokens=min(request.max_new_tokens, limit - length))
+
+    def cancel(self, number: int) -> None:
+        """Forget a request; nothing happens if it is finished."""
+        self._waiting = deque(each for each in self._waiting if each.number != number)
+        for row, each in enumerate(self._rows):
+            if each.number == number:
+                self._remove(row)
+                return
+
+    def step(self) -> list[Progress]:
+        """Advance the requests that join, or all in the batch; -> what is new."""
+        joining = self._joining()
+        first, rows = (len(self._rows), joining) if joining else (0, self._rows)
+        if not rows:
+            return []
+        tokens: list[Sequence[int]] = [each.request.prompt if joining else [each.last] for each in rows]
+        self._rows = self._rows + joining
+        whole = bool(joining) and any(each.request.score_prompt for each in joining)
+        logits = self.generator.forward(tokens, self._cache, first, all_logits=whole)
+        found = self._progress(rows, tokens, logits, whole)
+        for row, each in reversed(list(enumerate(found, first))):
+            if each.finished is not None:
+                self._remove(row)
+        return found
+
+    def _joining(self) -> list[_Running]:
+        """Requests whose prompts are computed together now."""
+        found: list[_Running] = []
+        longest = 0
+        while self._waiting and len(self._rows) + len(found) < self.max_batch_size:
+            longest = max(longest, len(self._waiting[0].request.prompt))
+            if found and longest * (len(found) + 1) > self.max_prompt_tokens:
+                break
+            found.append(self._waiting.popleft())
+        return found
+
+    def _remove(self, row: int) -> None:
+        self._cache.remove(row)
+        last = self._rows.pop()
+        if row < len(self._rows):
+            self._rows[row] = last
+
+    def _progress(
+        self, rows: list[_Running], tokens: list[Sequence[int]], logits: Tensor | None, whole: bool
+    ) -> list[Progress]:
+        """Choose the next tokens on the last stage, and tell the other ranks."""
+        most = max((each.request.logprobs for each in rows if each.request.logprobs is not None), default=None)
+        width = max(map(len, tokens)) if whole else 1
+        columns = 1 if most is None else 2 + 2 * most
+        # Of each row and position the token behind it, its logprob, and the alternatives with theirs.
+        table = torch.zeros(len(rows), width, columns, dtype=torch.float64, device=self.generator.device)
+        if logits is not None:
+            for row, (each, own) in enumerate(zip(rows, tokens, strict=True)):
+                scores = logits[row, : len(own)] if whole else logits[row]
+                following = [*own[1:], choose(scores[-1].cpu(), each.request.sampling, each.random)][-len(scores) :]
+                table[row, : len(scores), 0] = torch.tensor(following, dtype=torch.float64)
+                if most is not None:
+                    table[row, : len(scores), 1:] = log_probabilities(scores, table[row, : len(scores), 0].long(), most)
+        values = self.generator.share_result(table).tolist()
+        return [self._advance(each, own[: len(ids)]) for each, own, ids in zip(rows, values, tokens, strict=True)]
+
+    def _advance(self, each: _Running, values: list[list[float]]) -> Progress:
+        """Record the last of ``values`` as the next token of a request."""
+        request, token = each.request, int(values[-1][0])
+        prompt = values[:-1] if request.score_prompt and not each.written else []
+        scores = tuple(_score(row, request.logprobs) for row in prompt)
+        if request.max_new_tokens == 0:
+            return Progress(each.number, None, None, "length", scores)
+        each.last = token
+        each.written += 1
+        finished: Literal["stop", "length"] | None = "length" if each.written == request.max_new_tokens else None
+        score = None if request.logprobs is None else _score(values[-1], request.logprobs)
+        return Progress(each.number, token, score, "stop" if token in request.ends else finished, scores)
+
+
+def _score(row: list[float], alternatives: int | None) -> TokenScore:
+    most = (len(row) - 2) // 2
+    pairs = zip(map(int, row[2 : 2 + most]), row[2 + most :], strict=True)
+    return TokenScore(row[1], tuple(pairs)[: alternatives or 0])
+
+
+def generate(generator: Generator, request: Request) -> Iterator[int]:
+    """Yield the new tokens of one request, the same on every rank."""
+    engine = Engine(generator, max_batch_size=1)
+    engine.submit(request)
+    while engine.busy:
+        yield from (each.token for each in engine.step() if each.token is not None)

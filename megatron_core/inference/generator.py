@@ -1,0 +1,113 @@
+"""A trained model that is split over tensor and pipeline ranks, run on new tokens of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, parameter_pieces
+from megatron_core.config import RunConfig
+from megatron_core.inference.kv_cache import KVCache
+from megatron_core.models import GPTModel
+from megatron_core.models.build import build_stages
+from megatron_core.models.hf import HuggingFaceReader
+from megatron_core.ops.backend import validate_backend
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.collectives import broadcast_
+from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.schedules.actions import round_robin_stages
+
+
+@dataclass
+class Generator:
+    """This rank's stages of a trained model, for generating text."""
+
+    config: RunConfig
+    groups: ParallelGroups
+    stages: Mapping[int, GPTModel]
+    num_stages: int
+    vocab_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        pipeline = self.groups.size("pp")
+        self._stage_to_rank = round_robin_stages(pipeline, self.num_stages // pipeline)
+        self._links = Links(self.groups)
+
+    @classmethod
+    def load(
+        cls,
+        reader: CheckpointReader | HuggingFaceReader,
+        config: RunConfig,
+        groups: ParallelGroups,
+        device: torch.device,
+    ) -> Generator:
+        """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
+        validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
+        vocab_size = reader.state["vocab_size"]
+        layers, stages = build_stages(config, groups, vocab_size, device, initialise=False, context_parallel=False)
+        for model in stages.values():
+            reader.fill(parameter_pieces(model.named_global_parameters()))
+            model.eval()
+        return cls(config, groups, stages, len(layers), vocab_size, device)
+
+    @property
+    def learned_positions(self) -> int | None:
+        """The number of positions that the model has; None if positions are not learned."""
+        learned = self.config.model.position_embedding_type == "learned_absolute"
+        return self.config.max_positions if learned else None
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank has the last stage, which alone has logits."""
+        return self._stage_to_rank[-1] == self._links.index
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Sequence[Sequence[int]], cache: KVCache, first: int, *, all_logits: bool = False
+    ) -> Tensor | None:
+        """Run new tokens of the sequences ``first``, ``first + 1``, ... of ``cache`` through all stages.
+
+        -> logits ``[b, 1, vocabulary]`` behind the last token of each, or ``[b, s, vocabulary]`` behind every one, with
+        padding after the shorter rows; None on ranks without the last stage.
+        """
+        counts = [len(row) for row in tokens]
+        positions = cache.begin(first, counts)
+        ids = torch.tensor([[*row, *[0] * (max(counts) - len(row))] for row in tokens], device=self.device)
+        last = torch.tensor(counts, device=self.device)[:, None] - 1
+        own, hidden, logits = self._links.index, None, None
+        for stage, rank in enumerate(self._stage_to_rank):
+            if rank != own:
+                continue
+            if stage and self._stage_to_rank[stage - 1] != rank:
+                hidden = self._receive(ids, self._stage_to_rank[stage - 1])
+            output = self.stages[stage](
+                ids,
+                hidden_states=hidden,
+                cache=cache,
+                position_ids=positions,
+                logit_positions=None if all_logits else last,
+            )
+            if stage == self.num_stages - 1:
+                logits = output
+            elif self._stage_to_rank[stage + 1] != rank:
+                self._links.send(output.contiguous(), self._stage_to_rank[stage + 1]).wait()
+            else:
+                hidden = output
+        cache.end()
+        return logits
+
+    def share_result(self, result: Tensor) -> Tensor:
+        """``result``, filled on ranks with the last stage, on all ranks of the pipeline."""
+        broadcast_(result, self.groups.ranks("pp")[self._stage_to_rank[-1]], self.groups.group("pp"))
+        return result
+
+    def _receive(self, ids: Tensor, sender: int) -> Tensor:
+        shape = (ids.shape[1], ids.shape[0], self.config.model.hidden_size)
+        dtype = getattr(torch, self.config.training.compute_dtype)
+        hidden, handle = self._links.receive(shape, dtype, self.device, sender)
+        handle.wait()
+        return hidden

@@ -1,0 +1,48 @@
+"""From generated tokens to text that can be shown while it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_core.tokenizers import Tokenizer
+
+
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The part of ``text`` that can be printed now, and whether one of ``stops`` ends it there.
+
+    Not printed yet: an incomplete UTF-8 character (U+FFFD at the end), and the beginning of a possible stop string.
+    """
+    found = [text.index(stop) for stop in stops if stop in text]
+    if found:
+        return text[: min(found)], True
+    text = text.rstrip("\ufffd")
+    begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return text[: len(text) - max(begun, default=0)], False
+
+
+@dataclass
+class TextStream:
+    """The text of new tokens, piece by piece, up to the first of ``stops``."""
+
+    tokenizer: Tokenizer
+    stops: Sequence[str] = ()
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    """What has been returned."""
+    stopped: bool = False
+    """Whether a stop string has ended the text."""
+
+    def add(self, token: int) -> str:
+        """What can be shown after one more token."""
+        self.tokens.append(token)
+        settled, self.stopped = until_stop(self.tokenizer.detokenize(self.tokens), self.stops)
+        return self._new(settled)
+
+    def finish(self) -> str:
+        """What was held back, when no further token comes."""
+        return "" if self.stopped else self._new(self.tokenizer.detokenize(self.tokens))
+
+    def _new(self, text: str) -> str:
+        new, self.text = text[len(self.text) :], text
+        return new
