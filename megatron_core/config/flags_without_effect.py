@@ -202,8 +202,6 @@ DEPENDENT: dict[str, str] = {
         moe_routing_trace_dump_weights""",
     "moe_use_upcycling": "moe_upcycling_granularity=",
     "mtp_num_layers": "mtp_loss_scaling_factor= mtp_standalone mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
-    "multi_latent_attention": """
-        q_lora_rank= kv_lora_rank= qk_head_dim= qk_pos_emb_head_dim= v_head_dim=""",
     "multiple_validation_sets": "validation_set_names=",
     "non_persistent_save_interval": """
         non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir=

@@ -27,20 +27,25 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     instead of mlp
 
         router  2 h E    experts  2 h f k (2, gated 3)    shared  2 h f_shared (2, gated 3), its gate 2 h
+
+    With latents of widths q and c, heads of d + r channels for queries and keys and of v for values (multi-latent
+    attention), scores and values have these widths and output is 2 a v h L; qkv is
+
+        2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
     """
     layers, hidden = model.num_layers, model.hidden_size
-    query = model.num_attention_heads * model.head_size
-    key = model.query_groups * model.head_size
+    query = model.num_attention_heads * model.query_head_size
+    value = model.num_attention_heads * model.value_head_size
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
     keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
     sparse = len(model.expert_layers)
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {
-        "qkv": 2 * hidden * (query + 2 * key) * layers,
+        "qkv": 2 * _qkv_weights(model) * layers,
         "scores": 2 * keys * query,
-        "values": 2 * keys * query,
-        "output": 2 * query * hidden * layers,
+        "values": 2 * keys * value,
+        "output": 2 * value * hidden * layers,
         "mlp": 2 * hidden * model.ffn_size * matrices * (layers - sparse),
         "logits": 2 * hidden * vocab_size,
     }
@@ -50,6 +55,17 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         terms["experts"] = 2 * hidden * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
         terms["shared"] = (2 * hidden * shared * matrices + gate) * sparse
     return terms
+
+
+def _qkv_weights(model: ModelConfig) -> int:
+    """Elements of the matrices from the hidden state to queries, keys and values of a layer."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not model.multi_latent_attention:
+        return hidden * (heads + 2 * model.query_groups) * model.head_size
+    query, rank, q_rank = heads * model.query_head_size, model.kv_lora_rank, model.q_lora_rank
+    queries = hidden * query if q_rank is None else q_rank * (hidden + query)
+    up = rank * heads * (model.qk_head_dim + model.v_head_dim)
+    return queries + hidden * (rank + model.qk_pos_emb_head_dim) + up
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> int:

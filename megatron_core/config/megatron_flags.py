@@ -45,6 +45,11 @@ OVERRIDDEN_BY_FLAG: dict[str, tuple[str, ...]] = {
     "no_position_embedding": ("--position-embedding-type", "none"),
     # There the factor is 1 until --rotary-scaling-factor says otherwise.
     "position_embedding_type=yarn": ("--rope-scaling-factor", "1.0"),
+    # Its rotary positions are YaRN's, unless --rope-type says otherwise.
+    "multi_latent_attention": (
+        *("--use-rope-scaling", "--rope-scaling-type", "yarn", "--rope-scaling-factor", "1.0"),
+        *("--original-max-position-embeddings", "4096"),
+    ),
     "rope_type=yarn": ("--rope-scaling-factor", "1.0"),
     # The old name said nothing of granularity and of the number of layers, which was 1.
     "activations_checkpoint_method": ("--recompute-granularity", "full", "--recompute-num-layers", "1"),
@@ -55,6 +60,7 @@ VALUE_MEANS: dict[tuple[str, str], tuple[str, ...]] = {
     ("position_embedding_type", "yarn"): (
         *("--position-embedding-type", "rope", "--use-rope-scaling", "--rope-scaling-type", "yarn"),
     ),
+    ("rope_type", "rope"): ("--no-use-rope-scaling", "--rope-scaling-type", "llama3"),
     ("rope_type", "yarn"): ("--use-rope-scaling", "--rope-scaling-type", "yarn"),
 }
 """Flag and value that are equivalent to flags of this project."""
@@ -86,7 +92,6 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "moe_combine_bwd_dtype": ("bf16",),
     "moe_dispatch_fwd_dtype": ("bf16",),
     "recompute_modules": ("core_attn",),
-    "rope_type": ("rope",),
     "softmax_type": ("vanilla",),
     "tensor_parallel_num_weight_shards": ("1",),
     "vocab_extra_ids": ("0",),
@@ -105,8 +110,6 @@ REFUSED: dict[str, str] = {
         moe_routing_trace_path= save_tokens_per_expert_interval=""",
     "this way of context parallelism is not supported yet; remove it": """
         hybrid_context_parallel max_seqlen_per_dp_cp_rank=""",
-    "multi-latent attention is not supported yet; remove it for attention with --group-query-attention": """
-        multi_latent_attention""",
     "multi-token prediction is not supported yet; remove it to train on the next token alone": "mtp_num_layers=",
     "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
         sft chat_template= phase_transition_iterations=""",

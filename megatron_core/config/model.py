@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.moe import MoEConfig
 from megatron_core.config.rotary import RotaryConfig
 
@@ -38,7 +39,7 @@ TRAINING_SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(RotaryConfig, MoEConfig):
+class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = 2
@@ -171,6 +172,23 @@ class ModelConfig(RotaryConfig, MoEConfig):
     def head_size(self) -> int:
         """Channels of one head after defaults."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_head_size(self) -> int:
+        """Channels of a query or key head where they meet."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def value_head_size(self) -> int:
+        """Channels of a value head, and of what attention returns for it."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rotary positions turn; 0: there are none."""
+        if self.multi_latent_attention:
+            return int(self.qk_pos_emb_head_dim * self.rotary_percent)
+        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
 
     @property
     def query_groups(self) -> int:

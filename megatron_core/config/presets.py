@@ -21,6 +21,13 @@ LLAMA_LAYERS: Settings = {
     "attention_dropout": 0.0,
 }
 """What layers like Llama's are made of."""
+DEEPSEEK_V3_LAYERS = LLAMA_LAYERS | {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+"""What DeepSeek-V3's layers are made of."""
 _LLAMA = LLAMA_LAYERS | {"untie_embeddings_and_output_weights": True}
 _GEMMA2 = _LLAMA | {
     "swiglu": False,
@@ -104,6 +111,17 @@ PRESETS: dict[str, Settings] = {
     | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_over_heads": True},
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 8, vocab_size=32000),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 8, vocab_size=32768),
+    "deepseek-v2-lite": _LLAMA
+    | _shape(27, 2048, 16, 10944, vocab_size=102400, seq_length=4096, norm_epsilon=1e-6)
+    | {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 512}
+    | {"num_experts": 64, "moe_router_topk": 6, "moe_ffn_hidden_size": 1408, "moe_router_pre_softmax": True}
+    | {"moe_layer_freq": (0,) + (1,) * 26, "moe_shared_expert_intermediate_size": 2816},
+    "deepseek-v3": DEEPSEEK_V3_LAYERS
+    | _shape(61, 7168, 128, 18432, vocab_size=129280, seq_length=4096, norm_epsilon=1e-6)
+    | {"untie_embeddings_and_output_weights": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
+    | {"num_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048, "moe_router_topk_scaling_factor": 2.5}
+    | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_shared_expert_intermediate_size": 2048}
+    | {"moe_layer_freq": (0,) * 3 + (1,) * 58},
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 4, width=768),
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, 4, width=1536),
 }

@@ -57,6 +57,7 @@ class Translation:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(f"{name}={values[0]}", ())
             self.strong += meaning
         elif name in self.known:
+            self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
             self._setting(flag, name, [renamed.get(value, value) for value in values])
         elif f"no_{name}" in self.known:  # --load-optim overrides no_load_optim: true in the --config file

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
-from megatron_core.config.rules_layout import (
-    model_problems,
-    parallel_problems,
-    recompute_problems,
-)
+from megatron_core.config.rules_layout import parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ramps import ramp_problems

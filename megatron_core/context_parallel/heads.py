@@ -27,16 +27,17 @@ class HeadExchange:
         self.group = group
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n size, b, heads / size, d]`` and the same of the
-        key-value heads that go with them; tokens in ascending order. One message."""
+        """``[n, b, heads, d]``, ``[n, b, groups, d]`` and ``[n, b, groups, e]`` -> ``[n size, b, heads / size, d]`` and
+        the same of the key-value heads that go with them; tokens in ascending order. One message."""
         size = self.group.size()
         copies = replicated_groups(key.shape[2], size) // key.shape[2]
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=2) for x in (key, value))
         parts = [x.unflatten(2, (size, -1)) for x in (query, key, value)]
-        sizes = [part.shape[3] for part in parts]
-        mixed = exchange_parts(torch.cat(parts, dim=3).movedim(2, 0), self.group)
-        query, key, value = self._ascending(mixed).split(sizes, dim=2)
+        shapes = [part.shape[3:] for part in parts]
+        mixed = exchange_parts(torch.cat([part.flatten(3) for part in parts], dim=3).movedim(2, 0), self.group)
+        own = self._ascending(mixed).split([shape.numel() for shape in shapes], dim=2)
+        query, key, value = (x.unflatten(2, shape) for x, shape in zip(own, shapes, strict=True))
         return query, key, value
 
     def to_sequence(self, out: Tensor) -> Tensor:

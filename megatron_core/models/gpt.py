@@ -296,23 +296,20 @@ class GPTModel(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.config.position_embedding_type != "rope":
+        channels = self.config.rotary_channels
+        if not channels:
             return None
         frequencies, magnitude = scaled_frequencies(
-            self.config, self._rotated_channels, self.max_sequence_length, position_ids.device
+            self.config, channels, self.max_sequence_length, position_ids.device
         )
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        base = self.config.rotary_base_of_windows
-        if self.config.position_embedding_type != "rope" or base is None:
+        base, channels = self.config.rotary_base_of_windows, self.config.rotary_channels
+        if not channels or base is None:
             return None
-        frequencies = plain_frequencies(self._rotated_channels, base, position_ids.device)
+        frequencies = plain_frequencies(channels, base, position_ids.device)
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype))
-
-    @property
-    def _rotated_channels(self) -> int:
-        return int(self.config.head_size * self.config.rotary_percent)
 
     def _documents(
         self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None

@@ -1,7 +1,8 @@
 """What context parallelism costs a rank: bytes that attention sends, work, and memory for keys that arrive.
 
 With s tokens over c ranks, b sequences, h and g the channels of all query and of all key-value heads of a
-tensor-parallel rank, n bytes a number and w bytes a number of a gradient (4, in float64 8), a rank sends in a layer:
+tensor-parallel rank (with latent attention the means of queries and outputs, of keys and values), n bytes a number and
+w bytes a number of a gradient (4, in float64 8), a rank sends in a layer:
 
     kind         forward                                   backward
     p2p          (c-1) 2 g (s/c) b n                       the same + c 2 g (s/c) b w
@@ -35,8 +36,10 @@ class _Sizes:
 
     tokens: float
     query: int
+    """Channels of all queries and of what attention returns for them."""
     groups: int
     head: int
+    """Channels of one key and its value."""
     number: int
     gradient: int
 
@@ -46,9 +49,9 @@ class _Sizes:
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
         return cls(
             tokens=config.data.seq_length * config.training.micro_batch_size / cp,
-            query=model.num_attention_heads // tp * model.head_size,
+            query=model.num_attention_heads // tp * (model.query_head_size + model.value_head_size),
             groups=max(model.query_groups // tp, 1),
-            head=model.head_size,
+            head=model.query_head_size + model.value_head_size,
             number=number,
             gradient=max(number, 4),
         )
@@ -58,14 +61,14 @@ def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     """Bytes of a layer; none without context parallelism."""
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     if kind == "p2p":
-        return _ring(cp, 2 * sizes.groups * sizes.head * sizes.tokens, sizes)
+        return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
     if kind == "all_gather":
-        block = (cp - 1) * 2 * sizes.groups * sizes.head * sizes.tokens
+        block = (cp - 1) * sizes.groups * sizes.head * sizes.tokens
         return AttentionTraffic(block * sizes.number, block * (sizes.number + sizes.gradient))
     a2a = cp if kind == "a2a" else config.parallel.a2a_size
     groups = lcm(sizes.groups, a2a)
-    sent = (a2a - 1) / a2a * (2 * sizes.query + 2 * groups * sizes.head) * sizes.tokens * sizes.number
-    ring = _ring(cp // a2a, 2 * groups * sizes.head * sizes.tokens, sizes)
+    sent = (a2a - 1) / a2a * (sizes.query + groups * sizes.head) * sizes.tokens * sizes.number
+    ring = _ring(cp // a2a, groups * sizes.head * sizes.tokens, sizes)
     return AttentionTraffic(sent + ring.forward, sent + ring.backward)
 
 
@@ -98,7 +101,7 @@ def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> f
     model = config.model
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     pairs = sum(layer_pairs(config, layer, cp_rank) for layer in layers)
-    return 4 * model.head_size * heads * pairs * config.training.micro_batch_size
+    return 2 * (model.query_head_size + model.value_head_size) * heads * pairs * config.training.micro_batch_size
 
 
 def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
@@ -108,7 +111,7 @@ def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
 
 def _arriving(config: RunConfig, layer_number: int) -> float:
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
-    block = 2 * sizes.groups * sizes.head * sizes.tokens
+    block = sizes.groups * sizes.head * sizes.tokens
     if cp == 1:
         return 0.0
     if kind == "all_gather":  # all blocks, and the gradients of all
@@ -116,8 +119,8 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
     if kind == "p2p":  # the block in use, the next one, its gradient, that on the way
         return block * (2 * sizes.number + 2 * sizes.gradient)
     a2a = cp if kind == "a2a" else config.parallel.a2a_size
-    exchanged = (2 * sizes.query + 2 * lcm(sizes.groups, a2a) * sizes.head) * sizes.tokens * sizes.number
-    ring = 2 * lcm(sizes.groups, a2a) * sizes.head * sizes.tokens * (2 * sizes.number + 2 * sizes.gradient)
+    exchanged = (sizes.query + lcm(sizes.groups, a2a) * sizes.head) * sizes.tokens * sizes.number
+    ring = lcm(sizes.groups, a2a) * sizes.head * sizes.tokens * (2 * sizes.number + 2 * sizes.gradient)
     return exchanged + (ring if kind == "a2a+p2p" else 0.0)
 
 

@@ -39,20 +39,25 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         (4 n + 2) h / (t with sequence parallel, else 1)    inputs of norms, QKV and MLP; dropout masks
         + 2 n h / (the same)                                inputs of the norms behind them, if there are twice as many
         + n (2 a + 2 g) d / t                               queries, keys, values, and what attention returns
+          (latent attention: 2 n a (d + v) / t and its latents, twice if they are normalized, as the first line)
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
 
     A layer with experts has ``_expert_bytes`` instead of the third line.
     """
     model, n = config.model, _number_size(config)
-    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    queries, keys = model.num_attention_heads * model.query_head_size, model.query_groups * model.query_head_size
+    values = model.query_groups * model.value_head_size
     whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
     experts = model.has_experts(layer_number)
     width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
-    split: float = n * (2 * queries + 2 * keys) + n * width * (3 if model.gated_linear_unit else 2)
+    if model.multi_latent_attention:
+        whole += n * ((model.q_lora_rank or 0) + model.kv_lora_rank) * (2 if model.qk_layernorm else 1)
+    outputs = model.num_attention_heads * model.value_head_size
+    split: float = n * (queries + keys + values + outputs) + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
         whole += 2 * n * model.hidden_size
-    if model.qk_layernorm:
+    if model.qk_layernorm and not model.multi_latent_attention:
         split += n * (queries + keys)
     split += _score_bytes(config) + (_expert_bytes(config) if experts else 0)
     tp = config.parallel.tensor_model_parallel_size

@@ -71,7 +71,7 @@ class KeyValueStore(Protocol):
     """Keys and values of earlier positions, for generation."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[s, b, groups, d]`` of the new positions and return those of all positions so far."""
+        """Store ``[s, b, ...]`` of the new positions and return those of all positions so far."""
         ...
 
     def masked(self, window: int | None) -> Tensor | None:

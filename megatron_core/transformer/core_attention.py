@@ -13,9 +13,10 @@ from megatron_core.transformer.context import LayerContext, PackedDocuments, Seq
 
 
 class CoreAttention(nn.Module):
-    """Attention of query heads ``[s, b, heads, d]`` over key and value heads ``[t, b, groups, d]``.
+    """Attention of query heads ``[s, b, heads, d]`` over heads of keys ``[t, b, groups, d]`` and values
+    ``[t, b, groups, e]``; e is d but for latent attention.
 
-    Returns ``[s, b, heads * d]``. Causal: the last query's own key is the last one. ``window_size`` is Megatron's
+    Returns ``[s, b, heads * e]``. Causal: the last query's own key is the last one. ``window_size`` is Megatron's
     (left, right): a query sees so many keys before its own, -1 for all; none after it, whatever ``right`` is.
     ``heads_over`` are the ranks among which the heads of a tensor-parallel rank are split once more.
     The fused path is torch's ``scaled_dot_product_attention``. The unfused path spells the formula out; it is for
@@ -86,10 +87,13 @@ class CoreAttention(nn.Module):
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None, *, causal: bool = False) -> Tensor:
     """torch's attention; ``visible`` broadcasts to ``[b, heads, s, t]`` and is True where a query sees a key."""
-    grouped = query.shape[1] != key.shape[1]
-    return nn.functional.scaled_dot_product_attention(
+    grouped, channels = query.shape[1] != key.shape[1], value.shape[-1]
+    if query.is_cpu and channels < query.shape[-1]:  # without this, whole scores: the CPU's kernel has one width alone
+        value = nn.functional.pad(value, (0, query.shape[-1] - channels))
+    out = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, is_causal=causal, enable_gqa=grouped
     )
+    return out[..., :channels]
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

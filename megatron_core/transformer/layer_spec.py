@@ -11,6 +11,7 @@ from torch import nn
 from megatron_core.config import ModelConfig
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, Norm
@@ -49,13 +50,14 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
     head_norm = HeadsNorm if config.qk_layernorm_over_heads else Norm
+    attention = LatentAttention if config.multi_latent_attention else SelfAttention
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
         self_attention=partial(
-            SelfAttention,
+            attention,
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             qk_layernorm=head_norm if config.qk_layernorm else None,
         ),

@@ -58,7 +58,10 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes |= _experts(model, layouts, layers, hidden)
     if model.num_query_groups is not None:
         sizes["num_query_groups"] = _groups(model.num_query_groups, model.num_attention_heads, heads, tp)
-    if model.position_embedding_type == "rope":
+    if model.multi_latent_attention:
+        rank = None if model.q_lora_rank is None else 12
+        sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
+    if model.rotary_channels:
         sizes["rotary_percent"] = max(round(HEAD_SIZE * model.rotary_percent / 2), 1) * 2 / HEAD_SIZE
     if model.window_size is not None:
         sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])

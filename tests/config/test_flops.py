@@ -44,3 +44,15 @@ def test_grouped_queries_save_only_keys_and_values():
     one, other = forward_flops_per_token(full, 8, 8), forward_flops_per_token(grouped, 8, 8)
     assert other["qkv"] == one["qkv"] // 2
     assert {k: v for k, v in one.items() if k != "qkv"} == {k: v for k, v in other.items() if k != "qkv"}
+
+
+def test_latent_attention_counts_every_matrix_and_its_own_widths() -> None:
+    shape = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 160, "swiglu": True}
+    latent = {"kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    keys_and_values = 96 * (24 + 8) + 24 * 6 * (16 + 12)
+    others = 6 * 12 * 96 + 3 * 96 * 160
+    for q_rank, queries in ((20, 96 * 20 + 20 * 6 * 24), (None, 96 * 6 * 24)):
+        model = ModelConfig(**shape, **latent, multi_latent_attention=True, q_lora_rank=q_rank)
+        assert flops_per_token(model, 0, 256) == 6 * (2 * (queries + keys_and_values + others) + 96 * 256)
+        terms = forward_flops_per_token(model, 128, 256)
+        assert (terms["scores"], terms["values"]) == (2 * 128 * 6 * 24 * 2, 2 * 128 * 6 * 12 * 2)

@@ -38,6 +38,8 @@ PARAMETERS = {
     "olmo2-7b": 7_298_617_344,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,  # the routers' biases, without the layer that predicts a second token
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
 }

@@ -56,7 +56,21 @@ WINDOW = MODERN | {"window_size": (2, 0), "window_attn_skip_freq": (2,), "rotary
 EXPERTS = MODERN | {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 
 
-@pytest.mark.parametrize("model", [{}, MODERN, WINDOW, EXPERTS], ids=["gpt2", "llama", "window", "experts"])
+LATENT = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+    "softmax_scale": 0.7,
+}
+
+
+@pytest.mark.parametrize(
+    "model", [{}, MODERN, WINDOW, EXPERTS, LATENT], ids=["gpt2", "llama", "window", "experts", "latent"]
+)
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)
 

@@ -41,6 +41,32 @@ GEMMA = LLAMA | {
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+DEEPSEEK: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rms_norm_eps": 1e-6,
+    "num_mtp_layers": 0,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -64,6 +90,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24},
     ),
+    "deepseek_v3": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10}),
+    "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
     "olmo2": ("Olmo2", LLAMA),
     "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
     "gemma3": (
@@ -92,4 +121,7 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, std=0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.5)
     model.save_pretrained(folder, **options)

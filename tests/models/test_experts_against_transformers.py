@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
@@ -64,13 +65,17 @@ def _pairs(theirs: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> dict[str,
     }
     for n, block in enumerate(theirs.model.layers):
         layer, attention, mlp = f"decoder.layers.{n}.", block.self_attn, block.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         found |= {
             f"{layer}input_layernorm.weight": of(block.input_layernorm.weight),
             f"{layer}pre_mlp_layernorm.weight": of(block.post_attention_layernorm.weight),
-            f"{layer}self_attention.linear_qkv.weight": _fuse(*(of(p.weight) for p in projections), GROUPS),
             f"{layer}self_attention.linear_proj.weight": of(attention.o_proj.weight),
         }
+        if hasattr(attention, "kv_b_proj"):
+            found |= {f"{layer}self_attention.{name}": value for name, value in _latent_pairs(attention, of).items()}
+        else:
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            fused = _fuse(*(of(p.weight) for p in projections), GROUPS)
+            found[f"{layer}self_attention.linear_qkv.weight"] = fused
         if hasattr(attention, "q_norm"):
             found[f"{layer}self_attention.q_layernorm.weight"] = of(attention.q_norm.weight)
             found[f"{layer}self_attention.k_layernorm.weight"] = of(attention.k_norm.weight)
@@ -80,6 +85,18 @@ def _pairs(theirs: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> dict[str,
             found[f"{layer}mlp.linear_fc1.weight"] = torch.cat([of(mlp.gate_proj.weight), of(mlp.up_proj.weight)])
             found[f"{layer}mlp.linear_fc2.weight"] = of(mlp.down_proj.weight)
     return found
+
+
+def _latent_pairs(attention: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    names = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+    }
+    return {f"{ours}.weight": of(getattr(attention, theirs).weight) for ours, theirs in names.items()}
 
 
 def _moe_pairs(block: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -167,3 +184,40 @@ def test_deepseek_v3_block() -> None:
     for name, wanted in _moe_pairs(theirs, lambda x: x.grad).items():
         scale = wanted.abs().max()
         assert (parameters[name].grad - wanted).abs().max() < 10 * TOLERANCE * scale, name
+
+
+def test_deepseek_v3() -> None:
+    """The whole model: a dense layer, then experts, latent attention in all of them."""
+    config = transformers.DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": HEADS, "head_dim": 4, "rms_norm_eps": 1e-6, "num_mtp_layers": 0},
+        intermediate_size=48, moe_intermediate_size=FFN, n_routed_experts=EXPERTS, n_shared_experts=1,
+        num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5, first_k_dense_replace=1,
+        q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.DeepseekV3ForCausalLM(config).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+    own = {
+        **DEEPSEEK_V3_LAYERS,
+        "norm_epsilon": 1e-6,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "moe_layer_freq": (0, 1, 1),
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": FFN,
+    }
+    without = {name: value for name, value in OURS.items() if name not in ("group_query_attention", "num_query_groups")}
+    ours = _ours(**without | {name: value for name, value in own.items() if "dropout" not in name})
+    biases = {name: bias.detach() for name, bias in ours.named_parameters() if name.endswith("expert_bias")}
+    for name, bias in biases.items():
+        bias.normal_(std=0.2)
+        theirs.model.layers[int(name.split(".")[2])].mlp.gate.e_score_correction_bias.copy_(bias)
+    _compare(ours, theirs, _pairs(theirs, Tensor.detach) | biases, TOLERANCE)
+    _same_gradients(ours, _pairs(theirs, lambda x: x.grad), TOLERANCE)

@@ -9,6 +9,7 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
+from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
 
 BASE = {
@@ -218,6 +219,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     ),  # C54
     "packed, modern, full recompute, pp2": (2, PACKED | MODERN | SDPA, PP2 | FULL_BLOCK),  # C45
     **MOE_ROWS,
+    **LATENT_ROWS,
 }
 
 

@@ -16,60 +16,17 @@ from megatron_core.models.hf.architecture import (
     window_json,
     window_settings,
 )
-from megatron_core.models.hf.tensors import (
-    Source,
-    expert_gate_and_value,
-    gate_and_value,
-    separate_qkv,
-    stacked_qkv,
+from megatron_core.models.hf.deepseek import DEEPSEEK_V3
+from megatron_core.models.hf.llama import (
+    LAYER,
+    LLAMA_KEYS,
+    LLAMA_TENSORS,
+    QK_NORM,
+    QKV_BIAS,
+    THEIRS,
+    with_experts,
 )
-
-LAYER, THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
-LLAMA_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "initializer_range": "init_method_std",
-    "attention_dropout": "attention_dropout",
-}
-LLAMA_TENSORS = {
-    "embedding.word_embeddings.weight": Source(("model.embed_tokens.weight",)),
-    LAYER + "input_layernorm.weight": Source((THEIRS + "input_layernorm.weight",)),
-    LAYER + "self_attention.linear_qkv.weight": Source(
-        tuple(f"{THEIRS}self_attn.{x}_proj.weight" for x in "qkv"), separate_qkv
-    ),
-    LAYER + "self_attention.linear_proj.weight": Source((THEIRS + "self_attn.o_proj.weight",)),
-    LAYER + "pre_mlp_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
-    LAYER + "mlp.linear_fc1.weight": Source(
-        (THEIRS + "mlp.gate_proj.weight", THEIRS + "mlp.up_proj.weight"), gate_and_value
-    ),
-    LAYER + "mlp.linear_fc2.weight": Source((THEIRS + "mlp.down_proj.weight",)),
-    "decoder.final_layernorm.weight": Source(("model.norm.weight",)),
-    "output_layer.weight": Source(("lm_head.weight",)),
-}
-QKV_BIAS = {
-    LAYER + "self_attention.linear_qkv.bias": Source(
-        tuple(f"{THEIRS}self_attn.{x}_proj.bias" for x in "qkv"), separate_qkv
-    )
-}
-QK_NORM = {f"{LAYER}self_attention.{x}_layernorm.weight": Source((f"{THEIRS}self_attn.{x}_norm.weight",)) for x in "qk"}
-
-
-def _with_experts(prefix: str, names: tuple[str, str, str]) -> dict[str, Source]:
-    """Llama's tensors with experts in place of the MLP: their gate's, value's and output matrices are ``names``."""
-    gate, value, output = (f"{THEIRS}{prefix}experts.{{e}}.{name}.weight" for name in names)
-    dense = {name: source for name, source in LLAMA_TENSORS.items() if ".mlp.linear" not in name}
-    return dense | {
-        LAYER + "mlp.router.weight": Source((f"{THEIRS}{prefix}gate.weight",)),
-        LAYER + "mlp.experts.linear_fc1.weight": Source((gate, value), expert_gate_and_value),
-        LAYER + "mlp.experts.linear_fc2.weight": Source((output,)),
-    }
-
+from megatron_core.models.hf.tensors import Source, stacked_qkv
 
 def _with_window(theirs: Settings) -> Settings:
     return rope_settings(theirs) | window_settings(theirs)
@@ -148,7 +105,7 @@ MIXTRAL = Architecture(
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
     },
-    _with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
+    with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
     fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu", "router_jitter_noise": 0.0},
     read=_with_window,
@@ -164,7 +121,7 @@ QWEN3_MOE = Architecture(
         "router_aux_loss_coef": "moe_aux_loss_coeff",
         "moe_intermediate_size": "moe_ffn_hidden_size",
     },
-    _with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
+    with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
     fixed=LLAMA_LAYERS | {"qk_layernorm": True},
     aliases={"num_local_experts": "num_experts"},
     required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -348,7 +305,7 @@ GPT_NEOX = Architecture(
     base="gpt_neox.",
 )
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2, GEMMA2, GEMMA3)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2, GEMMA2, GEMMA3, DEEPSEEK_V3)
 ARCHITECTURES = {found.model_type: found for found in _ALL}
 """By ``model_type``; where several have a model's settings, the first one is exported."""
 

@@ -110,6 +110,12 @@ def expert_gate_and_value(config: ModelConfig) -> list[Block]:
     return [Block(0, 0, config.expert_ffn_size), Block(1, 0, config.expert_ffn_size)]
 
 
+def shared_gate_and_value(config: ModelConfig) -> list[Block]:
+    """As ``gate_and_value``, of the shared experts."""
+    width = config.moe_shared_expert_intermediate_size or 0
+    return [Block(0, 0, width), Block(1, 0, width)]
+
+
 def _qkv(config: ModelConfig, tensors: tuple[int, int, int], offsets: tuple[int, int, int]) -> list[Block]:
     d = config.head_size
     sizes = (config.num_attention_heads // config.query_groups * d, d, d)

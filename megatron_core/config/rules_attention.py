@@ -1,0 +1,145 @@
+"""Rules for attention, positions, activations and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron_core.config.latent_attention import LatentAttentionConfig
+from megatron_core.config.rules_layout import leaves_rest, uneven
+from megatron_core.config.run import RunConfig
+
+
+def model_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of heads, groups, positions, activations and the loss that contradict each other."""
+    model = config.model
+    if model.kv_channels is None and not model.multi_latent_attention:
+        yield from uneven(
+            "hidden_size",
+            model.hidden_size,
+            "num_attention_heads",
+            model.num_attention_heads,
+            " (or set the width of a head with kv_channels)",
+        )
+    yield from _latent_problems(config)
+    yield from _group_problems(config)
+    yield from _position_problems(config)
+    yield from _window_problems(config)
+    chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
+    if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
+        yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
+    kinds = set(config.parallel.cp_comm_type) - {"a2a"}
+    if model.attn_logit_softcapping is not None and kinds and config.parallel.context_parallel_size > 1:
+        yield (
+            f"attn_logit_softcapping={model.attn_logit_softcapping} cannot be used with cp_comm_type="
+            f"{', '.join(sorted(kinds))}; use a2a"
+        )
+    if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
+        yield (
+            f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
+            "cross_entropy_fusion_impl=linear; use native"
+        )
+    if model.cross_entropy_fusion_impl == "linear" and not model.cross_entropy_loss_fusion:
+        yield (
+            "cross_entropy_fusion_impl=linear has no effect without cross_entropy_loss_fusion; "
+            "add --cross-entropy-loss-fusion or remove it"
+        )
+
+
+def _group_problems(config: RunConfig) -> Iterator[str]:
+    """Grouped-query attention."""
+    model = config.model
+    if model.num_query_groups is not None and not model.group_query_attention:
+        yield (
+            f"num_query_groups={model.num_query_groups} has no effect without group_query_attention; "
+            "add --group-query-attention or remove it"
+        )
+    elif model.group_query_attention:
+        yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
+    if model.qk_layernorm_over_heads:
+        if not model.qk_layernorm or model.normalization != "RMSNorm":
+            yield (
+                f"qk_layernorm_over_heads=True needs qk_layernorm=True and normalization=RMSNorm; they are "
+                f"{model.qk_layernorm} and {model.normalization}"
+            )
+        size = config.parallel.tensor_model_parallel_size
+        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
+
+
+def _latent_problems(config: RunConfig) -> Iterator[str]:
+    """Multi-latent attention."""
+    model, defaults = config.model, LatentAttentionConfig()
+    if not model.multi_latent_attention:
+        for name in (part.name for part in fields(LatentAttentionConfig)):
+            if (value := getattr(model, name)) != getattr(defaults, name):
+                yield (
+                    f"{name}={value} has no effect without multi_latent_attention; add --multi-latent-attention or "
+                    "remove it"
+                )
+        return
+    for name in (
+        *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
+        *("add_qkv_bias", "rotary_base_of_windows"),
+    ):
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with multi_latent_attention, which has its own projections; remove it"
+
+
+def _window_problems(config: RunConfig) -> Iterator[str]:
+    """Sliding-window attention."""
+    window, skip, layers = config.model.window_size, config.model.window_attn_skip_freq, config.model.num_layers
+    if window is not None and (window[0] < -1 or window[1] not in (0, -1)):
+        yield (
+            f"window_size={window} must be the number of tokens before (-1: all) and after a token, and the second "
+            "must be 0, because the model is causal; for example --window-size 127 0 for a window of 128"
+        )
+    if skip is not None and window is None:
+        yield f"window_attn_skip_freq={skip} has no effect without window_size; add --window-size or remove it"
+    elif skip is not None and len(skip) == 1 and skip[0] < 1:
+        yield f"window_attn_skip_freq={skip} must be 1 or more: every n-th layer has full attention"
+    elif skip is not None and len(skip) != 1 and (len(skip) != layers or set(skip) - {0, 1}):
+        yield (
+            f"window_attn_skip_freq={skip} must be one number n (every n-th layer has full attention), or 1 (window) "
+            f"or 0 (full) for each of num_layers={layers}"
+        )
+
+
+def _position_problems(config: RunConfig) -> Iterator[str]:
+    """Rotary channels and the table of learned positions."""
+    model, seq_length = config.model, config.data.seq_length
+    latent = model.multi_latent_attention
+    head, name = (model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim") if latent else (model.head_size, "")
+    if (latent or model.position_embedding_type == "rope") and model.num_attention_heads >= 1:
+        rotating = model.rotary_channels if 0 < model.rotary_percent <= 1 else 2
+        if rotating < 2 or rotating % 2:
+            yield (
+                f"rotary_percent={model.rotary_percent} of the {head} channels in a head gives "
+                f"{rotating} rotating channels, which must be even and 2 or more; "
+                f"change rotary_percent, {name or 'kv_channels or hidden_size'}"
+            )
+        elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
+            yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
+    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
+        yield f"rope_scaling_type={model.rope_scaling_type} has no effect without --use-rope-scaling; add it"
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        if getattr(model, name) and model.position_embedding_type != "rope" and not latent:
+            yield (
+                f"{name}={getattr(model, name)} has no effect with position_embedding_type="
+                f"{model.position_embedding_type}; add --position-embedding-type rope or remove it"
+            )
+    needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "dynamic")
+    if needs_original and model.original_max_position_embeddings is None:
+        yield (
+            f"rope_scaling_type={model.rope_scaling_type} needs original_max_position_embeddings, the positions that "
+            "the model was trained on; add --original-max-position-embeddings N"
+        )
+    if model.use_rope_scaling and model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield (
+            f"yarn_beta_fast={model.yarn_beta_fast} must be more than yarn_beta_slow={model.yarn_beta_slow}; "
+            "the defaults are 32 and 1"
+        )
+    if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
+        yield (
+            f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "
+            f"legal: {seq_length} or more, or leave it out"
+        )

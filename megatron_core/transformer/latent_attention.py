@@ -1,0 +1,162 @@
+"""Attention whose keys and values come from one small latent of each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.ops import rope
+from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
+from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.recompute import recomputed
+from megatron_core.transformer.rotary import yarn_mscale
+
+
+def query_factor(config: ModelConfig) -> float:
+    """What queries are multiplied by, as kernels divide by the root of their channels: m(mscale_all_dim)^2 with YaRN,
+    whose table is divided by m (DeepSeek-V2's code), or what ``softmax_scale`` says."""
+    if config.softmax_scale is not None:
+        return config.softmax_scale * math.sqrt(config.query_head_size)
+    if config.use_rope_scaling and config.rope_scaling_type == "yarn":
+        return yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim) ** 2
+    return 1.0
+
+
+class DownProjection(nn.Module):
+    """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is whole on every tensor-parallel rank.
+
+    With sequence parallel a rank has its part of the sequence before and after it.
+    """
+
+    def __init__(self, context: LayerContext, size: int) -> None:
+        super().__init__()
+        shape = (size, context.config.hidden_size)
+        spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
+        self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+        self.weight.init_method = context.init_method
+        self.backend = context.parallel.kernel_backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., h]`` -> ``[..., size]``."""
+        return parallel_linear(x, self.weight, None, backend=self.backend)
+
+
+class LatentAttention(nn.Module):
+    """x -> W_o attention over heads of which each has (R: rotary positions, of neighbouring channels)
+
+        query  [W_uq c_q; R(W_qr c_q)]    c_q = norm(W_dq x), or x without ``q_lora_rank``
+        key    [W_uk c; R(W_kr x)]        c = norm(W_dkv x); the second part is the same for all heads
+        value  W_uv c
+
+    ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel). Each tensor-parallel rank has some of the heads
+    and all of the latents, whose norms are there with ``qk_layernorm``. In generation the latents are what is kept.
+    ``core_attention`` makes the part without weights.
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1; weights as in Megatron Core's ``MLASelfAttention``.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_number: int,
+        *,
+        core_attention: Callable[[LayerContext, int], nn.Module] = CoreAttention,
+        qk_layernorm: Callable[..., nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        config, self.tp_group = context.config, context.tp_group
+        heads, q_rank, self.rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        self.layer_number, self.heads = layer_number, heads // self.tp_group.size()
+        self.plain, self.turned, self.value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        up = partial(
+            ColumnParallelLinear,
+            config=context.parallel,
+            init_method=context.init_method,
+            bias=False,
+            tp_group=self.tp_group,
+        )
+        norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context)
+        if q_rank is None:
+            self.linear_q_proj = up(config.hidden_size, heads * config.query_head_size)
+        else:
+            self.linear_q_down_proj = DownProjection(context, q_rank)
+            self.q_layernorm = norm(q_rank, partial_grad=context.sequence_parallel)
+            self.linear_q_up_proj = up(q_rank, heads * config.query_head_size)
+        self.linear_kv_down_proj = DownProjection(context, self.rank + self.turned)
+        self.kv_layernorm = norm(self.rank, partial_grad=context.sequence_parallel)
+        self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
+        self.core_attention = core_attention(context, layer_number)
+        self.recompute_core = config.recompute_granularity == "selective"
+        self.linear_proj = RowParallelLinear(
+            heads * self.value,
+            config.hidden_size,
+            config=context.parallel,
+            init_method=context.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+        self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
+        self.backend = config.kernel_backend
+        self.query_factor = query_factor(config)
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """-> (output, the bias to be added to it, or None)."""
+        assert context.rotary is not None, "the model makes the table for this attention whatever its other positions"
+        cos, sin = context.rotary
+        rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
+        query = self._query(hidden, rotate)
+        latent, shared_key = self._latent(hidden, rotate)
+        if context.cache is not None:
+            latent, shared_key = context.cache.extend(self.layer_number, latent, shared_key)
+            if len(latent) > len(query):
+                return self.linear_proj(self._attend_to_latents(query, latent, shared_key, context))
+        key, value = self._key_and_value(latent, shared_key)
+        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+        return self.linear_proj(attend(query, key, value, context))
+
+    def _query(self, hidden: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[s, b, heads, d + r]``."""
+        if self.has_query_latent:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        else:
+            query, _ = self.linear_q_proj(hidden)
+        plain, turned = query.unflatten(-1, (self.heads, -1)).split([self.plain, self.turned], dim=-1)
+        query = torch.cat([plain, rotate(turned)], dim=-1)
+        return query if self.query_factor == 1.0 else query * self.query_factor
+
+    def _latent(self, hidden: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The latent ``[s, b, rank]``, with sequence parallel this rank's part of it, and the part of the keys that all
+        heads have in common, ``[s, b, r]``."""
+        latent, shared_key = self.linear_kv_down_proj(hidden).split([self.rank, self.turned], dim=-1)
+        # Each rank uses the shared part for its own heads, so that its gradient is a sum over ranks.
+        whole = gather_from_sequence if self.sequence_parallel else copy_to_region
+        return self.kv_layernorm(latent), rotate(whole(shared_key, self.tp_group))
+
+    def _key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, heads, d + r]`` and ``[s, b, heads, v]``."""
+        up, _ = self.linear_kv_up_proj(latent)
+        plain, value = up.unflatten(-1, (self.heads, -1)).split([self.plain, self.value], dim=-1)
+        shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        return torch.cat([plain, shared], dim=-1), value
+
+    def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext) -> Tensor:
+        """The same function without keys and values of earlier positions: q (W_uk c) = (W_uk^T q) c, and W_uv is
+        applied to the weighted sum of latents. Source: the same, appendix C."""
+        weight = self.linear_kv_up_proj.weight
+        assert weight is not None, "it has its own"
+        up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
+        plain, turned = query.split([self.plain, self.turned], dim=-1)
+        query = torch.cat([torch.einsum("sbad,adc->sbac", plain, up_key), turned], dim=-1)
+        query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
+        key = torch.cat([latent, shared_key], dim=-1)
+        out = self.core_attention(query, key.unsqueeze(2), latent.unsqueeze(2), context)
+        return torch.einsum("sbac,avc->sbav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(2)
