@@ -56,6 +56,13 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"swiglu": True, "openai_gelu": True}, 1, ("swiglu=True and openai_gelu=True", "keep one")),
     ({"cross_entropy_fusion_impl": "linear"}, 1, ("cross_entropy_fusion_impl=linear", "--cross-entropy-loss-fusion")),
     ({"max_position_embeddings": 32}, 1, ("max_position_embeddings=32", "seq_length=64", "64 or more")),
+    ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
+    ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
+    (
+        {"multi_latent_attention": True, "qk_pos_emb_head_dim": 7},
+        1,
+        ("the 7 channels", "7 rotating channels", "qk_pos_emb_head_dim"),
+    ),
     ({"qk_layernorm_over_heads": True}, 1, ("qk_layernorm_over_heads=True", "qk_layernorm=True")),
     (
         {"attn_logit_softcapping": 50.0, "context_parallel_size": 2, "attention_dropout": 0.0},
