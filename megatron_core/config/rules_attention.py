@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_core.config.latent_attention import LatentAttentionConfig
-from megatron_core.config.rules_layout import leaves_rest, uneven
+from megatron_core.config.rules_layout import uneven
 from megatron_core.config.run import RunConfig
 
 

@@ -28,6 +28,7 @@ from megatron_core.models.hf.llama import (
 )
 from megatron_core.models.hf.tensors import Source, stacked_qkv
 
+
 def _with_window(theirs: Settings) -> Settings:
     return rope_settings(theirs) | window_settings(theirs)
 
