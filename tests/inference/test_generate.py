@@ -141,7 +141,9 @@ LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
 @pytest.mark.parametrize(
     "engine", [{"max_batch_size": 3}, {"max_prompt_tokens": 8}], ids=["3 at a time", "short steps"]
 )
-@pytest.mark.parametrize("model", [{}, WINDOW, LONG_WINDOW, EXPERTS], ids=["gpt2", "window", "capped", "experts"])
+@pytest.mark.parametrize(
+    "model", [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT], ids=["gpt2", "window", "capped", "experts", "latent"]
+)
 def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) -> None:
     """Requests of different lengths that join and leave: their tokens and probabilities are those of each alone."""
     model = model | {"seq_length": 32}
