@@ -233,7 +233,6 @@ DEPENDENT: dict[str, str] = {
     "use_mup": """
         mup_width_mult= mup_base_hidden_size= mup_embedding_mult= mup_output_mult= mup_base_head_dim=
         mup_attn_scale_power=""",
-    "use_precision_aware_optimizer": "main_grads_dtype= main_params_dtype= exp_avg_dtype= exp_avg_sq_dtype=",
     "position_embedding_type": """
         relative_attention_num_buckets= relative_attention_max_distance=""",
     "tensor_parallel_num_weight_shards": """

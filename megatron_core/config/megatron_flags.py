@@ -83,6 +83,7 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "cuda_graph_impl": ("none",),
     "error_injection_rate": ("0",),
     "glu_linear_offset": ("0", "0.0"),
+    "main_grads_dtype": ("fp32",),
     "megatron_fsdp_grad_comm_dtype": ("fp32", "auto"),
     "megatron_fsdp_main_grads_dtype": ("fp32", "auto"),
     "megatron_fsdp_main_params_dtype": ("fp32", "auto"),
@@ -113,9 +114,9 @@ REFUSED: dict[str, str] = {
     "multi-token prediction is not supported yet; remove it to train on the next token alone": "mtp_num_layers=",
     "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
         sft chat_template= phase_transition_iterations=""",
-    "moments, main weights and main gradients are float32; remove it": """
+    "main weights and gradients are float32 (but see --use-precision-aware-optimizer); remove it": """
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
-        use_precision_aware_optimizer""",
+        main_grads_dtype=""",
     "offloading is not supported yet; use --recompute-granularity to save memory": """
         fine_grained_activation_offloading""",
     "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """

@@ -14,6 +14,7 @@ def sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _stage_problems(config, world_size)
     yield from _compression_problems(config)
     yield from _offload_problems(config)
+    yield from _storage_problems(config)
 
 
 def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -99,6 +100,18 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
             f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} moves weights, which are less than "
             "the optimizer's state; add --optimizer-offload-dir or --optimizer-cpu-offload"
         )
+
+
+def _storage_problems(config: RunConfig) -> Iterator[str]:
+    """What is stored in bfloat16 is so beside weights of 16 bits, on request."""
+    optimizer = config.optimizer
+    for name, value in optimizer.bf16_settings.items():
+        if not optimizer.use_precision_aware_optimizer:
+            yield f"{name}={value} needs --use-precision-aware-optimizer; add it, or use {name}=fp32"
+        elif not config.training.bf16:
+            yield f"{name}={value} goes with weights in bfloat16; add --bf16, or use {name}=fp32"
+    if optimizer.bf16_settings and config.parallel.grad_compression == "onebit-adam":
+        yield "grad_compression=onebit-adam sums moments in float32; use fp32 for exp_avg_dtype and exp_avg_sq_dtype"
 
 
 def _data_ranks(config: RunConfig, world_size: int) -> int:

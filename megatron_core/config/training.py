@@ -140,6 +140,15 @@ class OptimizerConfig:
     """Share of the optimizer state that is offloaded."""
     optimizer_offload_dir: str | None = None
     """Keep optimizer state and main weights in files of this folder, which a step works through in pieces."""
+    use_precision_aware_optimizer: bool = False
+    """Store what the next three settings say in bfloat16; updates are computed in float32 and rounded
+    stochastically."""
+    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: no main weights; the optimizer updates the --bf16 weights themselves."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The first moment, or the momentum of optimizers that have one moment."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The second moment."""
     loss_scale: float | None = None
     """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = 2.0**32
@@ -155,6 +164,16 @@ class OptimizerConfig:
     def offloads_optimizer(self) -> bool:
         """Whether optimizer state lies elsewhere than the weights."""
         return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
+
+    @property
+    def bf16_settings(self) -> dict[str, str]:
+        """What is stored in bfloat16, by setting."""
+        names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        return {name: getattr(self, name) for name in names if getattr(self, name) == "bf16"}
+
+    def keeps_in_bf16(self, state: str) -> bool:
+        """Whether a tensor of the optimizer's state is stored in bfloat16."""
+        return (self.exp_avg_sq_dtype if state == "exp_avg_sq" else self.exp_avg_dtype) == "bf16"
 
     def decoupled(self) -> OptimizerConfig | None:
         """The settings of the learning rate of embeddings and output layer; None if they have no own."""

@@ -19,7 +19,7 @@ class Part:
 
     grad: Tensor
     main: Tensor
-    """The weights in float32 or wider, which are updated."""
+    """The weights in float32 or wider, which are updated (as stored, also in bfloat16: see ``rounding``)."""
     copy: Tensor | None
     """16-bit weights that become the rounded ``main``."""
     state: dict[str, Tensor]

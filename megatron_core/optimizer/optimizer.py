@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.muon import Muon
+from megatron_core.optimizer.rounding import CHUNK, update_rounded
 from megatron_core.parallel.groups import ParallelGroups
 
 
@@ -50,18 +52,25 @@ class Shard:
     algorithm: AdamW | SGD | Lion | Muon
     placement: Placement
     main: Tensor
-    """The weights in float32 or wider: the bucket's own tensor if that is wide enough."""
+    """The weights in float32 or wider: the bucket's own tensor if that is wide enough, or is to do."""
     state: dict[str, Tensor]
     """The algorithm's tensors, which begin as zeros."""
 
     @classmethod
-    def of(cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement) -> Shard:
+    def of(
+        cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement, config: OptimizerConfig
+    ) -> Shard:
         """Start from the bucket's weights."""
         main = bucket.weight_shard
-        wide = torch.promote_types(main.dtype, torch.float32)
+        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
             main = placement.tensor("main", main.numel(), wide).copy_(main)
-        state = {name: placement.tensor(name, main.numel(), wide) for name in algorithm.names}
+        of_state = torch.promote_types(main.dtype, torch.float32)
+        narrow = {name for name in algorithm.names if config.keeps_in_bf16(name)}
+        state = {
+            name: placement.tensor(name, main.numel(), torch.bfloat16 if name in narrow else of_state)
+            for name in algorithm.names
+        }
         return cls(bucket, algorithm, placement, main, state)
 
     @property
@@ -73,6 +82,18 @@ class Shard:
     def is_away(self) -> bool:
         """Whether the state lies on another device than the weights."""
         return self.main.device != self.bucket.weights.device
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some of what is updated is stored in bfloat16."""
+        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
+
+    def chunks(self) -> Iterator[slice]:
+        """The slices in which it is updated."""
+        for at in self.placement.chunks(self.main.numel()):
+            step = CHUNK if self.is_rounded else max(at.stop - at.start, 1)
+            for start in range(at.start, at.stop, step):
+                yield slice(start, min(start + step, at.stop))
 
     @property
     def is_on_disk(self) -> bool:
@@ -99,7 +120,10 @@ class Optimizer:
         groups: ParallelGroups,
         loss_scale: LossScale,
         backend: Backend = "auto",
+        seed: int = 0,
     ) -> None:
+        """``seed`` is of stochastic rounding."""
+        self.seed = seed
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
@@ -113,7 +137,7 @@ class Optimizer:
         # Allocated now, so that a checkpoint can be loaded before the first step.
         placements = _placements(data_parallel.buckets, config, groups.rank)
         self.shards = [
-            Shard.of(bucket, self._algorithm(bucket), placement)
+            Shard.of(bucket, self._algorithm(bucket), placement, config)
             for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
         ]
         if isinstance(self.compressor, OneBitAdam):
@@ -163,9 +187,10 @@ class Optimizer:
         algorithm = shards[0].algorithm
         if isinstance(algorithm, Muon):
             for shard in shards:
-                algorithm.update_bucket(shard.bucket, shard.part(slice(None), shard.bucket.grad_shard), rates)
+                update = partial(algorithm.update_bucket, shard.bucket, rates=rates)
+                self._update_part(shard, slice(0, shard.main.numel()), shard.bucket.grad_shard, rates, update)
             return
-        here = [shard for shard in shards if not shard.is_away and not shard.is_on_disk]
+        here = [shard for shard in shards if not (shard.is_away or shard.is_on_disk or shard.is_rounded)]
         if here:
             algorithm.update([shard.part(slice(None), shard.bucket.grad_shard) for shard in here], rates)
         away = [shard for shard in shards if shard not in here]
@@ -176,11 +201,18 @@ class Optimizer:
         for shard, grad in zip(away, grads, strict=True):
             if shard.is_away and not shard.is_narrow:
                 shard.main.copy_(shard.bucket.weight_shard)
-            for at in shard.placement.chunks(shard.main.numel()):
-                algorithm.update([shard.part(at, grad)], rates)
+            for at in shard.chunks():
+                self._update_part(shard, at, grad, rates, lambda part: algorithm.update([part], rates))
             if shard.is_away:
                 shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
             shard.bucket.evict_weights()
+
+    def _update_part(self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[Part], None]) -> None:
+        part = shard.part(at, grad)
+        if shard.is_rounded:
+            update_rounded(shard.bucket, at, part, rates, self.seed, update)
+        else:
+            update(part)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for

@@ -168,6 +168,19 @@ class ShardSpec:
         for part in self.parts:
             local[part.local.index] = full[part.whole.index].to(local)
 
+    def element_numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """The flat numbers in the global tensor of elements ``start ... stop - 1`` of this rank's flattened one, int64;
+        those of padding have no meaning."""
+        left = torch.arange(start, stop, device=device)
+        numbers, stride = torch.zeros_like(left), 1
+        for dim in reversed(range(len(self.global_shape))):
+            own = torch.zeros(self.local_shape[dim], dtype=torch.int64)
+            for run in self._runs[dim]:
+                own[slice(*run.local)] = torch.arange(*run.whole)
+            numbers += own.to(device)[left % len(own)] * stride
+            left, stride = left // len(own), stride * self.global_shape[dim]
+        return numbers
+
     @cached_property
     def _runs(self) -> tuple[tuple[_Run, ...], ...]:
         """For each dim what this rank holds of it, in local order."""

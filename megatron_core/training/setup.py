@@ -157,6 +157,15 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _check_data(splits: Splits, *, skip_train: bool) -> None:
+    if skip_train and splits.valid is None and splits.test is None:
+        raise ConfigError(
+            "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
+        )
+    if splits.train is None and not skip_train:
+        raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+
+
 def set_up(
     config: RunConfig,
     world: World,
@@ -181,12 +190,7 @@ def set_up(
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
     splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
-    if config.training.skip_train and splits.valid is None and splits.test is None:
-        raise ConfigError(
-            "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
-        )
-    if splits.train is None and not config.training.skip_train:
-        raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+    _check_data(splits, skip_train=config.training.skip_train)
     deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,
@@ -204,7 +208,9 @@ def set_up(
     draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
     loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
-    optimizer = Optimizer(data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend)
+    optimizer = Optimizer(
+        data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend, config.training.seed
+    )
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)
     left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
     total = state.iteration + left

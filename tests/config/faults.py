@@ -238,6 +238,19 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("data_parallel_sharding_strategy=optim", "zero_stage=3"),
     ),
     ({"zero3_keep_after_forward": True, "zero_stage": 2}, 1, ("zero3_keep_after_forward=True", "--zero-stage 3")),
+    ({"exp_avg_dtype": "bf16", "bf16": True}, 1, ("exp_avg_dtype=bf16", "--use-precision-aware-optimizer")),
+    ({"main_params_dtype": "bf16", "use_precision_aware_optimizer": True}, 1, ("main_params_dtype=bf16", "--bf16")),
+    (
+        {
+            "exp_avg_sq_dtype": "bf16",
+            "use_precision_aware_optimizer": True,
+            "bf16": True,
+            "grad_compression": "onebit-adam",
+            "clip_grad": 0.0,
+        },
+        1,
+        ("grad_compression=onebit-adam", "exp_avg_sq_dtype"),
+    ),
     (
         {"zero3_param_offload_dir": "weights", "zero_stage": 2, "optimizer_cpu_offload": True},
         1,

@@ -17,6 +17,15 @@ from megatron_core.verify.ranks import run_ranks
 from tests.memory import give_back, needs_proc, resident, start_anew
 from tests.runs import tiny_run
 
+ROUNDED = {
+    "bf16": True,
+    "use_precision_aware_optimizer": True,
+    "main_params_dtype": "bf16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+ROUNDED_MUON = ROUNDED | {"optimizer": "muon", "main_params_dtype": "fp32"}
+
 
 def _parts(names: tuple[str, ...]) -> tuple[Part, torch.Tensor]:
     torch.manual_seed(3)
@@ -72,9 +81,13 @@ def test_muon_trains_hidden_matrices_alone() -> None:
     assert kinds == {"Muon", "AdamW"}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
-def test_a_resumed_run_is_the_run(optimizer: str, tmp_path: Path) -> None:
-    settings = {"optimizer": optimizer, "save": str(tmp_path), "bf16": optimizer == "sgd"}
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": "sgd", "bf16": True}, {"optimizer": "lion"}, {"optimizer": "muon"}, ROUNDED, ROUNDED_MUON],
+    ids=["sgd", "lion", "muon", "rounded adam", "rounded muon"],
+)
+def test_a_resumed_run_is_the_run(settings: dict, tmp_path: Path) -> None:
+    settings = settings | {"save": str(tmp_path)}
     run = tiny_run(**settings)
     for _ in range(2):
         train_step(run)
