@@ -8,89 +8,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import product
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.config import ParallelConfig
-from megatron_core.errors import LayoutError
-from megatron_core.parallel import World
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current as current
+from megatron_core.parallel.current import grid_of as grid_of
 from megatron_core.parallel.current import has_current
+from megatron_core.parallel.current import make_groups as make_groups
 from megatron_core.parallel.current import set_current as set_current
-from megatron_core.parallel.grid import DEFAULT_ORDER, Grid
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.getters import assume, assumed, getters, group_getter, rank_getter
+from megatron_core.parallel.grid import DEFAULT_ORDER, WORLD, Grid
+from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
+from megatron_core.parallel.rank_lists import RankGenerator as RankGenerator
+from megatron_core.parallel.rank_lists import (
+    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
+)
 
 _virtual: dict[str, int | None] = {"rank": None, "size": None}
-
-
-def generate_masked_orthogonal_rank_groups(
-    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
-) -> list[list[int]]:
-    """Ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` has the sizes, the fastest first.
-
-    Name and arguments are Megatron Core's.
-    """
-    strides = [prod(parallel_size[:axis]) for axis in range(len(parallel_size))]
-    steps = [range(0, size * stride, stride) for size, stride in zip(parallel_size, strides, strict=True)]
-    inner = [step for step, varies in zip(steps, mask, strict=True) if varies]
-    outer = [step for step, varies in zip(steps, mask, strict=True) if not varies]
-    outer.append(range(0, world_size, prod(parallel_size)))
-    offsets = sorted(map(sum, product(*inner)))
-    return [[first + offset for offset in offsets] for first in sorted(map(sum, product(*outer)))]
-
-
-class RankGenerator:
-    """Megatron Core's generator of one view of the ranks: ``get_ranks("tp-dp")`` lists the groups over those axes.
-
-    With ``cp`` it is the view of dense layers and with ``ep`` that of experts, whose sizes are then ``tp`` and ``dp``.
-    """
-
-    def __init__(
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str = DEFAULT_ORDER, rank_offset: int = 0
-    ) -> None:
-        assert ep == 1 or cp == 1, f"ep={ep} and cp={cp} are axes of different views; one of them must be 1"
-        sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
-        self.rank_offset, self.world_size = rank_offset, prod(sizes.values())
-        named = order.lower().split("-")
-        for axis in sizes.keys() - set(named):
-            if sizes[axis] != 1:
-                raise LayoutError(f"order={order!r} lacks {axis!r}, whose size is {sizes[axis]}; add it")
-        self.order = [*named, *(axis for axis in sizes if axis not in named)]
-        self._sizes = [sizes[axis] for axis in self.order]
-
-    def get_ranks(self, token: str) -> list[list[int]]:
-        """Groups of ranks that differ only on the axes of ``token``."""
-        mask = [axis in token.split("-") for axis in self.order]
-        found = generate_masked_orthogonal_rank_groups(self.world_size, self._sizes, mask)
-        return [[self.rank_offset + rank for rank in ranks] for ranks in found]
 
 
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
-    *,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: float = 30,
     order: str = DEFAULT_ORDER,
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
 ) -> None:
     """Build the process groups of a layout and make them current.
 
     ``expert_tensor_parallel_size`` is ``tensor_model_parallel_size`` unless given, see ``parallel.grid.Grid``;
     ``hierarchical_context_parallel_sizes`` are those of an a2a group and of a ring, as in ``ParallelConfig``.
+    Accepted, and without effect: ``create_gloo_process_groups``, ``high_priority_stream_groups``.
 
     Errors: ``LayoutError`` (a ``RuntimeError``) when the world size does not fit or interleaving is asked for without a
-    pipeline; ``AssertionError`` when torch.distributed is not initialised, or groups exist already.
+    pipeline, ``ConfigError`` for what is not supported; ``AssertionError`` when torch.distributed is not initialised,
+    or groups exist already.
     """
     assert dist.is_initialized(), (
         "torch.distributed is not initialized; call torch.distributed.init_process_group first"
     )
-    assert not has_current(), "model parallel groups exist already; call destroy_model_parallel first"
+    _refuse(
+        pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
+        use_sharp=use_sharp,
+        hybrid_context_parallel=hybrid_context_parallel,
+        gtp_remat_size=gtp_remat_size != 1,
+        expert_gtp_remat_size=expert_gtp_remat_size != 1,
+        nccl_communicator_config_path=nccl_communicator_config_path,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        sharp_enabled_group=sharp_enabled_group,
+        rank_offset=rank_offset,
+        local_world_size=local_world_size not in (None, dist.get_world_size()),
+    )
     if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
         raise LayoutError(
             f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} needs a pipeline, but "
@@ -111,41 +101,17 @@ def initialize_model_parallel(
             f"hierarchical_context_parallel_sizes={list(levels)} are not two sizes whose product is "
             f"context_parallel_size={context_parallel_size}; correct or leave them out"
         )
+    assert not has_current(), "model parallel groups exist already; call destroy_model_parallel first"
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    set_current(ParallelGroups(grid, dist.get_rank(), a2a_size=levels[0], timeout=timeout))
+    instances = num_distributed_optimizer_instances
+    set_current(ParallelGroups(grid, dist.get_rank(), instances=instances, a2a_size=levels[0], timeout=timeout))
     _virtual.update(rank=None, size=virtual_pipeline_model_parallel_size)
 
 
-def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] = (0, -1)) -> ParallelGroups:
-    """Build the groups of a configured layout, also for a process that is alone, and make them current.
-
-    ``ends`` are the pipeline ranks of the first and the last stage.
-    """
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    groups = ParallelGroups(
-        grid_of(config, world.size),
-        world.rank,
-        ends=ends,
-        instances=config.num_distributed_optimizer_instances,
-        a2a_size=config.a2a_size,
-        timeout=timeout,
-    )
-    world.prefix = groups.prefix if world.size > 1 else ""
-    set_current(groups)
-    return groups
-
-
-def grid_of(config: ParallelConfig, world_size: int) -> Grid:
-    """The ranks of a configured layout."""
-    return Grid.fit(
-        world_size,
-        tp=config.tensor_model_parallel_size,
-        cp=config.context_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_model_parallel_size,
-        etp=config.expert_tensor_parallel_size,
-        order=config.rank_order,
-    )
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"initialize_model_parallel: {name}={value!r} is not supported; leave it out")
 
 
 def model_parallel_is_initialized() -> bool:
@@ -160,87 +126,70 @@ def destroy_model_parallel() -> None:
     """Forget the current layout."""
     set_current(None)
     _virtual.update(rank=None, size=None)
-
-
-def _group_getter(axes: str, ranks: str) -> Callable[..., Group | None]:
-    def group(check_initialized: bool = True) -> Group | None:
-        return current().group(axes) if check_initialized or has_current() or not dist.is_initialized() else None
-
-    group.__doc__ = f"""Ranks {ranks}; with ``check_initialized=False`` None while there are no groups yet."""
-    return group
-
-
-def _getters(axes: str, ranks: str) -> tuple[Callable[..., Group | None], Callable[[], int], Callable[[], int]]:
-    """Megatron's three getters of the group over ``axes``: the group itself, its size and this rank's index in it."""
-
-    def world_size() -> int:
-        return current().group(axes).size()
-
-    def rank() -> int:
-        return current().group(axes).rank()
-
-    world_size.__doc__ = f"Number of the ranks {ranks}."
-    rank.__doc__ = f"This rank's index among the ranks {ranks}."
-    return _group_getter(axes, ranks), world_size, rank
+    assumed.clear()
 
 
 (
     get_tensor_model_parallel_group,
     get_tensor_model_parallel_world_size,
     get_tensor_model_parallel_rank,
-) = _getters("tp", "that share each layer's matrices")
+    set_tensor_model_parallel_world_size,
+    set_tensor_model_parallel_rank,
+) = getters("tp", "that share each layer's matrices")
 (
     get_pipeline_model_parallel_group,
     get_pipeline_model_parallel_world_size,
     get_pipeline_model_parallel_rank,
-) = _getters("pp", "that share the layers")
+    set_pipeline_model_parallel_world_size,
+    set_pipeline_model_parallel_rank,
+) = getters("pp", "that share the layers")
 (
     get_context_parallel_group,
     get_context_parallel_world_size,
     get_context_parallel_rank,
-) = _getters("cp", "that share each sequence")
+    set_context_parallel_world_size,
+    set_context_parallel_rank,
+) = getters("cp", "that share each sequence")
 (
     get_tensor_and_context_parallel_group,
     get_tensor_and_context_parallel_world_size,
     get_tensor_and_context_parallel_rank,
-) = _getters("tp-cp", "that share each sequence and each layer's matrices")
+    set_tensor_and_context_parallel_world_size,
+    set_tensor_and_context_parallel_rank,
+) = getters("tp-cp", "that share each sequence and each layer's matrices")
 (
     get_expert_model_parallel_group,
     get_expert_model_parallel_world_size,
     get_expert_model_parallel_rank,
-) = _getters("ep", "that share the experts of a layer")
+    set_expert_model_parallel_world_size,
+    set_expert_model_parallel_rank,
+) = getters("ep", "that share the experts of a layer")
 (
     get_expert_tensor_parallel_group,
     get_expert_tensor_parallel_world_size,
     get_expert_tensor_parallel_rank,
-) = _getters("etp", "that share each expert's matrices")
+    set_expert_tensor_parallel_world_size,
+    set_expert_tensor_parallel_rank,
+) = getters("etp", "that share each expert's matrices")
 (
     get_expert_tensor_and_model_parallel_group,
     get_expert_tensor_and_model_parallel_world_size,
     get_expert_tensor_and_model_parallel_rank,
-) = _getters("etp-ep", "that share the experts of a layer and each expert's matrices")
-(
-    get_expert_data_parallel_group,
-    get_expert_data_parallel_world_size,
-    get_expert_data_parallel_rank,
-) = _getters("edp", "that hold copies of the same experts")
-get_model_parallel_group = _group_getter("tp-pp", "that hold one copy of the model")
-get_expert_tensor_model_pipeline_parallel_group = _group_getter("etp-ep-pp", "that hold one copy of all experts")
+    set_expert_tensor_and_model_parallel_world_size,
+    set_expert_tensor_and_model_parallel_rank,
+) = getters("etp-ep", "that share the experts of a layer and each expert's matrices")
+get_expert_data_parallel_world_size, get_expert_data_parallel_rank = getters(
+    "edp", "that hold copies of the same experts"
+)[1:3]
+get_model_parallel_group = group_getter("tp-pp", "that hold one copy of the model")
+get_expert_tensor_model_pipeline_parallel_group = group_getter("etp-ep-pp", "that hold one copy of all experts")
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the tensor parallel group."""
-    return current().ranks("tp")[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the model parallel group."""
-    return current().ranks("tp-pp")[0]
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the expert parallel group."""
-    return current().ranks("ep")[0]
+get_tensor_model_parallel_src_rank = rank_getter("tp", 0, "first member of the tensor parallel group")
+get_model_parallel_src_rank = rank_getter("tp-pp", 0, "first member of the model parallel group")
+get_expert_model_parallel_src_rank = rank_getter("ep", 0, "first member of the expert parallel group")
+get_pipeline_model_parallel_first_rank = rank_getter("pp", 0, "first stage")
+get_pipeline_model_parallel_last_rank = rank_getter("pp", -1, "last stage")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Group] | None:
@@ -253,16 +202,6 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_context_parallel_global_ranks() -> list[int]:
     """Global ranks of the context parallel group."""
     return current().ranks("cp")
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage."""
-    return current().ranks("pp")[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage."""
-    return current().ranks("pp")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -288,7 +227,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank (and, unless ignored, this chunk) is the last of the pipeline."""
     last_chunk = (_virtual["size"] or 1) - 1
-    return get_pipeline_model_parallel_rank() == current().size("pp") - 1 and _chunk_is(
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1 and _chunk_is(
         last_chunk, ignore_virtual, vp_stage
     )
 
@@ -319,19 +258,36 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
     _virtual["size"] = size
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> Group:
-    """Ranks that hold copies of the same weights (and, without context parallel ones, of different sequences)."""
-    return current().group("dp-cp" if with_context_parallel else "dp")
+def get_data_parallel_group(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> Group:
+    """Ranks that hold copies of the same weights (and, without context parallel ones, of different sequences).
+
+    ``partial_data_parallel``: those of one instance of the distributed optimizer.
+    """
+    axes = "dp-cp" if with_context_parallel else "dp"
+    return current().shard_group(axes) if partial_data_parallel else current().group(axes)
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Group:
+    """The same ranks; there is one group, of the backend that torch.distributed was initialised with."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Data parallel size."""
-    return get_data_parallel_group(with_context_parallel).size()
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel).size()
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's index among them."""
-    return get_data_parallel_group(with_context_parallel).rank()
+    group = get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
+    return assumed.get(("dp", "index"), group.rank())
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Assume an index among the data parallel ranks; None: that of the groups."""
+    assume(("dp", "index"), rank)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -339,11 +295,34 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return current().ranks("dp-cp" if with_context_parallel else "dp")[0]
 
 
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> Group | None:
+    """Ranks that hold copies of the same experts, all or those of one instance of the distributed optimizer."""
+    if partial_expert_data_parallel and (check_initialized or has_current()):
+        return current().shard_group("edp")
+    return group_getter("edp", "")(check_initialized)
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Group | None:
+    """All ranks that share one copy of the optimizer's state; with one instance all ranks."""
+    return group_getter(WORLD, "")(check_initialized) if _instances(check_initialized) == 1 else None
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Group | None:
+    """Ranks that hold the same shard in the instances of the distributed optimizer."""
+    return current().instance_group("dp-cp") if _instances(check_initialized) else None
+
+
+def _instances(check_initialized: bool) -> int:
+    return current().instance_group("dp-cp").size() if check_initialized or has_current() else 0
+
+
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Group | None:
     """Ranks of the same pipeline stage (and, without context parallel ones, of the same part of each sequence)."""
-    return _group_getter("tp-dp-cp" if with_context_parallel else "tp-dp", "")(check_initialized)
+    return group_getter("tp-dp-cp" if with_context_parallel else "tp-dp", "")(check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Group | None:
@@ -352,11 +331,47 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     return current().group(f"{axes}-cp" if with_context_parallel else axes)
 
 
-def get_embedding_group() -> Group | None:
+def get_embedding_group(check_initialized: bool = True) -> Group | None:
     """First and last pipeline rank, which both hold a tied embedding; None on the ranks between them."""
-    return current().embedding
+    return current().embedding if check_initialized or has_current() else None
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> Group | None:
+    """The first pipeline rank alone, which holds positions; None on the others."""
+    if not (check_initialized or has_current()) or not is_rank_in_position_embedding_group():
+        return None
+    return LocalGroup()
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the table of positions."""
+    return get_pipeline_model_parallel_rank() == 0
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the embedding or its tied copy."""
     return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)
+
+
+def get_all_ranks() -> str:
+    """This rank's indices on tp, dp, cp, pp and ep, joined by underscores."""
+    groups = current()
+    return "_".join(str(groups.index(axis)) for axis in ("tp", "dp", "cp", "pp", "ep"))
+
+
+_PRIVATE = {
+    "_MODEL_PARALLEL_GROUP": lambda: current().group("tp-pp"),
+    "_TENSOR_MODEL_PARALLEL_GROUP": lambda: current().group("tp"),
+    "_PIPELINE_MODEL_PARALLEL_GROUP": lambda: current().group("pp"),
+    "_DATA_PARALLEL_GROUP": lambda: current().group("dp"),
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": lambda: current().ranks("tp"),
+    "_PIPELINE_GLOBAL_RANKS": lambda: current().ranks("pp"),
+    "_DATA_PARALLEL_GLOBAL_RANKS": lambda: current().ranks("dp"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Megatron's private variables that its users read: None while there are no groups."""
+    if name in _PRIVATE:
+        return _PRIVATE[name]() if has_current() else None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -309,6 +309,8 @@ class IndexedDatasetBuilder:
         """The tokens in the file's dtype; a cast alone would wrap numbers around in silence."""
         values = np.asarray(tensor).reshape(-1)
         dtype = self._writer.dtype
+        if values.dtype.kind in "US":  # numerals as text, which numpy converts to integers alone
+            values = values.astype(np.int64 if dtype.kind in "iu" else dtype)
         if dtype.kind in "iu" and len(values):
             limits = np.iinfo(dtype)
             low, high = values.min(), values.max()

@@ -206,7 +206,7 @@ class IndexedDataset:
         self.path_prefix = str(path_prefix)
         self._bin = Path(get_bin_path(self.path_prefix))
         _check_presence(self.path_prefix)
-        index = read_index(Path(get_idx_path(self.path_prefix)), multimodal, mmap)
+        index = self.index = read_index(Path(get_idx_path(self.path_prefix)), multimodal, mmap)
         self.dtype = index.dtype
         self.sequence_lengths = index.sequence_lengths
         self.sequence_pointers = index.sequence_pointers

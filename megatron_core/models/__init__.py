@@ -1,5 +1,5 @@
 """Models assembled from the parallel layers."""
 
-from megatron_core.models.gpt import GPTModel
+from megatron_core.models.gpt.model import GPTModel
 
 __all__ = ["GPTModel"]

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.config.partition import layers_by_stage
 from megatron_core.models.complete import check_complete
-from megatron_core.models.gpt import GPTModel
+from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_core.errors import LayoutError
-from megatron_core.models.gpt import GPTModel
+from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel.groups import LocalGroup, ParallelGroups
 from megatron_core.parallel.texts import gather_texts, listed
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
+from megatron_core.config import ParallelConfig
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.launch import World
 
 _current: list[ParallelGroups] = []
 
@@ -32,3 +37,35 @@ def current() -> ParallelGroups:
 def tensor_parallel_group(group: Group | None = None) -> Group:
     """The given group, or the current layout's tensor-parallel one."""
     return current().group("tp") if group is None else group
+
+
+def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] = (0, -1)) -> ParallelGroups:
+    """Build the groups of a configured layout, also for a process that is alone, and make them current.
+
+    ``ends`` are the pipeline ranks of the first and the last stage.
+    """
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    groups = ParallelGroups(
+        grid_of(config, world.size),
+        world.rank,
+        ends=ends,
+        instances=config.num_distributed_optimizer_instances,
+        a2a_size=config.a2a_size,
+        timeout=timeout,
+    )
+    world.prefix = groups.prefix if world.size > 1 else ""
+    set_current(groups)
+    return groups
+
+
+def grid_of(config: ParallelConfig, world_size: int) -> Grid:
+    """The ranks of a configured layout."""
+    return Grid.fit(
+        world_size,
+        tp=config.tensor_model_parallel_size,
+        cp=config.context_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size,
+        order=config.rank_order,
+    )

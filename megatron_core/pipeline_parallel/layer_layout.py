@@ -1,24 +1,13 @@
-"""Megatron Core's class for an explicit layout of layers, over this package's notation."""
+"""For Megatron Core's users: its class for an explicit layout of layers, over this package's notation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 from megatron_core import parallel_state
+from megatron_core.enums import LayerType
 from megatron_core.errors import LayoutError
 from megatron_core.schedules.pipeline_layout import LETTERS, parse_layout
-
-
-class LayerType(Enum):
-    """What may stand on a stage, with Megatron's names and numbers."""
-
-    embedding = 1
-    loss = 2
-    encoder = 3
-    decoder = 4
-    mtp = 5
-
 
 _TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss, "m": LayerType.mtp}
 

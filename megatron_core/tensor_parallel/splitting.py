@@ -39,6 +39,7 @@ def split_tensor_into_1d_equal_chunks(
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Tensor:
     """The inverse of ``split_tensor_into_1d_equal_chunks``: all ranks' parts in one flat tensor."""
     group = tensor_parallel_group(tp_group)
+    tensor = tensor.reshape(-1)
     if group.size() == 1:
         return tensor
     gathered = torch.empty(group.size() * tensor.numel(), dtype=tensor.dtype, device=tensor.device)

@@ -5,6 +5,7 @@ from megatron_core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer, tok
 from megatron_core.tokenizers.built_in import ByteLevelTokenizer, NullTokenizer
 from megatron_core.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_core.tokenizers.megatron_tokenizer import MegatronTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.tokenizers.tik_token import TikTokenizer
 
@@ -13,6 +14,7 @@ __all__ = [
     "ByteLevelTokenizer",
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
+    "MegatronTokenizer",
     "NullTokenizer",
     "SentencePieceTokenizer",
     "TikTokenizer",

@@ -178,7 +178,7 @@ IN_CONTEXT = (
     # Dropout.
     Defect(
         "activations are dropped alike on every rank of a sequence",
-        "models.gpt:GPTModel.forward",
+        "models.gpt.model:GPTModel.forward",
         "residual_positions=self.split.residual(positions)",
         "residual_positions=self.split.residual(positions - positions[0])",
         "cp2 p2p",

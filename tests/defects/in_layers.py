@@ -24,7 +24,7 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "gradients of learned positions are not summed over a split sequence",
-        "models.gpt:PositionEmbedding.__init__",
+        "models.gpt.model:PositionEmbedding.__init__",
         "partial_grad=context.sequence_parallel",
         "partial_grad=False",
         "tp2 sp",
@@ -166,7 +166,7 @@ IN_LAYERS = (
     ),
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
-        "models.gpt:GPTModel._losses",
+        "models.gpt.model:GPTModel._losses",
         "tp_group=self.tp_group,",
         "tp_group=current().group('dp'),",
         "tp2",
@@ -213,7 +213,7 @@ IN_LAYERS = (
     ),
     Defect(  # C11
         "tied copy is drawn and named as a weight of its own",
-        "models.gpt:GPTModel.__init__",
+        "models.gpt.model:GPTModel.__init__",
         "is_copy=post_process",
         "is_copy=False",
         "pp2",
@@ -222,7 +222,7 @@ IN_LAYERS = (
     # Dropout and positions.
     Defect(  # C24
         "every part of a split sequence has the positions of the first",
-        "models.gpt:GPTModel.forward",
+        "models.gpt.model:GPTModel.forward",
         "self.split.residual(position_ids, dim=1)",
         "position_ids[:, : self.split.residual_length(position_ids.shape[1])]",
         "tp2 sp",
@@ -230,7 +230,7 @@ IN_LAYERS = (
     ),
     Defect(  # C27
         "every part of a split sequence has the dropout mask of the first",
-        "models.gpt:GPTModel.forward",
+        "models.gpt.model:GPTModel.forward",
         "residual_positions=self.split.residual(positions)",
         "residual_positions=positions[: self.split.residual_length(len(positions))]",
         "tp2 sp",

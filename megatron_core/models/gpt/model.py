@@ -268,8 +268,7 @@ class GPTModel(nn.Module):
         if logit_positions is not None:
             rows = torch.arange(logit_positions.shape[0], device=logit_positions.device)
             hidden_states = hidden_states[logit_positions.t(), rows]
-        logits = self._capped(self.output_layer(hidden_states, weight=tied)[0])
-        return gather_channels(logits, self.tp_group)[..., : self.vocab_size].transpose(0, 1)
+        return self._logits(self._capped(self.output_layer(hidden_states, weight=tied)[0])).transpose(0, 1)
 
     def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
@@ -289,6 +288,10 @@ class GPTModel(nn.Module):
             overwrite_logits=True,
             backend=backend,
         )
+
+    def _logits(self, logits: Tensor) -> Tensor:
+        """This rank's columns of the logits -> those of the whole vocabulary, without its padding."""
+        return gather_channels(logits, self.tp_group)[..., : self.vocab_size]
 
     def _capped(self, logits: Tensor) -> Tensor:
         """c tanh(logits / c) where the configuration has a bound c (Gemma 2, arXiv 2408.00118, section 2)."""

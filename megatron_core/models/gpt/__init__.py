@@ -1,0 +1,1 @@
+"""GPT models: ``model`` has this package's own."""

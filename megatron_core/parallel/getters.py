@@ -1,0 +1,64 @@
+"""Megatron Core's getters and setters of ``parallel_state``, made from the names of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_core.parallel.current import current, has_current
+from megatron_core.parallel.groups import Group
+
+assumed: dict[tuple[str, str], int] = {}
+"""Sizes and indices that ``set_*`` functions have set, by axes; the getters give these first."""
+
+
+def group_getter(axes: str, ranks: str) -> Callable[..., Group | None]:
+    """The function that gives the group over ``axes``."""
+
+    def group(check_initialized: bool = True) -> Group | None:
+        return current().group(axes) if check_initialized or has_current() or not dist.is_initialized() else None
+
+    group.__doc__ = f"""Ranks {ranks}; with ``check_initialized=False`` None while there are no groups yet."""
+    return group
+
+
+def getters(axes: str, ranks: str) -> tuple[Callable[..., Any], ...]:
+    """Megatron's functions for the group over ``axes``: the group, its size, this rank's index in it, and two that set
+    size and index without groups, None for those of the groups."""
+
+    def world_size() -> int:
+        return assumed[axes, "size"] if (axes, "size") in assumed else current().group(axes).size()
+
+    def rank() -> int:
+        return assumed[axes, "index"] if (axes, "index") in assumed else current().group(axes).rank()
+
+    def set_world_size(world_size: int | None) -> None:
+        assume((axes, "size"), world_size)
+
+    def set_rank(rank: int | None) -> None:
+        assume((axes, "index"), rank)
+
+    world_size.__doc__ = f"Number of the ranks {ranks}."
+    rank.__doc__ = f"This rank's index among the ranks {ranks}."
+    set_world_size.__doc__ = f"Assume a number of the ranks {ranks}; None: that of the groups."
+    set_rank.__doc__ = f"Assume an index among the ranks {ranks}; None: that of the groups."
+    return group_getter(axes, ranks), world_size, rank, set_world_size, set_rank
+
+
+def assume(key: tuple[str, str], value: int | None) -> None:
+    """Keep a size or an index; None forgets it."""
+    assumed.pop(key, None)
+    if value is not None:
+        assumed[key] = value
+
+
+def rank_getter(axes: str, index: int, which: str) -> Callable[[], int]:
+    """The function that gives a global rank of the group over ``axes``."""
+
+    def rank() -> int:
+        return current().ranks(axes)[index]
+
+    rank.__doc__ = f"Global rank of the {which}."
+    return rank

@@ -1,0 +1,1 @@
+"""For Megatron Core's users: see ``build_tokenizer``."""
