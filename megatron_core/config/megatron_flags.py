@@ -140,10 +140,10 @@ REFUSED: dict[str, str] = {
         disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",
     "the schedule of the learning rate and weight decay is by iterations, from the flags; remove it": """
         start_weight_decay= end_weight_decay= weight_decay_incr_style=""",
-    "only --rampup-batch-size changes the batch; remove it": "step_batch_size_schedule= decrease_batch_size_if_needed",
+    "give batch sizes that divide over the data-parallel ranks; remove it": "decrease_batch_size_if_needed",
     "give --micro-batch-size and --global-batch-size": "batch_size=",
     "evaluation uses the sizes of training and one validation split; remove it": """
-        eval_global_batch_size= eval_micro_batch_size= full_validation multiple_validation_sets
+        eval_micro_batch_size= full_validation multiple_validation_sets
         start_eval_at_iter=""",
     "only --save-interval and --save decide what is saved; remove it": """
         save_params_interval= save_activations_interval= save_wgrads_interval= save_dgrads_interval=

@@ -1,7 +1,8 @@
-"""A batch size or sequence length that grows in equal steps with the number of samples consumed."""
+"""A batch size or sequence length that grows with the number of samples consumed."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -38,3 +39,37 @@ class Ramp:
     def __str__(self) -> str:
         """The values as given on the command line."""
         return f"{self.start} {self.increment} {self.samples}"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Values each of which holds from a number of samples on. Source: Megatron-LM's ``--step-batch-size-schedule``."""
+
+    begins: tuple[tuple[int, int], ...]
+    """(samples, value) in ascending order, the first at 0."""
+
+    @property
+    def samples(self) -> int:
+        """Samples from which on the value stays."""
+        return self.begins[-1][0]
+
+    def at(self, consumed_samples: int) -> int:
+        """The value after ``consumed_samples`` samples."""
+        return next(value for samples, value in reversed(self.begins) if consumed_samples >= samples)
+
+
+def parse_steps(entries: tuple[str, ...], seq_length: int) -> tuple[tuple[int, int], ...]:
+    """``TOKENS:VALUE ...``, numbers with K, M, B or T for 10^3 to 10^12 -> pairs (samples, value) by samples; empty for
+    text that is no such list."""
+    found = [re.fullmatch(rf"{_NUMBER}:{_NUMBER}", entry) for entry in " ".join(entries).replace(",", " ").split()]
+    if not all(found) or seq_length < 1:
+        return ()
+    pairs = [(_number(*match.group(1, 2)), _number(*match.group(3, 4))) for match in found if match]
+    return tuple(sorted((tokens // seq_length, value) for tokens, value in pairs))
+
+
+_NUMBER = r"(\d+(?:\.\d+)?)([KMBTkmbt]?)"
+
+
+def _number(digits: str, unit: str) -> int:
+    return int(float(digits) * 1000 ** ("KMBT".index(unit.upper()) + 1 if unit else 0))

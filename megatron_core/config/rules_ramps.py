@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_core.config.ramp import Ramp
+from megatron_core.config.ramp import Ramp, parse_steps
 from megatron_core.config.rules_context import sequence_unit
 from megatron_core.config.rules_layout import leaves_rest
 from megatron_core.config.rules_training import copies_of
@@ -14,14 +14,20 @@ from megatron_core.config.run import RunConfig
 def ramp_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Check that each ramp ends exactly at its last value, and that all its values fit the layout."""
     copies = copies_of(config, world_size)
-    if config.training.rampup_batch_size is not None and copies is not None and config.training.micro_batch_size >= 1:
-        yield from _batch_problems(config, copies)
+    if copies is not None and config.training.micro_batch_size >= 1:
+        if config.training.step_batch_size_schedule is not None:
+            yield from _step_problems(config, copies)
+        elif config.training.rampup_batch_size is not None:
+            yield from _batch_problems(config, copies)
     if config.data.seq_length_warmup is not None:
         yield from _length_problems(config)
 
 
 def _batch_problems(config: RunConfig, copies: int) -> Iterator[str]:
-    ramp, micro = config.training.batch_ramp(copies), config.training.micro_batch_size
+    ramp, micro = (
+        Ramp.of(config.training.rampup_batch_size, config.training.final_batch_size(copies)),
+        config.training.micro_batch_size,
+    )
     at_once = f"micro_batch_size x data-parallel size = {micro} x {copies} = {micro * copies}"
     yield from _problems("rampup_batch_size", ramp, "global_batch_size", micro * copies, at_once)
     if config.parallel.pipeline_plan is not None:
@@ -29,6 +35,27 @@ def _batch_problems(config: RunConfig, copies: int) -> Iterator[str]:
             f"rampup_batch_size={ramp} needs a plan for each number of micro-batches, but "
             f"pipeline_plan={config.parallel.pipeline_plan} is for one number; use --pipeline-schedule"
         )
+
+
+def _step_problems(config: RunConfig, copies: int) -> Iterator[str]:
+    """The first fault of a schedule of batch sizes."""
+    training = config.training
+    text, at_once = " ".join(training.step_batch_size_schedule or ()), training.micro_batch_size * copies
+    head = f"step_batch_size_schedule={text}"
+    steps = parse_steps((text,), config.data.seq_length)
+    begins, sizes = [samples for samples, _ in steps], [size for _, size in steps]
+    if not steps or begins[0] != 0 or len(set(begins)) < len(begins):
+        yield f"{head} must be TOKENS:SIZE pairs with rising tokens from 0 on, for example 0:384 200B:768"
+    elif any(size < 1 or size % at_once for size in sizes):
+        yield (
+            f"{head}: each size must be a multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {copies} = {at_once}"
+        )
+    elif training.global_batch_size not in (None, sizes[-1]):
+        yield f"{head} ends at {sizes[-1]}, and global_batch_size={training.global_batch_size}; remove one of them"
+    for name in ("rampup_batch_size", "pipeline_plan"):
+        if (value := config.flat()[name]) is not None:
+            yield f"{head} and {name}={value} exclude one another; remove one of them"
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:

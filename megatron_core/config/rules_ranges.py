@@ -44,6 +44,7 @@ _AT_LEAST_ONE = (
     "num_distributed_optimizer_instances",
     "micro_batch_size",
     "global_batch_size",
+    "eval_global_batch_size",
     "train_iters",
     "train_samples",
     "eval_interval",

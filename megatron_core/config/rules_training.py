@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_core.config.ramp import parse_steps
 from megatron_core.config.rules_layout import leaves_rest, nearest_multiples
 from megatron_core.config.run import RunConfig
 
@@ -19,15 +20,15 @@ def copies_of(config: RunConfig, world_size: int) -> int | None:
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Check that the global batch is a multiple of the sequences that all ranks process at a time."""
     training, copies = config.training, copies_of(config, world_size)
-    if training.global_batch_size is None or copies is None:
+    if copies is None:
         return
     at_once = training.micro_batch_size * copies
-    if leaves_rest(training.global_batch_size, at_once):
-        nearest = nearest_multiples(training.global_batch_size, at_once)
-        yield (
-            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data-"
-            f"parallel size = {training.micro_batch_size} x {copies} = {at_once}; nearest legal: {nearest}"
-        )
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        if (size := getattr(training, name)) is not None and leaves_rest(size, at_once):
+            yield (
+                f"{name}={size} is not a multiple of micro_batch_size x data-parallel size = "
+                f"{training.micro_batch_size} x {copies} = {at_once}; nearest legal: {nearest_multiples(size, at_once)}"
+            )
 
 
 def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -43,12 +44,21 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "exclude one another; keep one of them"
         )
     if training.train_samples is not None and training.micro_batch_size >= 1 and copies is not None:
-        batch = training.batch_ramp(copies).at(0)
+        batch = _first_batch(config, copies)
         if 1 <= training.train_samples < batch:
             yield (
                 f"train_samples={training.train_samples} is less than one global batch of {batch}, so there would be "
                 f"no step; legal: {batch} or more"
             )
+
+
+def _first_batch(config: RunConfig, copies: int) -> int:
+    """Sequences in the first step; 0 where another rule reports the schedule."""
+    training = config.training
+    if training.step_batch_size_schedule is not None:
+        steps = parse_steps(training.step_batch_size_schedule, config.data.seq_length)
+        return steps[0][1] if steps and steps[0][0] == 0 else 0
+    return training.batch_ramp(copies, config.data.seq_length).at(0)
 
 
 def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -105,7 +115,9 @@ def _decay_end(config: RunConfig, world_size: int) -> int | None:
         return training.train_iters
     if copies is None or training.micro_batch_size < 1 or (training.global_batch_size or 1) < 1:
         return None
-    return training.num_iterations(copies)
+    if _first_batch(config, copies) < 1:
+        return None
+    return training.num_iterations(copies, config.data.seq_length)
 
 
 def _wsd_problems(config: RunConfig, decay: int | None, unit: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_core.config.ramp import Ramp
+from megatron_core.config.ramp import Ramp, Steps, parse_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,9 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: the global batch starts with START sequences; over the first SAMPLES samples it grows by
     INCREMENT in equal steps up to --global-batch-size."""
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """TOKENS:SIZE ...: sequences in one optimizer step from so many tokens on, e.g. 0:384 200B:768 400B:1152; the last
+    size is that of --global-batch-size."""
     train_iters: int | None = None
     """Number of optimizer steps of the training; give this or --train-samples."""
     train_samples: int | None = None
@@ -29,6 +32,8 @@ class TrainingConfig:
     """Steps between evaluations on the validation split; default: only at the end."""
     eval_iters: int = 10
     """Global batches in one evaluation; 0 turns evaluation off."""
+    eval_global_batch_size: int | None = None
+    """Sequences in one batch of an evaluation; default --global-batch-size."""
     exit_interval: int | None = None
     """Save a checkpoint and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = None
@@ -55,26 +60,34 @@ class TrainingConfig:
 
     def final_batch_size(self, data_parallel_size: int) -> int:
         """Sequences in one optimizer step after defaults, and after the ramp if there is one."""
-        return self.global_batch_size or self.micro_batch_size * data_parallel_size
+        steps = parse_steps(self.step_batch_size_schedule or (), 1)
+        return self.global_batch_size or (steps[-1][1] if steps else self.micro_batch_size * data_parallel_size)
 
-    def batch_ramp(self, data_parallel_size: int) -> Ramp:
-        """Sequences in one optimizer step as a function of the samples consumed."""
+    def evaluation_batch_size(self, data_parallel_size: int) -> int:
+        """Sequences in one batch of an evaluation after defaults."""
+        return self.eval_global_batch_size or self.final_batch_size(data_parallel_size)
+
+    def batch_ramp(self, data_parallel_size: int, seq_length: int) -> Ramp | Steps:
+        """Sequences in one optimizer step as a function of the samples, of ``seq_length`` tokens, consumed."""
+        if self.step_batch_size_schedule is not None:
+            return Steps(parse_steps(self.step_batch_size_schedule, seq_length))
         return Ramp.of(self.rampup_batch_size, self.final_batch_size(data_parallel_size))
 
-    def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int) -> int:
-        """Optimizer steps after iteration ``iteration``, up to which ``consumed_samples`` sequences were used."""
+    def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int, seq_length: int) -> int:
+        """Optimizer steps after iteration ``iteration``, up to which ``consumed_samples`` sequences of ``seq_length``
+        tokens were used."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
-        ramp, left, steps = self.batch_ramp(data_parallel_size), self.train_samples or 0, 0
+        ramp, left, steps = self.batch_ramp(data_parallel_size, seq_length), self.train_samples or 0, 0
         left -= consumed_samples
         while consumed_samples < ramp.samples and left >= ramp.at(consumed_samples):
             batch = ramp.at(consumed_samples)
             consumed_samples, left, steps = consumed_samples + batch, left - batch, steps + 1
         return steps + max(left, 0) // ramp.at(consumed_samples)
 
-    def num_iterations(self, data_parallel_size: int) -> int:
+    def num_iterations(self, data_parallel_size: int, seq_length: int) -> int:
         """Optimizer steps of the whole training."""
-        return self.steps_left(data_parallel_size, 0, 0)
+        return self.steps_left(data_parallel_size, 0, 0, seq_length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,13 +61,14 @@ def _sources(
 def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]:
     """What Megatron-LM would ask of each split; without an ``eval_interval`` there is one evaluation, at the end."""
     training = config.training
-    iterations = training.num_iterations(data_parallel_size)
+    iterations = training.num_iterations(data_parallel_size, config.data.seq_length)
     numbers = samples_wanted(
         global_batch_size=training.final_batch_size(data_parallel_size),
         train_iters=training.train_iters,
         train_samples=training.train_samples,
         eval_interval=training.eval_interval or iterations + 1,
         eval_iters=training.eval_iters,
+        eval_batch_size=training.eval_global_batch_size,
     )
     return dict(zip(("train", "valid", "test"), numbers, strict=True))
 

@@ -27,14 +27,14 @@ class StepSize:
     @classmethod
     def at(cls, config: RunConfig, data_parallel_size: int, consumed_samples: int) -> StepSize:
         """The step of a training that follows ``consumed_samples``."""
-        batch = config.training.batch_ramp(data_parallel_size).at(consumed_samples)
+        batch = config.training.batch_ramp(data_parallel_size, config.data.seq_length).at(consumed_samples)
         length = config.data.length_ramp.at(consumed_samples)
         return cls(consumed_samples, batch, batch // (config.training.micro_batch_size * data_parallel_size), length)
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> StepSize:
         """The first batch of an evaluation: all of them have full size, so that evaluations can be compared."""
-        batch = config.training.final_batch_size(data_parallel_size)
+        batch = config.training.evaluation_batch_size(data_parallel_size)
         micro = batch // (config.training.micro_batch_size * data_parallel_size)
         return cls(0, batch, micro, config.data.seq_length)
 

@@ -212,7 +212,9 @@ def set_up(
         data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend, config.training.seed
     )
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)
-    left = config.training.steps_left(groups.size("dp"), state.iteration, state.consumed_samples)
+    left = config.training.steps_left(
+        groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
+    )
     total = state.iteration + left
     decoupled = config.optimizer.decoupled()
     links = Links(groups)

@@ -145,6 +145,8 @@ def small_run() -> dict[str, Any]:
         "data_cache_path": None,
         "dataloader_type": "single",
         "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "eval_global_batch_size": None,
         "seq_length_warmup": None,
         "train_data_path": (),
         "valid_data_path": (),

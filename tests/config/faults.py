@@ -56,6 +56,9 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"swiglu": True, "openai_gelu": True}, 1, ("swiglu=True and openai_gelu=True", "keep one")),
     ({"cross_entropy_fusion_impl": "linear"}, 1, ("cross_entropy_fusion_impl=linear", "--cross-entropy-loss-fusion")),
     ({"max_position_embeddings": 32}, 1, ("max_position_embeddings=32", "seq_length=64", "64 or more")),
+    ({"step_batch_size_schedule": ("0:8", "4")}, 1, ("step_batch_size_schedule=0:8 4", "TOKENS:SIZE")),
+    ({"step_batch_size_schedule": ("0:8", "640:9")}, 2, ("step_batch_size_schedule", "multiple of", "1 x 2 = 2")),
+    ({"eval_global_batch_size": 3}, 2, ("eval_global_batch_size=3", "2, 4")),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_core.config import TrainingConfig
-from megatron_core.config.ramp import Ramp
+from megatron_core.config.ramp import Ramp, Steps, parse_steps
 
 
 def test_every_value_has_an_equal_share() -> None:
@@ -33,7 +33,27 @@ def test_steps_left_are_those_that_one_would_count(train_samples: int, consumed:
     training = TrainingConfig(
         micro_batch_size=2, global_batch_size=20, rampup_batch_size=(4, 4, 90), train_samples=train_samples
     )
-    ramp, steps, at = training.batch_ramp(2), 0, consumed
+    ramp, steps, at = training.batch_ramp(2, 64), 0, consumed
     while at + ramp.at(at) <= train_samples:
         at, steps = at + ramp.at(at), steps + 1
-    assert training.steps_left(2, iteration=3, consumed_samples=consumed) == steps
+    assert training.steps_left(2, iteration=3, consumed_samples=consumed, seq_length=64) == steps
+
+
+SCHEDULE = ("0:8", "1.5K:16", "3K:32")
+
+
+def test_each_size_of_a_schedule_begins_with_its_tokens() -> None:
+    steps = Steps(parse_steps(SCHEDULE, 10))
+    assert steps.begins == ((0, 8), (150, 16), (300, 32)) and steps.samples == 300
+    assert [steps.at(c) for c in (0, 149, 150, 299, 300, 10**9)] == [8, 8, 16, 16, 32, 32]
+    assert parse_steps(("0:384 200B:768,400B:1152",), 4096) == ((0, 384), (48828125, 768), (97656250, 1152))
+    assert parse_steps(("0:8", "5"), 10) == ()
+
+
+def test_steps_of_a_schedule_are_those_that_one_would_count() -> None:
+    training = TrainingConfig(micro_batch_size=2, step_batch_size_schedule=SCHEDULE, train_samples=500)
+    assert training.final_batch_size(4) == 32
+    ramp, steps, at = training.batch_ramp(4, 10), 0, 0
+    while at + ramp.at(at) <= 500:
+        at, steps = at + ramp.at(at), steps + 1
+    assert training.num_iterations(4, 10) == steps

@@ -204,7 +204,7 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
     assert tp * pp * copies == world_size
     at_once = training.micro_batch_size * copies
     assert training.final_batch_size(copies) >= at_once and training.final_batch_size(copies) % at_once == 0
-    assert training.num_iterations(copies) >= 1
+    assert training.num_iterations(copies, config.data.seq_length) >= 1
     assert model.num_attention_heads % tp == 0 and model.ffn_size % tp == 0
     assert model.num_attention_heads % model.query_groups == 0
     assert model.query_groups % tp == 0 or tp % model.query_groups == 0
@@ -217,7 +217,7 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
     assert [layer for stage in layers_by_stage(config, 128, pp * chunks) for layer in stage] == [
         *range(model.num_layers)
     ]
-    assert config.optimizer.lr_warmup_iters < training.num_iterations(copies)
+    assert config.optimizer.lr_warmup_iters < training.num_iterations(copies, config.data.seq_length)
 
 
 def test_listed_sizes_are_those_that_no_rule_refuses() -> None:

@@ -172,6 +172,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "full recompute, block, pp2": (2, {}, PP2 | FULL_BLOCK),
     "growing, micro-batches of 2": (1, GROWING, {"micro_batch_size": 2}),
     "growing, tp2 pp2 sp x 2 chunks": (4, GROWING, TP2 | PP2 | SP | V2),
+    "growing by steps, dp2 pp2": (4, {"step_batch_size_schedule": ("0:2", "64:4", "160:8")}, PP2),
     "growing, dp2 pp2 zb_h1 zero1": (4, GROWING, PP2 | ZB_H1 | ZERO | OVERLAP),
     # schedules; 1f1b is "pp2" and "pp4", interleaved "pp2 x 2 chunks"
     "pp2 gpipe": (2, {}, PP2 | GPIPE),

@@ -139,12 +139,14 @@ def samples_wanted(
     train_samples: int | None = None,
     eval_interval: int,
     eval_iters: int,
+    eval_batch_size: int | None = None,
 ) -> tuple[int, int, int]:
     """Samples of training, validation and test.
 
-    With B = global_batch_size: train_iters B, or train_samples; (train_iters // eval_interval + 1) eval_iters B;
-    eval_iters B. A run that is given in samples has train_iters = train_samples // B. These numbers decide about the
-    epochs, and so about the order: another --train-iters is another order.
+    With B = global_batch_size, E = eval_batch_size, by default B: train_iters B, or train_samples;
+    (train_iters // eval_interval + 1) eval_iters E; eval_iters E. A run that is given in samples has
+    train_iters = train_samples // B. These numbers decide about the epochs, and so about the order: another
+    --train-iters is another order.
     """
     if train_samples is not None:
         iterations = train_samples // global_batch_size
@@ -152,7 +154,8 @@ def samples_wanted(
         iterations = train_iters or 0
         train_samples = iterations * global_batch_size
     evaluations = iterations // eval_interval + 1
-    return train_samples, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
+    each = eval_iters * (eval_batch_size or global_batch_size)
+    return train_samples, evaluations * each, each
 
 
 @dataclass(frozen=True)

@@ -225,4 +225,5 @@ def test_samples_wanted_of_each_split() -> None:
     common = {"global_batch_size": 8, "eval_interval": 100, "eval_iters": 10}
     assert samples_wanted(train_iters=250, **common) == (2000, 240, 80)
     assert samples_wanted(train_iters=99, **common) == (792, 80, 80)
+    assert samples_wanted(train_iters=99, eval_batch_size=16, **common) == (792, 160, 160)
     assert samples_wanted(train_samples=2003, **common) == (2003, 240, 80)
