@@ -112,8 +112,7 @@ ACCEPTED: dict[str, str] = {
     "scores are scaled by the layer's number only with --apply-query-key-layer-scaling": "no_query_key_layer_scaling",
     "the load of each layer's experts is always logged": "moe_per_layer_logging",
     "how tokens are sorted and sent to experts does not change results; see --moe-token-dispatcher-type": """
-        moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_shared_expert_overlap
-        use_grouped_gemm_for_shared_expert
+        moe_grouped_gemm moe_permute_fusion moe_router_fusion use_grouped_gemm_for_shared_expert
         moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias moe_router_padding_for_quantization
         moe_router_padding_for_fp8 moe_enable_deepep moe_flex_dispatcher_backend= moe_permute_fusion_into_hybridep
         moe_hybridep_pad_uneven_dispatch_inputs moe_pad_experts_for_cuda_graph_inference moe_flex_dispatcher_num_sms=

@@ -23,6 +23,8 @@ class MoEConfig:
     """Total width of the shared experts, which every token passes through; default: no shared experts."""
     moe_shared_expert_gate: bool = False
     """Scale the shared experts' output by a sigmoid of the token (Qwen2-MoE)."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared experts while tokens are on their way to the others."""
     moe_router_topk: int = 2
     """Number of experts that each token is sent to (k)."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"

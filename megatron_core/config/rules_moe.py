@@ -57,6 +57,11 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             "moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size; "
             "add --moe-shared-expert-intermediate-size or remove it"
         )
+    if model.moe_shared_expert_overlap and shared is not None and model.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"moe_shared_expert_overlap=True overlaps with moe_token_dispatcher_type=alltoall alone, not with "
+            f"{model.moe_token_dispatcher_type}; choose that or remove --moe-shared-expert-overlap"
+        )
     if shared is not None and leaves_rest(shared, tp):
         yield (
             f"moe_shared_expert_intermediate_size={shared} cannot be split over tensor_model_parallel_size={tp}; "

@@ -74,11 +74,20 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """Send rank i of the group ``send[i]`` rows of ``x``, those of rank 0 first; returns what was sent here,
     ``receive[i]`` rows from rank i, those of rank 0 first. Numbers of rows may differ and be 0."""
-    if group.size() == 1:
-        return x
-    received = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=process_group(group))
+    received, handle = start_all_to_all_rows(x, send, receive, group)
+    handle.wait()
     return received
+
+
+def start_all_to_all_rows(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+) -> tuple[Tensor, Handle]:
+    """Begin ``all_to_all_rows``: the result is complete once the handle has been waited for."""
+    if group.size() == 1:
+        return x, Done()
+    x, received = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
+    ranks = process_group(group)
+    return received, All([dist.all_to_all_single(received, x, list(receive), list(send), ranks, async_op=True)], x)
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -248,3 +257,54 @@ class _ExchangeRows(torch.autograd.Function):
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """``all_to_all_rows``; backward returns each row's gradient to the rank that it came from."""
     return _ExchangeRows.apply(x, send, receive, group)
+
+
+class RowExchange:
+    """``exchange_rows`` in two halves, between which other work is done; in backward, what that work's backward is."""
+
+    def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        """Begin to send."""
+        self._there, self._back, self._group = (send, receive), (receive, send), group
+        self._handle: Handle = Done()
+        self._result: Tensor | None = None
+        self._arriving = _BeginRows.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """What has been sent here."""
+        return _FinishRows.apply(self._arriving, self)
+
+    def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """Send values, or ``back`` their gradients; what is returned is complete after ``finish``."""
+        self._result, self._handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
+        return self._result
+
+    def finish(self) -> Tensor | None:
+        """What has arrived."""
+        self._handle.wait()
+        result, self._handle, self._result = self._result, Done(), None
+        return result
+
+
+class _BeginRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        arriving = exchange.begin(x)
+        return arriving if arriving is not x else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.exchange.finish(), None  # ``grad`` is what was sent: it only has the shape that autograd expects
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arriving, exchange):
+        ctx.exchange = exchange
+        exchange.finish()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.exchange.begin(grad, back=True)
+        return grad, None

@@ -65,6 +65,16 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("moe_token_drop_policy=position", "--moe-expert-capacity-factor"),
     ),
     (
+        MOE
+        | {
+            "moe_shared_expert_overlap": True,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_token_dispatcher_type": "allgather",
+        },
+        1,
+        ("moe_shared_expert_overlap=True", "alltoall"),
+    ),
+    (
         MOE | {"moe_pad_expert_input_to_capacity": True},
         1,
         ("moe_pad_expert_input_to_capacity=True", "--moe-expert-capacity-factor"),

@@ -46,6 +46,14 @@ IN_EXPERTS = (
         "experts, ep2",
         "C7",
     ),
+    Defect(  # C12
+        "gradients of tokens are read while they are on their way",
+        "parallel.collectives:_BeginRows.backward",
+        "return ctx.exchange.finish(), None",
+        "return ctx.exchange._result, None",
+        "shared experts while tokens travel, ep2",
+        "C12",
+    ),
     Defect(
         "input gradients of divided tokens are not summed over tensor-parallel ranks",
         "transformer.moe.layer:MoELayer.forward",

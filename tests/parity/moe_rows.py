@@ -69,6 +69,7 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
         PP2,
     ),  # C41
     "bias and groups, dp2 pp2 ep2 zb_v": (4, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)}, PP2 | EP2 | ZB_V),
+    "shared experts while tokens travel, ep2": (2, DEEPSEEK, EP2 | {"moe_shared_expert_overlap": True}),
     "experts, cp2 ep2": (2, MIXTRAL, CP2 | EP2),
     "capacity, tp2 ep2 etp1": (2, MIXTRAL | DROP, TP2 | EP2 | ETP1),
     "capacity with padding, tp2 sp": (2, MIXTRAL | PADDED, TP2 | SP),

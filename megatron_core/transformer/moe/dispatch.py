@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.collectives import (
+    RowExchange,
     all_reduce_,
     all_to_all_rows,
     exchange_rows,
@@ -91,16 +92,20 @@ class Dispatcher:
         self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
         """For each part of the experts the indices in the group of the ranks that have it."""
 
-    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> Dispatched:
         """Bring ``x`` ``[T, h]`` to the chosen experts; ``padded``: messages and runs of rows always have the length
-        that ``routing.capacity`` allows."""
+        that ``routing.capacity`` allows; ``meanwhile`` is called while the rows are on their way."""
         raise NotImplementedError
 
 
 class AllToAll(Dispatcher):
     """Each token is sent to the ranks of its experts alone."""
 
-    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> Dispatched:
         """As ``Dispatcher.dispatch``; one all-to-all there, one back."""
         keys = self._destinations(routing, x.device)
         slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
@@ -112,7 +117,12 @@ class AllToAll(Dispatcher):
         send = [slots.counts[at : at + each] for at in range(0, len(slots.counts), each)]
         receive = send if padded else self._counts_of_others(send, x.device)
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
-        rows, probs = (exchange_rows(part, sent, received, self.group) for part in (rows, probs))
+        if meanwhile is None:
+            rows, probs = (exchange_rows(part, sent, received, self.group) for part in (rows, probs))
+        else:
+            under_way = [RowExchange(part, sent, received, self.group) for part in (rows, probs)]
+            meanwhile()
+            rows, probs = (exchange.wait() for exchange in under_way)
         order, inverse = self._by_expert(receive, x.device)
         if order is not None:
             rows, probs = _Take.apply(rows, order, inverse[:, None], False), probs.index_select(0, order)
@@ -156,8 +166,11 @@ class AllToAll(Dispatcher):
 class AllGather(Dispatcher):
     """All ranks of the group get all tokens and send back, for each of them, a part of the sum over its experts."""
 
-    def dispatch(self, x: Tensor, routing: Routing, *, padded: bool = False) -> Dispatched:
-        """As ``Dispatcher.dispatch``; an all-gather there, a reduce-scatter back."""
+    def dispatch(
+        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> Dispatched:
+        """As ``Dispatcher.dispatch``; an all-gather there, a reduce-scatter back, and nothing ``meanwhile``."""
+        assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
         missing = int(longest) - own

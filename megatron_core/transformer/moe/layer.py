@@ -42,24 +42,33 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExperts(context, layer_number)
         kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGather
         self.dispatcher = kind(context.groups, config.num_experts)
+        self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.padded = config.moe_pad_expert_input_to_capacity
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
         """-> (output, None): experts have no bias that would be left to add."""
-        shared = None if self.shared_experts is None else self.shared_experts(hidden, context)
+        shared: list[Tensor] = []
+
+        def share() -> None:
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(hidden, context))
+
         own = self._own_rows(hidden.shape[0])
         x = hidden
         if self._divides:
             x = copy_to_region(hidden, self.tp_group)[own]
         routing = self.router(x, self._tokens(hidden, own, context), context)
-        given = self.dispatcher.dispatch(x.flatten(0, 1), routing, padded=self.padded)
+        meanwhile = share if self.overlaps else None
+        given = self.dispatcher.dispatch(x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile)
+        if not self.overlaps:
+            share()  # here, so that gradients of ``hidden`` are summed in one order with overlap and without
         output = given.combine(self.experts(given.rows, given.probs, given.counts)).view_as(x)
         if self._divides:
             whole = output.new_zeros(hidden.shape)
             whole[own] = output
             output = reduce_from_region(whole, self.tp_group)
-        return (output if shared is None else output + shared), None
+        return (output + shared[0] if shared else output), None
 
     @property
     def _divides(self) -> bool:

@@ -47,11 +47,11 @@ def _bytes_sent(settings: dict) -> tuple[int, int]:
     """Bytes of rows of activations that this rank sends to others in a step, and the micro-batches of it."""
     run, real, sent = tiny_run(**MODEL, moe_router_force_load_balancing=True, **settings), dist.all_to_all_single, []
 
-    def counted(received, x, receive, send, group):
+    def counted(received, x, receive, send, group, async_op):
         if x.dim() == 2 and x.shape[1] == run.config.model.hidden_size:
             mine = sum(send[: group.rank()]), sum(send[: group.rank() + 1])
             sent.append(x.nbytes - x[slice(*mine)].nbytes)
-        return real(received, x, receive, send, group=group)
+        return real(received, x, receive, send, group=group, async_op=async_op)
 
     dist.all_to_all_single = counted
     size = train_step(run).size
