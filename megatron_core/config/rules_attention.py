@@ -108,8 +108,8 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
     """Rotary channels and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
     latent = model.multi_latent_attention
-    head, name = (model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim") if latent else (model.head_size, "")
     if (latent or model.position_embedding_type == "rope") and model.num_attention_heads >= 1:
+        head, name = (model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim") if latent else (model.head_size, "")
         rotating = model.rotary_channels if 0 < model.rotary_percent <= 1 else 2
         if rotating < 2 or rotating % 2:
             yield (
