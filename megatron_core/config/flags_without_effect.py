@@ -38,6 +38,8 @@ ACCEPTED: dict[str, str] = {
         data_parallel_random_init""",
     "the loss is always the mean over the tokens of the global batch": """
         calculate_per_token_loss ddp_average_in_collective no_gradient_reduce_div_fusion""",
+    "8-bit copies of weights are made where they are used, and scales are brought up to date after every step": """
+        keep_fp8_transpose_cache fp8_interval=""",
     "always logged": """
         log_memory_to_tensorboard log_progress log_throughput log_timers_to_tensorboard
         log_validation_ppl_to_tensorboard""",
@@ -183,10 +185,7 @@ DEPENDENT: dict[str, str] = {
         delta_offload_bytes_across_pp_ranks= activation_offload_fraction=
         fine_grained_offloading_max_inflight_offloads=""",
     "fp4_format": "fp4_recipe= fp4_quantizer_factory= fp4_param_gather",
-    "fp8_format": """
-        fp8_recipe= fp8_quantizer_factory= fp8_margin= fp8_interval= fp8_amax_history_len= fp8_amax_compute_algo=
-        no_fp8_wgrad disable_fp8_wgrad fp8_output_proj first_last_layers_bf16 num_layers_at_start_in_bf16=
-        num_layers_at_end_in_bf16= fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache""",
+    "fp8_format": "fp8_quantizer_factory= fp8_output_proj reuse_grad_buf_for_mxfp8_param_ag",
     "is_hybrid_model": """
         mamba_state_dim= mamba_head_dim= mamba_num_groups= mamba_num_heads= gdp_num_householder=
         disable_mamba_mem_eff_path gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute=

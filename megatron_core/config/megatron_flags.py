@@ -16,6 +16,7 @@ SAME_AS: dict[str, tuple[str, ...]] = {
     "checkpoint_activations": (
         *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     ),
+    "disable_fp8_wgrad": ("--no-fp8-wgrad",),
     "no_async_tensor_model_parallel_allreduce": ("--no-tp-comm-overlap",),
     "torch_fsdp2_no_reshard_after_forward": ("--zero3-keep-after-forward",),
     "recompute_activations": ("--recompute-granularity", "selective"),
@@ -102,8 +103,7 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
 """Flags with the only values that are supported, which is what this project always does."""
 
 REFUSED: dict[str, str] = {
-    "8-bit and 4-bit training are not supported; remove it and what belongs to it, and use --bf16": """
-        fp8_format= fp4_format= te_precision_config_file= use_kitchen_attention""",
+    "4-bit training is not supported; use --fp8-format": "fp4_format= te_precision_config_file= use_kitchen_attention",
     "this variant of experts is not supported; remove it": """
         moe_shared_expert_glu_interleave_size= moe_enable_routing_replay moe_router_quantile_balancing_ema=
         moe_router_force_biased= moe_layer_recompute moe_apply_probs_on_input moe_latent_size= moe_dispatch_fwd_dtype=

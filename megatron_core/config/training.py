@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_core.config.fp8 import FP8Config
 from megatron_core.config.ramp import Ramp, Steps, parse_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(FP8Config):
     """Batches, length of training, seeds and precision."""
 
     micro_batch_size: int = 1

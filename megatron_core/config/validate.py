@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
+from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_layout import parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_pipeline import schedule_problems
@@ -47,6 +48,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from length_problems(config, world_size)
     yield from learning_rate_problems(config, world_size)
     yield from precision_problems(config)
+    yield from fp8_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Generator:
         device: torch.device,
     ) -> Generator:
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
+        # In FP8 scales would depend on how many positions pass at a time; weights are stored in more bits.
+        config = replace(config, training=replace(config.training, fp8_format=None))
         validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
         vocab_size = reader.state["vocab_size"]
         layers, stages = build_stages(config, groups, vocab_size, device, initialise=False, context_parallel=False)

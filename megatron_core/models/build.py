@@ -12,8 +12,10 @@ from megatron_core.config.partition import layers_by_stage
 from megatron_core.models.complete import check_complete
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.groups import WHOLE_SEQUENCES
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -39,6 +41,8 @@ def build_stages(
     chunks = config.parallel.num_chunks(config.model.num_layers)
     stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
     layers = layers_by_stage(config, vocab_size, len(stage_to_rank))
+    sequence = groups.context if context_parallel else WHOLE_SEQUENCES
+    fp8_layers = config.training.fp8_layers(config.model.num_layers)
     parallel = ModelParallelConfig(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
@@ -46,6 +50,7 @@ def build_stages(
         cp_comm_type=config.parallel.cp_comm_type,
         perform_initialization=initialise and not deferred,
         kernel_backend=config.model.kernel_backend,
+        fp8_precision=FP8Precision(config.training, fp8_layers, sequence.whole) if fp8_layers else None,
         device=torch.device("meta") if deferred else device,
     )
     stages: dict[int, GPTModel] = {}

@@ -3,44 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import Backend, accumulate_weight_grad_
+from megatron_core.ops.fp8 import Quantised, product
 from megatron_core.ops.grouped import grouped_product, runs
+from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import main_grad_of
 
 
-def grouped_linear(x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, backend: Backend = "auto") -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    counts: Sequence[int],
+    *,
+    backend: Backend = "auto",
+    fp8: FP8Products | None = None,
+) -> Tensor:
     """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; ``counts[e]`` rows in a row belong to expert e.
 
     Weight gradients are handled as ``parallel_linear`` handles them: added to ``main_grad`` in its precision, later if
-    a split backward collects them. An expert without rows has the gradient 0. ``backend`` selects what adds them.
+    a split backward collects them. An expert without rows has the gradient 0. ``backend`` selects what adds them;
+    ``fp8`` computes the products, one for each expert, if given.
     """
-    return _GroupedLinear.apply(x, weight, counts, backend)
+    return _GroupedLinear.apply(x, weight, counts, backend, fp8, torch.is_grad_enabled())
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, counts, backend):
+    def forward(ctx, x, weight, counts, backend, fp8, training):
         ctx.save_for_backward(x, weight)
         # After recomputation the saved weight is another tensor, without main_grad and grad_queue: keep this one.
-        ctx.weight, ctx.counts, ctx.backend = weight, counts, backend
-        return grouped_product(x, weight.transpose(1, 2), counts)
+        ctx.weight, ctx.counts, ctx.backend, ctx.fp8 = weight, counts, backend, fp8
+        if fp8 is None:
+            return grouped_product(x, weight.transpose(1, 2), counts)
+        rows, matrices = (
+            fp8.quantise("input", x, 1, record=training),
+            fp8.quantise("weight", weight, 1, record=training).t(),
+        )
+        return _products(rows, matrices, counts, x.dtype)
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
         weight, counts, backend, grad_y = ctx.weight, ctx.counts, ctx.backend, grad_y.contiguous()
-        grad_weight, queue = None, getattr(weight, "grad_queue", None)
+        grad_weight, queue, fp8 = None, getattr(weight, "grad_queue", None), ctx.fp8
+        rows = None if fp8 is None else fp8.quantise("grad", grad_y, 1, record=True)
         if ctx.needs_input_grad[1]:
+            add = _weight_grad
+            if fp8 is not None and fp8.multiplies_weight_grad():
+                add = partial(_narrow_weight_grad, fp8, rows)
             if queue is not None and queue.is_collecting:
-                queue.put(lambda: _add_to_grad(weight, _weight_grad(weight, x, grad_y, counts, backend)))
+                queue.put(lambda: _add_to_grad(weight, add(weight, x, grad_y, counts, backend)))
             else:
-                grad_weight = _weight_grad(weight, x, grad_y, counts, backend)
-        grad_x = grouped_product(grad_y, weight.detach(), counts) if ctx.needs_input_grad[0] else None
-        return grad_x, grad_weight, None, None
+                grad_weight = add(weight, x, grad_y, counts, backend)
+        grad_x = None
+        if ctx.needs_input_grad[0] and fp8 is None:
+            grad_x = grouped_product(grad_y, weight.detach(), counts)
+        elif ctx.needs_input_grad[0]:
+            grad_x = _products(rows, fp8.quantise("weight", weight.detach(), 0), counts, x.dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _products(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As ``grouped_product``, in FP8."""
+    y = torch.empty(len(rows.data), matrices.data.shape[-1], dtype=dtype, device=rows.data.device)
+    for expert, run in enumerate(runs(counts)):
+        if run.start < run.stop:
+            y[run] = product(rows[run], matrices[expert], dtype)
+    return y
 
 
 def _weight_grad(
@@ -60,6 +94,18 @@ def _weight_grad(
         if run.start < run.stop:
             accumulate_weight_grad_(own, grad_y[run], x[run], backend=backend)
     return None
+
+
+def _narrow_weight_grad(
+    fp8: FP8Products, grad: Quantised, weight: nn.Parameter, x: Tensor, _: Tensor, counts: Sequence[int], __: Backend
+) -> Tensor | None:
+    """As ``_weight_grad``, in FP8 with a scale for all rows; ``grad`` is ``grad_y`` quantised."""
+    rows, main_grad = fp8.quantise("input", x, 0), main_grad_of(weight)
+    total = torch.zeros_like(weight) if main_grad is None else main_grad
+    for run, own in zip(runs(counts), total, strict=True):
+        if run.start < run.stop:
+            own.add_(product(grad[run].t(), rows[run], own.dtype))
+    return total if main_grad is None else None
 
 
 def _add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:

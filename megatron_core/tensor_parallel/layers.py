@@ -14,9 +14,10 @@ from megatron_core.parallel.collectives import (
     scatter_channels,
 )
 from megatron_core.parallel.current import tensor_parallel_group
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
+from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
 from megatron_core.tensor_parallel.options import ModelParallelConfig
 
@@ -45,6 +46,15 @@ class _ParallelLayer(nn.Module):
         if self.config.perform_initialization:
             initialise(weight, self.init_method)
         return weight
+
+    def _fp8(self, *, splits_output: bool) -> FP8Products | None:
+        """The products of the layer in FP8 if it is configured; ``splits_output``: its ranks split the output's
+        features, else the input's."""
+        precision, tp = self.config.fp8_precision, self.tp_group
+        if precision is None:
+            return None
+        of_input, of_output = (ALONE, tp) if splits_output else (tp, ALONE)
+        return FP8Products(precision.settings, of_input, of_output, sequence=precision.sequence_group)
 
     def _bias(self, spec: ShardSpec) -> nn.Parameter:
         bias = allocate(spec, self.config.params_dtype, self.config.device)
@@ -93,6 +103,7 @@ class ColumnParallelLinear(_ParallelLayer):
             reduce_input_grad=not self.config.sequence_parallel,
             overlap=self.config.tp_comm_overlap,
         )
+        self.fp8 = self._fp8(splits_output=True)
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
         """Multiply by the layer's weight, or by ``weight`` if given (a tied embedding)."""
@@ -100,7 +111,7 @@ class ColumnParallelLinear(_ParallelLayer):
         if weight is None:
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
-        output = parallel_linear(input_, weight, bias, self.comm, backend=self.config.kernel_backend)
+        output = parallel_linear(input_, weight, bias, self.comm, backend=self.config.kernel_backend, fp8=self.fp8)
         if self.gather_output:
             output = gather_channels(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -139,12 +150,13 @@ class RowParallelLinear(_ParallelLayer):
         # With sequence parallel each rank adds the bias only to its part of the sequence.
         bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
         self.bias = self._bias(bias_spec) if bias else None
+        self.fp8 = self._fp8(splits_output=False)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
-        output = parallel_linear(input_, self.weight, None, backend=self.config.kernel_backend)
+        output = parallel_linear(input_, self.weight, None, backend=self.config.kernel_backend, fp8=self.fp8)
         combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
         output = combine(output, self.tp_group)
         if self.bias is None or self.skip_bias_add:

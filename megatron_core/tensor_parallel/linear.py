@@ -20,6 +20,7 @@ from megatron_core.parallel.collectives import (
     start_reduce_scatter_sequence,
 )
 from megatron_core.parallel.groups import Group, LocalGroup
+from megatron_core.tensor_parallel.fp8 import FP8Gradients, FP8Products
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,33 @@ NO_COMM = LinearComm(LocalGroup())
 
 
 def parallel_linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM, *, backend: Backend = "auto"
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    comm: LinearComm = NO_COMM,
+    *,
+    backend: Backend = "auto",
+    fp8: FP8Products | None = None,
 ) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
     If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a ``grad_queue``
     that is collecting (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
-    selects the operation that adds to ``main_grad``.
+    selects the operation that adds to ``main_grad``. ``fp8`` computes the matrix products, if given.
     """
-    return _ParallelLinear.apply(x, weight, bias, comm, backend)
+    return _ParallelLinear.apply(x, weight, bias, comm, backend, fp8, torch.is_grad_enabled())
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, comm, backend):
+    def forward(ctx, x, weight, bias, comm, backend, fp8, training):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor, without main_grad and grad_queue: keep this one.
-        ctx.weight, ctx.comm, ctx.backend, ctx.has_bias = weight, comm, backend, bias is not None
-        return nn.functional.linear(gather_input(x, comm), weight, bias)
+        ctx.weight, ctx.comm, ctx.backend, ctx.has_bias, ctx.fp8 = weight, comm, backend, bias is not None, fp8
+        if fp8 is None:
+            return nn.functional.linear(gather_input(x, comm), weight, bias)
+        y, ctx.scales = fp8.output(gather_input(x, comm), weight, record=training)
+        return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -64,43 +74,64 @@ class _ParallelLinear(torch.autograd.Function):
         weight, comm, backend = ctx.weight, ctx.comm, ctx.backend
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        if needs_weight and _is_deferred(weight, x, grad_y, comm, backend):
+        narrow = None if ctx.fp8 is None else FP8Gradients(ctx.fp8, weight, grad_y, ctx.scales)
+        gradients = Gradients(weight, grad_y, backend, narrow)
+        if needs_weight and _is_deferred(gradients, x, comm):
             needs_weight = False
-        grad_x, grad_weight = _input_and_weight_grads(grad_y, x, weight, comm, backend, needs_x, needs_weight)
-        return grad_x, grad_weight, grad_bias, None, None
+        grad_x, grad_weight = _input_and_weight_grads(gradients, x, comm, needs_x, needs_weight)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The products of backward: in FP8 by ``narrow``, if there is one, else in the precision of ``grad_y``."""
+
+    weight: nn.Parameter
+    grad_y: Tensor
+    backend: Backend
+    narrow: FP8Gradients | None
+
+    def of_input(self) -> Tensor:
+        """dL/dx = dL/dy W, not summed over ranks yet."""
+        return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
+
+    def of_weight(self, x: Tensor) -> Tensor | None:
+        """As ``weight_grad``, for the whole input."""
+        if self.narrow is None or not self.narrow.fp8.multiplies_weight_grad():
+            return weight_grad(self.weight, x, self.grad_y, self.backend)
+        main_grad = main_grad_of(self.weight)
+        if main_grad is None:
+            return self.narrow.of_weight(x, self.weight.dtype)
+        main_grad.add_(self.narrow.of_weight(x, main_grad.dtype))
+        return None
 
 
 def _input_and_weight_grads(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: nn.Parameter,
-    comm: LinearComm,
-    backend: Backend,
-    needs_x: bool,
-    needs_weight: bool,
+    gradients: Gradients, x: Tensor, comm: LinearComm, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients; the communication of each overlaps with the computation of the other."""
     gathering: Handle = Done()
     if comm.gather_sequence and needs_weight:
         x, gathering = start_gather_sequence(x, comm.group)
-    grad_x, reducing = _start_input_grad(grad_y, weight, comm) if needs_x else (None, Done())
+    grad_x, reducing = _start_input_grad(gradients, comm) if needs_x else (None, Done())
     gathering.wait()
     if not comm.overlap:
         reducing.wait()
-    grad_weight = weight_grad(weight, x, grad_y, backend) if needs_weight else None
+    grad_weight = gradients.of_weight(x) if needs_weight else None
     if comm.overlap:
         reducing.wait()
     return grad_x, grad_weight
 
 
-def _is_deferred(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, backend: Backend) -> bool:
-    """Put the weight gradient on the queue that a split backward attached to ``weight``; False if there is none."""
+def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
+    """Put the weight gradient on the queue that a split backward attached to the weight; False if there is none."""
+    weight = gradients.weight
     queue = getattr(weight, "grad_queue", None)
     if queue is None or not queue.is_collecting:
         return False
 
     def job() -> None:
-        grad = weight_grad(weight, gather_input(x, comm), grad_y, backend)
+        grad = gradients.of_weight(gather_input(x, comm))
         if grad is not None:  # no main_grad: accumulate as autograd does
             weight.grad = grad if weight.grad is None else weight.grad + grad
 
@@ -117,8 +148,8 @@ def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
     return full
 
 
-def _start_input_grad(grad_y: Tensor, weight: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    return start_input_grad_reduction(grad_y.matmul(weight), comm)
+def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor, Handle]:
+    return start_input_grad_reduction(gradients.of_input(), comm)
 
 
 def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_core.ops import Backend
+from megatron_core.tensor_parallel.fp8 import FP8Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,5 +29,7 @@ class ModelParallelConfig:
     """Micro-batches differ in sequence length, so that pipeline stages send the shape with each message."""
     kernel_backend: Backend = "auto"
     """Backend of the operation that adds a weight gradient to a main gradient; see --kernel-backend."""
+    fp8_precision: FP8Precision | None = None
+    """What makes linear layers multiply in FP8."""
     device: torch.device | str = "cpu"
     """Device of the weights."""

@@ -22,6 +22,7 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.schedules.actions import Plan
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 
 
@@ -40,6 +41,8 @@ class Trainable:
     """Parameters whose weight gradients a split backward may compute later."""
     overlap_p2p: bool = True
     """Whether messages between stages travel while the ranks compute."""
+    fp8: AmaxHistories | None = None
+    """The scales of layers in FP8 from step to step."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ def take_step(
     found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
     norm, loss, wishes, *means = found[: 3 + len(added)]
     skipped = optimizer.step(lr, norm, decoupled_lr)
+    if model.fp8 is not None:
+        model.fp8.update()
     data.start_param_sync()
     return StepOutcome(
         loss,

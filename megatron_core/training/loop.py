@@ -10,6 +10,7 @@ from megatron_core.config.flops import flops_per_token
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run
@@ -26,9 +27,14 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
     confirm_layout_change(run, sinks)
     first = saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
+        watched = is_due(run.state.iteration + 1, run.config.training.fp8_statistics_interval)
+        if run.fp8 is not None:
+            run.fp8.count(wanted=watched)
         began = time.perf_counter()
         result = train_step(run, stop=stop.wanted)
         report_step(run, sinks, result, time.perf_counter() - began)
+        if watched:
+            report_fp8(run)
         refuse_nan(run, result)
         checks.after_step(result)
         iteration = run.state.iteration
@@ -82,6 +88,7 @@ def save(run: Run, checks: RunChecks) -> None:
         run.optimizer,
         vocab_size=run.vocab_size,
         tokenizer=run.tokenizer,
+        fp8=run.fp8,
     )
 
 
@@ -110,6 +117,16 @@ def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: fl
     )
     for sink in sinks:
         sink.on_step(event)
+
+
+def report_fp8(run: Run) -> None:
+    """Say what FP8 has lost in this step, layer by layer, over all ranks."""
+    assert run.fp8 is not None, "fp8_statistics_interval needs fp8_format"
+    own = [f"  {loss.layer} {loss.role}: {loss.saturated:.4%}, {loss.underflown:.4%}" for loss in run.fp8.losses()]
+    stages = gather_texts("\n".join(own), run.groups.group("pp"), run.world.device)
+    if run.world.rank == 0:
+        print(f"fp8 at iteration {run.state.iteration}: elements clamped, and elements that became 0")
+        print("\n".join(text for text in stages if text), flush=True)
 
 
 def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:

@@ -13,6 +13,7 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, parse_command_line, write_config
 from megatron_core.config.partition import describe
+from megatron_core.config.rules_fp8 import describe_fp8
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import settings_of_folder
@@ -86,6 +87,8 @@ def introduce(run: Run) -> None:
     print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
+    if run.fp8 is not None:
+        print(describe_fp8(run.config))
     if not run.config.training.skip_train:
         print(describe_memory(run))
     if run.world.size > 1:

@@ -30,6 +30,7 @@ from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.schedules.trace import TraceWriter
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, make_splits, vocabulary_size
 from megatron_core.training.driver import Trainable
@@ -141,6 +142,15 @@ def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compres
     return None
 
 
+def _histories_of(
+    config: RunConfig, stages: dict[int, GPTModel], groups: ParallelGroups, device: torch.device
+) -> AmaxHistories | None:
+    """The scales of FP8 from step to step, if it is used."""
+    if config.training.fp8_format is None:
+        return None
+    return AmaxHistories(stages.values(), config.training, groups.group("tp-dp-cp"), device)
+
+
 def learning_rate_schedule(
     config: RunConfig, optimizer: OptimizerConfig, total_iterations: int
 ) -> LearningRateSchedule:
@@ -211,7 +221,8 @@ def set_up(
     optimizer = Optimizer(
         data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend, config.training.seed
     )
-    state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer)
+    fp8 = _histories_of(config, stages, groups, world.device)
+    state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     left = config.training.steps_left(
         groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
     )
@@ -236,6 +247,7 @@ def set_up(
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
         optimizer=optimizer,
+        fp8=fp8,
         # Not the output layer's: to defer its weight gradient would keep a gradient as large as the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=learning_rate_schedule(config, config.optimizer, total),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.training.compatibility import check_same_model, schedule_changes
 
@@ -88,6 +89,13 @@ def compression_pieces(data: DataParallel) -> Iterator[Piece]:
                 yield Piece(f"compression.{kind}.{holder}", tuple(tensor.shape), box, tensor, rank == 0)
 
 
+def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """Pieces of ``histories`` of amaxes, of which every rank with the layer has the whole."""
+    for name, history in histories.items():
+        shape = tuple(history.shape)
+        yield Piece(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
+
+
 def save_state(
     config: RunConfig,
     state: TrainState,
@@ -96,6 +104,7 @@ def save_state(
     *,
     vocab_size: int,
     tokenizer: Tokenizer | None,
+    fp8: AmaxHistories | None = None,
 ) -> Path:
     """Write a checkpoint into ``config.checkpoint.save`` and return its folder; drop the one before it if
     ``save_retain_interval`` does not keep it."""
@@ -106,6 +115,7 @@ def save_state(
     pieces += parameter_pieces(data.frozen_on_first_copy())
     if not settings.no_save_optim:
         pieces += [*optimizer_pieces(optimizer), *compression_pieces(data)]
+        pieces += fp8_pieces(fp8, fp8.histories()) if fp8 is not None else []
     folder = save_checkpoint(
         Path(settings.save or "."),
         state.iteration,
@@ -166,6 +176,7 @@ def load_state(
     reader: CheckpointReader | HuggingFaceReader,
     data: DataParallel,
     optimizer: Optimizer | None,
+    fp8: AmaxHistories | None = None,
 ) -> TrainState:
     """Fill weights and optimizer from a checkpoint, and return the counters; a folder of Hugging Face has none."""
     settings = config.checkpoint
@@ -179,6 +190,8 @@ def load_state(
             _load_optimizer(reader, optimizer, fresh=weights_only or settings.no_load_optim)
         if not weights_only and not settings.no_load_optim:
             _load_compression(reader, data)
+            if fp8 is not None and fp8.is_delayed:
+                _load_histories(reader, fp8)
         if weights_only:
             return TrainState()
         # Checkpoints written before sequences could grow have no count of tokens.
@@ -211,6 +224,18 @@ def _load_compression(reader: CheckpointReader | HuggingFaceReader, data: DataPa
         reader.fill(pieces)
     elif pieces and data.groups.rank == 0:
         print(f"note: the errors of compressed gradients start at zero: the checkpoint has those of {ranks} ranks")
+
+
+def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHistories) -> None:
+    """Histories that are not there, or of another length, begin anew, and that is said."""
+    pieces = list(fp8_pieces(fp8, fp8.allocate()))
+    length = reader.state["config"].get("fp8_amax_history_len")
+    if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
+        reader.fill(pieces)
+        return
+    fp8.forget()
+    if fp8.group.rank() == 0:
+        print("note: the checkpoint has no amax histories of this length; FP8 begins with the scales of the tensors")
 
 
 def _all_agree(ok: bool, device: torch.device) -> bool:

@@ -24,7 +24,10 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.config = context.config
         self.layers = nn.ModuleDict(
-            {str(layer): TransformerLayer(context, layer, layer_specs(context.config, layer)) for layer in layers}
+            {
+                str(layer): TransformerLayer(context.of_layer(layer), layer, layer_specs(context.config, layer))
+                for layer in layers
+            }
         )
         self.final_layernorm = None
         if final_norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -45,6 +45,13 @@ class LayerContext:
         """How sequences are cut."""
         tp, cp = self.tp_group, self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
+
+    def of_layer(self, layer_number: int) -> LayerContext:
+        """The context of a layer: without FP8 if the layer is not one of those that use it."""
+        precision = self.parallel.fp8_precision
+        if precision is None or layer_number in precision.layers:
+            return self
+        return replace(self, parallel=replace(self.parallel, fp8_precision=None))
 
     @property
     def init_method(self) -> Normal:

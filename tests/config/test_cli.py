@@ -104,7 +104,7 @@ def test_whole_numbers_may_have_an_exponent():
 
 def test_all_faults_come_in_one_message():
     """Typos, values of the wrong kind, what is not supported and what validation finds."""
-    flags = "--nun-layers 4 --lr high --fp8-format hybrid --fp8-margin 0 --bf16 --fp16 --dry-run --world-size 3"
+    flags = "--nun-layers 4 --lr high --fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --fp16 --dry-run --world-size 3"
     with pytest.raises(ConfigError) as error:
         parse_command_line([*flags.split(), "--tensor-model-parallel-size", "2", "--vocab-size", "64"])
     message = str(error.value)
@@ -112,11 +112,11 @@ def test_all_faults_come_in_one_message():
     for part in (
         "perhaps you meant --num-layers",
         "--lr high",
-        "--fp8-format hybrid: 8-bit",
+        "--fp4-format e2m1: 4-bit",
         "bf16=True and fp16=True",
     ):
         assert part in message
-    assert "world_size=3" in message and "fp8-margin" not in message
+    assert "world_size=3" in message and "fp4-recipe" not in message
 
 
 # ---- settings whose own name begins with no_
@@ -161,9 +161,9 @@ def test_every_other_flag_does_what_its_table_says(name, capsys):
 
 def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     with pytest.raises(ConfigError) as error:
-        parse("--fp8-format hybrid --fp8-margin 0")
-    assert "--fp8-margin" not in str(error.value)
-    assert parse("--fp8-margin 0") == parse("--cuda-graph-impl none --cuda-graph-warmup-steps 1") == RunConfig()
+        parse("--fp4-format e2m1 --fp4-recipe nvfp4")
+    assert "--fp4-recipe" not in str(error.value)
+    assert parse("--fp4-recipe nvfp4") == parse("--cuda-graph-impl none --cuda-graph-warmup-steps 1") == RunConfig()
 
 
 @pytest.mark.parametrize(

@@ -129,12 +129,14 @@ class GPTModel(nn.Module):
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         parallel = parallel or ModelParallelConfig()
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
-        self.parallel = replace(parallel, perform_initialization=False)
+        # Embedding and output layer stay out of FP8.
+        self.parallel = replace(parallel, perform_initialization=False, fp8_precision=None)
         if groups is None:
             groups = current() if tp_group is None else ParallelGroups.single()
         self.tp_group = groups.group("tp") if tp_group is None else tp_group
         cp = groups.context if context_parallel else WHOLE_SEQUENCES
-        context = LayerContext(config, self.parallel, self.tp_group, seed, groups, cp)
+        of_layers = replace(self.parallel, fp8_precision=parallel.fp8_precision)
+        context = LayerContext(config, of_layers, self.tp_group, seed, groups, cp)
         self.split = context.split
         self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
         # In a tuple, because a module makes every parameter that it is given its own.

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megatron_core.ops.activation import bias_activation
+from megatron_core.parallel.groups import ALONE
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import ShardSpec, allocate, split, split_fused, split_over
+from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_kind
@@ -17,15 +19,23 @@ from megatron_core.transformer.mlp import activation_kind
 class GroupedLinear(nn.Module):
     """One matrix for each expert, ``weight`` ``[E, out, in]`` of which this rank holds a box."""
 
-    def __init__(self, context: LayerContext, spec: ShardSpec, init_method: Normal) -> None:
+    def __init__(
+        self, context: LayerContext, spec: ShardSpec, init_method: Normal, *, splits_output: bool = False
+    ) -> None:
+        """``splits_output``: the ranks of etp split the output's features, else the input's."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
         self.backend = context.config.kernel_backend
+        self.fp8: FP8Products | None = None
+        if (precision := context.parallel.fp8_precision) is not None:
+            etp = context.groups.group("etp")
+            of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
+            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; ``counts`` rows of each expert, one after another."""
-        return grouped_linear(rows, self.weight, counts, backend=self.backend)
+        return grouped_linear(rows, self.weight, counts, backend=self.backend, fp8=self.fp8)
 
 
 class Experts(nn.Module):
@@ -55,7 +65,7 @@ class Experts(nn.Module):
             for shape, over_etp in ((first, inner), (second, split(second, 2, *etp, axis="etp")))
         ]
         self.activation, self.backend = kind, config.kernel_backend
-        self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method)
+        self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, splits_output=True)
         self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method)
 
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,0 +1,109 @@
+"""Rules for matrix products in FP8: what a recipe needs, and layouts in which its scales would be others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
+from megatron_core.config.run import RunConfig
+
+SIZES = ("fp8_amax_history_len", "fp8_statistics_interval")
+COUNTS = ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+def fp8_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of FP8 that contradict each other, the model or the layout."""
+    fp8 = config.training
+    for name, least in (*((name, 1) for name in SIZES), *((name, 0) for name in COUNTS)):
+        value = getattr(fp8, name)
+        if value is not None and value < least:
+            yield f"{name}={value} is out of range; legal: {least}, {least + 1}, ..."
+    if fp8.fp8_format is None:
+        asked = [name for name in ("fp8_param_gather", "fp8_statistics_interval") if getattr(fp8, name)]
+        yield from (f"{name} has no effect without fp8_format; add --fp8-format or remove it" for name in asked)
+        return
+    if not fp8.fp8_layers(config.model.num_layers):
+        yield (
+            f"num_layers_at_start_in_bf16={fp8.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
+            f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
+            "or remove --fp8-format"
+        )
+    if fp8.fp8_param_gather:
+        yield from _gather_problems(config)
+    if size := block_size(fp8):
+        yield from _split_problems(config, size)
+        yield from _sequence_problems(config, size)
+
+
+def block_size(fp8: FP8Config) -> int | None:
+    """Elements of a block along the dim that is summed over; None where a scale is that of the whole extent."""
+    return {"blockwise": BLOCK, "mxfp8": SMALL_BLOCK}.get(fp8.fp8_recipe)
+
+
+def _gather_problems(config: RunConfig) -> Iterator[str]:
+    fp8, stage = config.training, config.parallel.dp_zero_stage
+    if fp8.fp8_recipe in ("rowwise", "mxfp8"):
+        yield (
+            f"fp8_param_gather=True, but with fp8_recipe={fp8.fp8_recipe} forward and backward need other 8-bit "
+            "weights; legal: tensorwise, delayed, blockwise, or remove --fp8-param-gather"
+        )
+    if stage == 0:
+        yield "fp8_param_gather=True, but zero_stage=0 gathers no weights; add --use-distributed-optimizer or remove it"
+    elif stage < 3 and not (fp8.bf16 or fp8.fp16):
+        yield (
+            f"fp8_param_gather=True with zero_stage={stage} would overwrite the main weights, which are the weights "
+            "themselves without --bf16; add --bf16, or use --zero-stage 3"
+        )
+
+
+def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
+    """Blocks must not lie on two tensor-parallel ranks."""
+    model, parallel = config.model, config.parallel
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
+    widths = [("heads x channels", model.num_attention_heads * model.head_size, tp)]
+    if len(model.expert_layers) < model.num_layers:
+        widths.append(("ffn_hidden_size", model.ffn_size, tp))
+    if model.num_experts is not None:
+        widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))
+        if model.moe_shared_expert_intermediate_size is not None:
+            widths.append(("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size, tp))
+    heads = model.num_attention_heads + 2 * model.query_groups
+    widths.append(("(heads + 2 groups) x channels", heads * model.head_size, tp))
+    for name, width, ranks in widths:
+        if ranks > 1 and width % (ranks * size):
+            yield (
+                f"fp8_recipe={config.training.fp8_recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
+                f"parallel ranks is no multiple of them: scales would depend on the layout; choose a multiple of "
+                f"{ranks * size}, fewer ranks, or --fp8-recipe rowwise"
+            )
+    if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
+        yield (
+            f"fp8_recipe=blockwise, but tensor_model_parallel_size={tp} ranks share {model.query_groups} key-value "
+            "groups, so that blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
+        )
+
+
+def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
+    """Weight gradients have blocks along the tokens."""
+    cp, fp8 = config.parallel.context_parallel_size, config.training
+    tokens = config.data.seq_length * fp8.micro_batch_size
+    if cp > 1 and fp8.fp8_wgrad and tokens % (2 * cp * size):
+        yield (
+            f"fp8_recipe={fp8.fp8_recipe} has blocks of {size} tokens in weight gradients, and seq_length x "
+            f"micro_batch_size = {tokens} in {2 * cp} parts (context_parallel_size={cp}) does not consist of them: "
+            f"scales would depend on the layout; choose a multiple of {2 * cp * size}, or --no-fp8-wgrad"
+        )
+
+
+def describe_fp8(config: RunConfig) -> str:
+    """Which layers run in FP8, in a line."""
+    fp8, total = config.training, config.model.num_layers
+    layers = fp8.fp8_layers(total)
+    rest = [i for i in range(total) if i not in layers]
+    kept = f"layers {', '.join(map(str, rest))}, " if rest else ""
+    gradients = "" if fp8.fp8_wgrad else ", without weight gradients"
+    return (
+        f"fp8: {fp8.fp8_format}, {fp8.fp8_recipe}{gradients}: linear layers of attention, MLP and experts in layers "
+        f"{layers.start} to {layers.stop - 1}; in {fp8.compute_dtype}: {kept}embedding, output layer, router, norms, "
+        "attention itself"
+    )

@@ -1,0 +1,193 @@
+"""The matrix products of a linear layer in FP8: y = x W^T, dL/dx = dL/dy W and dL/dW = (dL/dy)^T x.
+
+Each matrix is quantised for each product with the blocks of the recipe, in which a product sums along one dim. A scale
+that belongs to a whole extent is that of the whole tensor: its amax is a maximum over the ranks that share the tensor,
+so that no layout changes a scale. A tensor of activations is one micro-batch's.
+
+| recipe | x and dL/dy | W |
+|---|---|---|
+| tensorwise | the tensor | the tensor |
+| delayed | the tensor, amax of the steps before | the same |
+| rowwise | each row along the sum | the same |
+| blockwise | 128 along the sum | 128 x 128 |
+| mxfp8 | 32 along the sum | 32 along the sum |
+
+Experts' rows come from several micro-batches, as many as the layout says, so that with tensorwise each row has a scale
+of its own there, and weight gradients, which sum over rows, are in FP8 only with delayed.
+
+Sources: Micikevicius et al. 2022 (formats, delayed); Liu et al. 2024, DeepSeek-V3, section 3.3 (blockwise); Rouhani et
+al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
+from megatron_core.ops.fp8 import (
+    COLUMNS,
+    E4M3,
+    E5M2,
+    ROWS,
+    WHOLE,
+    Blocks,
+    Quantised,
+    block_amax,
+    cast,
+    lost,
+    product,
+    scale_of,
+)
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import ALONE, Group
+
+Role = Literal["input", "weight", "grad"]
+ROLES: tuple[Role, ...] = ("input", "weight", "grad")
+
+
+@dataclass(frozen=True)
+class FP8Precision:
+    """The settings of FP8, and the ranks over which sequences are split."""
+
+    settings: FP8Config
+    layers: range
+    """The layers that use it, by their numbers from 0."""
+    sequence_group: Group = ALONE
+
+
+class FP8Products:
+    """The FP8 of one linear layer: blocks, scales, history of amaxes and counts of what was lost.
+
+    ``of_input`` and ``of_output`` are the ranks over which the features of its input and output are split, ``sequence``
+    those over which sequences are; ``by_row``: rows of activations are those of several micro-batches.
+    """
+
+    def __init__(
+        self, settings: FP8Config, of_input: Group, of_output: Group, *, sequence: Group = ALONE, by_row: bool = False
+    ) -> None:
+        self.settings, self.by_row = settings, by_row
+        self.splits: dict[Role, tuple[Group, Group]] = {
+            "input": (sequence, of_input),
+            "weight": (of_output, of_input),
+            "grad": (sequence, of_output),
+        }
+        """The ranks that share the rows of each matrix, and those that share its columns."""
+        recipe = settings.fp8_recipe
+        self.is_delayed, self.per_tensor = recipe == "delayed", recipe in ("delayed", "tensorwise")
+        self.power_of_two = not self.per_tensor
+        grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
+        self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
+        self.history: Tensor | None = None
+        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, the latest step first; float32, 0 where
+        there was none. Set by ``AmaxHistories``; None: every scale is that of the tensor itself."""
+        self.recorded = torch.zeros(len(ROLES))
+        """Those of this step so far, on this rank."""
+        self.counts: Tensor | None = None
+        """If asked for: clamped elements, those that became 0, all but zeros, ``[3, 3]`` by role; float64."""
+
+    @property
+    def knows_scales(self) -> bool:
+        """Whether scales come from earlier steps."""
+        return self.is_delayed and self.history is not None
+
+    def multiplies_weight_grad(self) -> bool:
+        """Whether weight gradients are products in FP8."""
+        return self.settings.fp8_wgrad and (not self.by_row or self.knows_scales)
+
+    def blocks(self, role: Role, summed: int) -> Blocks:
+        """The blocks of a matrix in a product that sums along its dim ``summed``."""
+        recipe = self.settings.fp8_recipe
+        if self.per_tensor:
+            return ROWS if self.by_row and role != "weight" and not self.knows_scales else WHOLE
+        if recipe == "rowwise":
+            return ROWS if summed == 1 else COLUMNS
+        if recipe == "blockwise" and role == "weight":
+            return Blocks(BLOCK, BLOCK)
+        along = Blocks(1, BLOCK if recipe == "blockwise" else SMALL_BLOCK)
+        return along if summed == 1 else along.t()
+
+    def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
+        """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history."""
+        amax = block_amax(x, blocks)
+        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+        if record and self.is_delayed and amax.numel():
+            self._record(role, amax)
+        if self.knows_scales and blocks == WHOLE:
+            return self._scale_of_history(role, amax)
+        rows, columns = self.splits[role]
+        if blocks.rows is None:
+            all_reduce_(amax, rows, maximum=True)
+        if blocks.columns is None:
+            all_reduce_(amax, columns, maximum=True)
+        return scale_of(amax, self.dtypes[role], power_of_two=self.power_of_two)
+
+    def _record(self, role: Role, amax: Tensor) -> None:
+        if self.recorded.device != amax.device:
+            self.recorded = self.recorded.to(amax.device)
+        own = self.recorded[ROLES.index(role)]
+        own.copy_(torch.maximum(own, amax.amax().to(own.dtype)))
+
+    def _scale_of_history(self, role: Role, amax: Tensor) -> Tensor:
+        """1 for what has only been zeros; NaN for what is not finite now, which must not be clamped away."""
+        assert self.history is not None
+        past = self.history[:, ROLES.index(role)]
+        past = past.amax() if self.settings.fp8_amax_compute_algo == "max" else past[0]
+        scale = scale_of(past, self.dtypes[role], margin=self.settings.fp8_margin)
+        return torch.where(past > 0, scale, torch.ones_like(scale)) + (amax * 0.0).float()
+
+    def quantise(
+        self, role: Role, x: Tensor, summed: int, scale: Tensor | None = None, *, record: bool = False
+    ) -> Quantised:
+        """``x`` for a product that sums along its dim ``summed``, with scales that are known or its own."""
+        blocks = self.blocks(role, summed)
+        with torch.no_grad():
+            quantised = cast(
+                x, self.scale(role, x, blocks, record=record) if scale is None else scale, self.dtypes[role], blocks
+            )
+            if self.counts is not None:
+                self.counts[ROLES.index(role)] += lost(x, quantised)
+        return quantised
+
+    def keeps_scale(self, role: Role) -> bool:
+        """Whether a matrix has the same scales whichever dim is summed over."""
+        return self.blocks(role, 0) == self.blocks(role, 1)
+
+    def output(self, x: Tensor, weight: Tensor, *, record: bool) -> tuple[Tensor, dict[Role, Tensor]]:
+        """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``."""
+        a = self.quantise("input", x.reshape(-1, x.shape[-1]), 1, record=record)
+        b = self.quantise("weight", weight, 1, record=record)
+        y = product(a, b.t(), x.dtype, fast_accumulation=True)
+        made: dict[Role, Quantised] = {"input": a, "weight": b}
+        kept = {role: quantised.scale for role, quantised in made.items() if self.keeps_scale(role)}
+        return y.view(*x.shape[:-1], len(weight)), kept
+
+
+class FP8Gradients:
+    """The gradients of y = x W^T from dL/dy ``[..., O]``; the scales are those that ``FP8Products.output`` returned."""
+
+    def __init__(self, fp8: FP8Products, weight: nn.Parameter, grad_y: Tensor, scales: Mapping[Role, Tensor]) -> None:
+        self.fp8, self.weight, self.scales = fp8, weight, scales
+        self.shape, self.grad_y = grad_y.shape, grad_y.reshape(-1, grad_y.shape[-1])
+        self._quantised: dict[Blocks, Quantised] = {}
+
+    def _grad(self, summed: int) -> Quantised:
+        """dL/dy; quantised once where both products take the same blocks."""
+        blocks = self.fp8.blocks("grad", summed)
+        if blocks not in self._quantised:
+            self._quantised[blocks] = self.fp8.quantise("grad", self.grad_y, summed, record=True)
+        return self._quantised[blocks]
+
+    def of_input(self) -> Tensor:
+        """dL/dx ``[..., I]``, this rank's part of a sum over the ranks that split the output."""
+        weight = self.fp8.quantise("weight", self.weight.detach(), 0, self.scales.get("weight"))
+        return product(self._grad(1), weight, self.grad_y.dtype).view(*self.shape[:-1], -1)
+
+    def of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """dL/dW ``[O, I]`` from ``x`` ``[..., I]`` in ``out_dtype``."""
+        quantised = self.fp8.quantise("input", x.reshape(-1, x.shape[-1]), 0, self.scales.get("input"))
+        return product(self._grad(0).t(), quantised, out_dtype)
