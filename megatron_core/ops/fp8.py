@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12
@@ -55,7 +56,7 @@ class Quantised:
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """data / s in ``dtype``, with one rounding to float32 or wider and one to ``dtype``."""
         wide = torch.promote_types(dtype, torch.float32)
-        inverse = spread(self.scale, self.data.shape, self.blocks).reciprocal().to(wide)
+        inverse = spread(self.scale, self.data.shape, self.blocks).to(wide).reciprocal()
         return (self.data.to(wide) * inverse).to(dtype)
 
 
@@ -107,7 +108,7 @@ def quantise(x: Tensor, dtype: torch.dtype, blocks: Blocks = WHOLE, *, power_of_
 
 def lost(x: Tensor, quantised: Quantised) -> Tensor:
     """Of ``x``: elements that were clamped, elements that became 0, all elements but zeros; float64 ``[3]``."""
-    most = torch.finfo(quantised.data.dtype).max
+    most = torch.finfo(quantised.data.dtype).max * (1.0 + 2.0**-20)  # more than the rounding of a scale
     scaled = x.abs().double() * spread(quantised.scale, x.shape, quantised.blocks)
     zero = quantised.data.float() == 0
     present = x != 0
@@ -151,7 +152,7 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
     if out_dtype not in (torch.bfloat16, torch.float32):
         return False
     if a.data.device.type == "cpu":
-        return True
+        return TorchVersion(torch.__version__) >= "2.13"  # not tried with earlier ones
     if torch.cuda.get_device_capability(a.data.device) < (8, 9) or a.data.dtype == b.data.dtype == E5M2:
         return False
     return all(extent % CUDA_MULTIPLE == 0 for extent in b.data.shape)

@@ -1,0 +1,113 @@
+"""Runs in FP8: what a resume goes on with, what evaluation leaves alone, and what a run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.config.rules_fp8 import describe_fp8
+from megatron_core.training.loop import report_fp8
+from megatron_core.training.step import evaluate
+from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.ranks import run_ranks
+from tests.checkpoint.runs import save_run, start, stored, train
+from tests.parity.rows import PP2, SP, TP2, ZERO3
+
+DELAYED = {
+    "fp8_format": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 3,
+    "fp8_amax_compute_algo": "max",
+    "num_layers": 2,
+}
+NAME = "fp8.amax_history.decoder.layers.1.mlp.linear_fc2"
+
+
+def _save(folder: Path) -> list[tuple[float, float]]:
+    run = start(DELAYED | {"save": str(folder)})
+    train(run, 2)
+    save_run(run)
+    return train(run, 2)
+
+
+def _load(layout: dict, folder: Path) -> list[tuple[float, float]]:
+    return train(start(DELAYED | layout | {"load": str(folder)}), 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [(1, {}), (2, TP2 | SP), (2, PP2), (2, ZERO3)], ids=["1", "tp2", "pp2", "zero3"]
+)
+def test_histories_are_saved_and_resumed_in_any_layout(size: int, layout: dict, tmp_path: Path) -> None:  # C49
+    (expected,) = run_ranks(1, _save, tmp_path)
+    history = stored(tmp_path / "iter_0000002")[NAME]
+    assert history.shape == (3, 3) and (history[:2] > 0).all() and not history[2].any()
+    found = run_ranks(size, _load, layout, tmp_path)[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    if size == 1:
+        assert found == expected
+
+
+def test_a_history_of_another_length_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _save(tmp_path)
+    run = start(DELAYED | {"load": str(tmp_path), "fp8_amax_history_len": 5})
+    assert "no amax histories of this length" in capsys.readouterr().out
+    assert run.fp8.histories() == {}
+
+
+def test_evaluation_and_recomputation_leave_histories_alone() -> None:
+    run = start(DELAYED | {"eval_iters": 1})
+    train(run, 1)
+    before = {name: history.clone() for name, history in run.fp8.histories().items()}
+    evaluate(run, RaggedDataset(run.vocab_size, run.config.data.seq_length), 1)
+    assert not any(layer.recorded.any() for layer in run.fp8.layers.values())
+    again = start(DELAYED | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+    train(again, 1)
+    assert all(torch.equal(history, again.fp8.histories()[name]) for name, history in before.items())
+
+
+def test_a_step_that_overflows_leaves_the_last_scales() -> None:
+    run = start(DELAYED)
+    train(run, 1)
+    name, layer = next(iter(run.fp8.layers.items()))
+    before = layer.history.clone()
+    layer.recorded.copy_(torch.tensor([torch.inf, torch.nan, 2.0]))
+    run.fp8.update()
+    assert torch.equal(run.fp8.histories()[name][0], torch.tensor([before[0, 0], before[0, 1], 2.0]))
+    assert torch.equal(run.fp8.histories()[name][1], before[0])
+
+
+def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> None:
+    """With scales that are far too large everything is clamped, with scales that are far too small nothing is left."""
+    run = start(DELAYED | {"fp8_statistics_interval": 1})
+    train(run, 1)
+    assert run.fp8.losses() == []
+    run.fp8.layers["decoder.layers.0.mlp.linear_fc1"].history.fill_(1e-9)
+    run.fp8.layers["decoder.layers.1.mlp.linear_fc2"].history.fill_(1e9)
+    run.fp8.count(wanted=True)
+    train(run, 1)
+    found = {(loss.layer, loss.role): (loss.saturated, loss.underflown) for loss in run.fp8.losses()}
+    assert len(found) == 2 * 4 * 3
+    assert found["decoder.layers.0.mlp.linear_fc1", "weight"] == pytest.approx((1.0, 0.0), abs=1e-3)
+    assert found["decoder.layers.1.mlp.linear_fc2", "input"] == pytest.approx((0.0, 1.0), abs=1e-3)
+    assert found["decoder.layers.1.mlp.linear_fc2", "grad"] == (0.0, 1.0)
+    assert found["decoder.layers.0.self_attention.linear_qkv", "weight"] == pytest.approx((0.0, 0.0), abs=0.05)
+    report_fp8(run)
+    assert "  decoder.layers.1.mlp.linear_fc2 grad: 0.0000%, 100.0000%\n" in capsys.readouterr().out
+
+
+def test_the_log_says_which_layers_run_in_fp8() -> None:
+    settings = {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "rowwise",
+        "num_layers": 6,
+        "first_last_layers_bf16": True,
+        "bf16": True,
+    }
+    line = describe_fp8(RunConfig.from_flat(settings | {"num_layers_at_end_in_bf16": 2}))
+    assert "hybrid, rowwise" in line and "layers 1 to 3" in line and "bfloat16: layers 0, 4, 5, embedding" in line
+    run = start(DELAYED | {"num_layers": 4, "first_last_layers_bf16": True})
+    assert {name.split(".")[2] for name in run.fp8.layers} == {"1", "2"}
