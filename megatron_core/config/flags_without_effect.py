@@ -199,7 +199,7 @@ DEPENDENT: dict[str, str] = {
         moe_routing_trace_max_training_iters= moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states
         moe_routing_trace_dump_weights""",
     "moe_use_upcycling": "moe_upcycling_granularity=",
-    "mtp_num_layers": "mtp_loss_scaling_factor= mtp_standalone mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
+    "mtp_num_layers": "mtp_standalone mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
     "multiple_validation_sets": "validation_set_names=",
     "non_persistent_save_interval": """
         non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir=

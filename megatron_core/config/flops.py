@@ -11,6 +11,8 @@ older releases of Megatron-LM. Newer ones count half of them, and so print less 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_core.config.model import ModelConfig
 
 
@@ -28,6 +30,8 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
 
         router  2 h E    experts  2 h f k (2, gated 3)    shared  2 h f_shared (2, gated 3), its gate 2 h
 
+    Multi-token prediction adds, for each of its layers, mtp: a layer as the last one, 4 h^2, and logits.
+
     With latents of widths q and c, heads of d + r channels for queries and keys and of v for values (multi-latent
     attention), scores and values have these widths and output is 2 a v h L; qkv is
 
@@ -39,7 +43,7 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
     keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
-    sparse = len(model.expert_layers)
+    sparse = sum(map(model.has_experts, range(layers)))
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {
         "qkv": 2 * _qkv_weights(model) * layers,
@@ -54,6 +58,17 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         terms["router"] = 2 * hidden * (model.num_experts or 0) * sparse
         terms["experts"] = 2 * hidden * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
         terms["shared"] = (2 * hidden * shared * matrices + gate) * sparse
+    if model.mtp_num_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
+        last = replace(
+            model,
+            num_layers=1,
+            mtp_num_layers=None,
+            window_size=model.window_of_layer(layers - 1),
+            window_attn_skip_freq=None,
+            moe_layer_freq=(int(model.has_experts(layers - 1)),),
+        )
+        each = sum(forward_flops_per_token(last, seq_length, vocab_size).values())
+        terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden)
     return terms
 
 

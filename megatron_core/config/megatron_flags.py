@@ -111,7 +111,6 @@ REFUSED: dict[str, str] = {
         moe_routing_trace_path= save_tokens_per_expert_interval=""",
     "this way of context parallelism is not supported yet; remove it": """
         hybrid_context_parallel max_seqlen_per_dp_cp_rank=""",
-    "multi-token prediction is not supported yet; remove it to train on the next token alone": "mtp_num_layers=",
     "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
         sft chat_template= phase_transition_iterations=""",
     "main weights and gradients are float32 (but see --use-precision-aware-optimizer); remove it": """

@@ -34,6 +34,8 @@ TRAINING_SETTINGS = (
     "moe_z_loss_coeff",
     "moe_router_bias_update_rate",
     "moe_input_jitter_eps",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 )
 """Settings of the model that do not change what trained weights compute in evaluation."""
 
@@ -86,6 +88,10 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     """No biases in the linear layers."""
     add_qkv_bias: bool = False
     """Add a bias to the QKV projection even with --disable-bias-linear."""
+    mtp_num_layers: int | None = None
+    """Layers that predict, in training, 2, 3, ... tokens ahead from the last state (DeepSeek-V3); default: none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Share of the mean of their losses in what is minimised."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-J, GPT-NeoX)."""
     untie_embeddings_and_output_weights: bool = False
@@ -165,8 +171,12 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
 
     @property
     def expert_layers(self) -> list[int]:
-        """The numbers of the layers with experts, in ascending order."""
-        return [layer for layer in range(self.num_layers) if self.has_experts(layer)]
+        """The numbers of the layers with experts, in ascending order; those of multi-token prediction come last."""
+        return [layer for layer in range(self.num_layers + (self.mtp_num_layers or 0)) if self.has_experts(layer)]
+
+    def has_experts(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has experts; a layer of multi-token prediction is as the last one."""
+        return super().has_experts(min(layer_number, self.num_layers - 1))
 
     @property
     def head_size(self) -> int:
@@ -204,7 +214,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer (numbered from 0); None: full attention."""
-        skip = self.window_attn_skip_freq
+        skip, layer_number = self.window_attn_skip_freq, min(layer_number, self.num_layers - 1)
         if skip is None or self.window_size is None:
             return self.window_size
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
@@ -224,3 +234,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     def share_embeddings_and_output_weights(self) -> bool:
         """Whether the output layer uses the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
+
+    @property
+    def last_stage_embeds(self) -> bool:
+        """Whether the last stage uses the word embedding's weight, to score or to embed tokens."""
+        return self.share_embeddings_and_output_weights or bool(self.mtp_num_layers)

@@ -36,7 +36,7 @@ class Ends:
             embedding = Fraction(int(parallel.account_for_embedding_in_pipeline_split))
             return cls(embedding, Fraction(int(parallel.account_for_loss_in_pipeline_split)), as_layers=True)
         flops = forward_flops_per_token(config.model, config.data.seq_length, vocab_size)
-        output = flops.pop("logits")
+        output = flops.pop("logits") + flops.pop("mtp", 0)
         return cls(output=Fraction(output * layers, sum(flops.values())))
 
 

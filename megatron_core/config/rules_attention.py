@@ -25,6 +25,13 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+        yield (
+            f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
+            "whose table is on the first stage alone; use --position-embedding-type rope"
+        )
+    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != 0.1:
+        yield f"mtp_loss_scaling_factor={model.mtp_loss_scaling_factor} has no effect without mtp_num_layers; remove it"
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"

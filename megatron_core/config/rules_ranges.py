@@ -16,6 +16,7 @@ _AT_LEAST_ONE = (
     "kv_channels",
     "num_query_groups",
     "q_lora_rank",
+    "mtp_num_layers",
     "kv_lora_rank",
     "qk_head_dim",
     "qk_pos_emb_head_dim",
@@ -106,6 +107,7 @@ _NOT_NEGATIVE = (
     "clip_grad_value",
     "decoupled_min_lr",
     "mid_level_dataset_surplus",
+    "mtp_loss_scaling_factor",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )

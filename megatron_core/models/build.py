@@ -77,8 +77,8 @@ def build_stages(
 
 
 def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:
-    """The weight of the word embedding that the last stage scores with, if the first stage lies on this rank."""
-    if not config.model.share_embeddings_and_output_weights or 0 not in stages:
+    """The weight of the word embedding that the last stage uses, if the first stage lies on this rank."""
+    if not config.model.last_stage_embeds or 0 not in stages:
         return None
     embedding = stages[0].embedding
     assert embedding is not None, "the first stage has it"

@@ -86,6 +86,36 @@ class SequenceSplit:
 
 
 @dataclass(frozen=True)
+class LaterTokens:
+    """The tokens that follow the next one, for D depths: at depth k, from 0, that after k + 1 others."""
+
+    labels: Tensor
+    """``[D, b, n]`` int64; beyond the end of the sequence 0."""
+    masks: Tensor
+    """``[D, b, n]``, 1 where the loss of that token counts: it does as a next token, and is of the same document."""
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
+        """From whole sequences, so that tokens of other ranks are found."""
+        labels, masks = batch["labels"], batch["loss_mask"]
+        documents = torch.zeros_like(labels)
+        if (lengths := batch.get("document_lengths")) is not None:
+            numbers = torch.arange(lengths.shape[1])
+            documents = torch.stack([numbers.repeat_interleave(row) for row in lengths])
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for ahead in range(1, depths + 1):
+            same = _ahead(documents + 1, ahead) == documents + 1
+            for parts, whole in zip(found, (_ahead(labels, ahead), _ahead(masks, ahead) * same), strict=True):
+                parts.append(split.local(whole).to(device, non_blocking=True))
+        return cls(torch.stack(found[0]), torch.stack(found[1]))
+
+
+def _ahead(x: Tensor, by: int) -> Tensor:
+    """``[b, s]``: what stands ``by`` positions further on, 0 beyond the end."""
+    return torch.cat([x[:, by:], x.new_zeros(x.shape[0], min(by, x.shape[1]))], dim=1)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """A micro-batch as one rank needs it: ``b`` sequences, ``n`` local tokens of each."""
 
@@ -108,9 +138,15 @@ class MicroBatch:
     """Lengths of the documents in each whole sequence, which see nothing of one another; None: one document each. They
     stay on the host: attention by documents needs them as numbers, and to fetch them would wait for the device."""
 
+    later: LaterTokens | None = None
+    """What multi-token prediction needs; None: nothing."""
+
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], split: SequenceSplit, device: torch.device) -> MicroBatch:
-        """A loader's batch of whole sequences, cut by ``split`` and moved to ``device``."""
+    def of(
+        cls, batch: Mapping[str, Tensor], split: SequenceSplit, device: torch.device, *, later: int = 0
+    ) -> MicroBatch:
+        """A loader's batch of whole sequences, cut by ``split`` and moved to ``device``; ``later`` tokens beyond the
+        next one are predicted, too."""
         length = batch["tokens"].shape[1]
         parts = {
             name: split.local(batch[name]).to(device, non_blocking=True)
@@ -124,4 +160,5 @@ class MicroBatch:
             sample_index=batch["sample_index"].to(device, non_blocking=True),
             residual_length=split.residual_length(parts["tokens"].shape[1]),
             document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
+            later=LaterTokens.of(batch, later, split, device) if later else None,
         )

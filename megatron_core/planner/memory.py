@@ -107,6 +107,18 @@ def stage_activations(config: RunConfig, layers: range, *, first: bool, last: bo
         held += 2 * n * row
         if not model.fuses_output_layer_with_loss:
             held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
+        held += (model.mtp_num_layers or 0) * _mtp_bytes(config, padded_vocab_size)
+    return held
+
+
+def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
+    """Bytes of a layer of multi-token prediction: embedding, last state and both normalized, a layer, and a head."""
+    model, n, tokens = config.model, _number_size(config), _tokens(config)
+    row = n * tokens * model.hidden_size / _sequence_parts(config)
+    recomputed = model.recompute_granularity == "full"
+    held = 4 * row if recomputed else 6 * row + layer_activations(config, model.num_layers)
+    if not model.fuses_output_layer_with_loss:
+        held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
     return held
 
 

@@ -194,17 +194,19 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Look up ``input_``; ids of other ranks' rows give zero here, and the sum over ranks completes them."""
-        embedded = self._lookup(input_)
+        embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)
 
-    def _lookup(self, input_: Tensor) -> Tensor:
-        if self.tp_size == 1:
-            return nn.functional.embedding(input_, self.weight)
-        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        local = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
-        return nn.functional.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int) -> Tensor:
+    """Rows of ``weight``, those from ``first`` on of a table over ``size`` ranks; zero for tokens of others."""
+    if size == 1:
+        return nn.functional.embedding(tokens, weight)
+    elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
+    local = (tokens - first).masked_fill(elsewhere, 0)
+    return nn.functional.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int:

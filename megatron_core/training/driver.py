@@ -144,13 +144,15 @@ def forward_backward(
 
     The number of terms is known before backward, so that no average is ever taken of averages; it stays on the device.
     """
-    total = terms.clone()
-    all_reduce_(total, model.groups.group("dp-cp"))
-    total.clamp_min_(1.0)
+    counts = {} if auxiliary is None else auxiliary.counts
+    totals = torch.stack([terms, *counts.values()])
+    all_reduce_(totals, model.groups.group("dp-cp"))
+    total, *others = totals.clamp_min_(1.0)
     scale = model.optimizer.loss_scale.scale
     factor = scale / total
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
+        auxiliary.counts = dict(zip(counts, others, strict=True))
     last = plan.num_stages - 1
 
     def scaled(stage: int, micro: int, hidden: Tensor | None) -> Tensor:

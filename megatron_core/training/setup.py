@@ -78,7 +78,8 @@ class Run(Trainable):
 
     def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
         """This rank's part of its loader's batches, on its device."""
-        return [MicroBatch.of(batch, self.split, self.world.device) for batch in batches]
+        depth = self.config.model.mtp_num_layers or 0
+        return [MicroBatch.of(batch, self.split, self.world.device, later=depth) for batch in batches]
 
     @property
     def layout(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.layer_spec import mtp_loss_names
 from megatron_core.transformer.moe import update_expert_biases
 
 
@@ -50,6 +52,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         size.batch_size,
         expert_layers=model.expert_layers,
         num_experts=model.num_experts or 0,
+        counts=count_later_tokens(batches, mtp_loss_names(model)),
     )
     outcome = take_step(
         run,
@@ -113,6 +116,14 @@ def count_tokens(batches: list[MicroBatch]) -> Tensor:
     return torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
 
 
+def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
+    """The same of the tokens further ahead, by the names of their losses."""
+    masks = [batch.later.masks for batch in batches if batch.later is not None]
+    return {
+        name: torch.stack([mask[at].sum(dtype=torch.float64) for mask in masks]).sum() for at, name in enumerate(names)
+    }
+
+
 def message_lengths(batches: list[MicroBatch]) -> dict[int, int]:
     """Lengths of the sequences that travel between stages, by micro-batch."""
     return {micro: batch.residual_length for micro, batch in enumerate(batches)}
@@ -134,6 +145,7 @@ def forward_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses
             document_lengths=batch.document_lengths,
             auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
             loss_mask=batch.loss_mask,
+            later=batch.later,
         )
         return output if stage < last else (output * batch.loss_mask).sum()
 

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from megatron_core.errors import LayoutError
 
-Unit = Literal["tokens", "sequences"]
+Unit = Literal["tokens", "sequences", "counted"]
 
 
 @dataclass
 class AuxiliaryLosses:
     """The auxiliary losses of one step on this rank, of all its layers and micro-batches.
 
-    A loss states its rule: its value is a sum over ``"tokens"`` or over ``"sequences"``, and the mean over those of the
-    whole global batch is what is minimised and reported. So it depends neither on the layout nor on the number of
-    micro-batches, as the loss of the model itself.
+    A loss states its rule: its value is a sum over ``"tokens"``, over ``"sequences"``, or over what ``counts`` has for
+    its name (``"counted"``), and the mean over those of the whole global batch is what is minimised and reported. So it
+    depends neither on the layout nor on the number of micro-batches, as the loss of the model itself.
     """
 
     names: tuple[str, ...]
@@ -34,6 +34,9 @@ class AuxiliaryLosses:
     """Sequences in the global batch."""
     tokens: Tensor | None = None
     """Tokens of the global batch whose loss counts, at least 1: a float64 scalar, set before the first forward pass."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """Terms of losses that have neither tokens nor sequences, by name: float64 scalars; those of this rank's
+    micro-batches at first, before the first forward pass those of the global batch."""
     loss_scale: float = 1.0
     """What all gradients are multiplied by, against underflow in float16."""
     expert_layers: Sequence[int] = ()
@@ -52,10 +55,12 @@ class AuxiliaryLosses:
         """What the forward pass of a micro-batch adds to."""
         return MicroBatchAuxiliaryLosses(self, micro)
 
-    def denominator(self, per: Unit) -> Tensor | int:
-        """How many tokens or sequences the global batch has."""
+    def denominator(self, name: str, per: Unit) -> Tensor | int:
+        """How many terms the loss ``name`` has in the global batch."""
         if per == "sequences":
             return self.sequences
+        if per == "counted":
+            return self.counts[name]
         assert self.tokens is not None, "set before the first forward pass"
         return self.tokens
 
@@ -115,7 +120,7 @@ class MicroBatchAuxiliaryLosses:
         self, hidden: Tensor, name: str, value: Tensor, layer_number: int, coefficient: float, per: Unit, partial: bool
     ) -> Tensor:
         """As ``SequenceContext.add_auxiliary_loss``."""
-        denominator = self.step.denominator(per)
+        denominator = self.step.denominator(name, per)
         self.step.store(name, layer_number, self.micro, value, denominator, partial=partial)
         return _AttachGradient.apply(hidden, value, coefficient * self.step.loss_scale / denominator)
 

@@ -68,4 +68,10 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
 
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """The auxiliary losses of all layers of the model, in the same order on every rank."""
-    return tuple(sorted({name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}))
+    of_layers = {name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}
+    return (*sorted(of_layers), *mtp_loss_names(config))
+
+
+def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:
+    """The losses of multi-token prediction, by how many tokens ahead of the next one."""
+    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_num_layers or 0))

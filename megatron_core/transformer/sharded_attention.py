@@ -33,7 +33,7 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
     groups, kinds = context.cp, context.parallel.cp_comm_type
     if groups.whole.size() == 1:
         return CoreAttention(context, layer_number, window_size=window_size)
-    kind = kinds[0] if len(kinds) == 1 else kinds[layer_number]
+    kind = kinds[0] if len(kinds) == 1 else kinds[min(layer_number, len(kinds) - 1)]
     if kind == "a2a":
         inner = CoreAttention(context, layer_number, window_size=window_size, heads_over=groups.whole)
         return HeadParallelAttention(inner, groups.whole, ring=ALONE)

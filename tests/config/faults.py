@@ -59,6 +59,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"step_batch_size_schedule": ("0:8", "4")}, 1, ("step_batch_size_schedule=0:8 4", "TOKENS:SIZE")),
     ({"step_batch_size_schedule": ("0:8", "640:9")}, 2, ("step_batch_size_schedule", "multiple of", "1 x 2 = 2")),
     ({"eval_global_batch_size": 3}, 2, ("eval_global_batch_size=3", "2, 4")),
+    ({"mtp_num_layers": 1}, 1, ("mtp_num_layers=1", "learned_absolute", "rope")),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

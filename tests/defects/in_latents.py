@@ -1,4 +1,4 @@
-"""Defects of multi-latent attention: what tensor-parallel ranks have in common, and whose gradients are parts."""
+"""Defects of latent attention (gradients that are parts) and of multi-token prediction (shifts, counts, a copy)."""
 
 from __future__ import annotations
 
@@ -36,5 +36,44 @@ IN_LATENTS = (
         "norm(self.rank, partial_grad=True)",
         "latent attention, tp2",
         "C17",
+    ),
+    Defect(  # C5
+        "losses of later tokens are divided by each rank's own number of tokens",
+        "training.driver:forward_backward",
+        'all_reduce_(totals, model.groups.group("dp-cp"))',
+        'all_reduce_(totals[:1], model.groups.group("dp-cp"))',
+        "multi-token prediction, dp2",
+        "C3 C5",
+    ),
+    Defect(  # C5
+        "later tokens are sought in each rank's own part of the sequence",
+        "parallel.micro_batch:LaterTokens.of",
+        "parts.append(split.local(whole).to(device, non_blocking=True))",
+        "parts.append(_ahead(split.local(labels if parts is found[0] else masks), ahead).to(device))",
+        "cp2 tp2 sp, multi-token prediction",
+        "C5 C25",
+    ),
+    Defect(
+        "later tokens of the next document count",
+        "parallel.micro_batch:LaterTokens.of",
+        "_ahead(masks, ahead) * same",
+        "_ahead(masks, ahead)",
+        "multi-token prediction, packed, untied, dp2 zero3, recompute",
+        "C45",
+    ),
+    Defect(
+        "the last stage's embedding is a weight of its own",
+        "transformer.multi_token:MultiTokenPredictionBlock.__init__",
+        "tied=True, is_copy=True",
+        "tied=True, is_copy=False",
+        "multi-token prediction, untied, pp2",
+        "C11",
+    ),
+    Defect(
+        "each part of a split sequence predicts from the tokens of the first",
+        "transformer.multi_token:MultiTokenPredictionLayer._forward",
+        "joined = scatter_to_sequence(joined, self.tp_group)",
+        "joined = joined[: joined.shape[0] // self.tp_group.size()]",
+        "multi-token prediction, tp2 sp",
     ),
 )

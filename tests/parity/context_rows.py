@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parity.latent_rows import LATENT
+from tests.parity.latent_rows import LATENT, LATER
 from tests.parity.moe_rows import MOE_ROWS
 from tests.parity.rows import (
     FULL_BLOCK,
@@ -88,6 +88,7 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp2 p2p, latent attention": (2, LATENT | SDPA, CP2),
     "cp2 tp2 sp all_gather, latent attention, dropout": (4, LATENT, CP2 | TP2 | SP | GATHER),
     "cp2 a2a, latent attention": (2, LATENT | SDPA | {"v_head_dim": 12}, CP2 | HEADS),
+    "cp2 tp2 sp, multi-token prediction": (4, LATER, CP2 | TP2 | SP),
     # recomputation, growing sequences
     "cp2 p2p, full recompute": (2, {}, CP2 | FULL_UNIFORM),  # C27
     "cp2 a2a pp2, full recompute": (4, {}, CP2 | PP2 | HEADS | FULL_BLOCK),
@@ -112,6 +113,7 @@ SAMPLE = (
     "cp2 dp2 zero1, overlap",
     "cp2 all_gather, growing",
     "cp2 a2a, latent attention",
+    "cp2 tp2 sp, multi-token prediction",
     "cp2, balance of micro-batches, tp2 sp",
 )
 """What every test run compares: each kind of communication, axis, and way to compute, once."""

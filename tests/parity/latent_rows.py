@@ -1,4 +1,4 @@
-"""Rows of the parity matrix with multi-latent attention, in the form of ``rows.ROWS``."""
+"""Rows of the parity matrix with latent attention and multi-token prediction, in the form of ``rows.ROWS``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,40 @@ LATENT = {
 DIRECT = LATENT | {"q_lora_rank": None, "qk_layernorm": False, "num_layers": 4, "v_head_dim": 4}
 DEEPSEEK_V3 = LATENT | DEEPSEEK
 
+LATER = {
+    "num_layers": 3,
+    "global_batch_size": 4,
+    "position_embedding_type": "rope",
+    "mtp_num_layers": 2,
+    "mtp_loss_scaling_factor": 0.6,
+}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+ROPE_PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+
 LATENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "latent attention, tp2": (2, LATENT, TP2),
     "latent attention, tp2 sp": (2, LATENT, TP2 | SP),
     "latent attention, queries without latent, dp2 pp2 zb_v zero3": (4, DIRECT, PP2 | ZB_V | {"zero_stage": 3}),
     "deepseek, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK_V3, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
+    "multi-token prediction, micro-batches of 2": (1, LATER, {"micro_batch_size": 2}),
+    "multi-token prediction, tp2 sp": (2, LATER, TP2 | SP),
+    "multi-token prediction, dp2": (2, LATER, {}),
+    "multi-token prediction, pp2": (2, LATER, PP2),
+    "multi-token prediction, untied, pp2": (2, LATER | UNTIED, PP2),
+    "multi-token prediction, untied, dp2 pp2 zb_v zero3": (
+        4,
+        LATER | UNTIED | {"num_layers": 4},
+        PP2 | ZB_V | {"zero_stage": 3},
+    ),
+    "multi-token prediction, packed, untied, dp2 zero3, recompute": (
+        2,
+        LATER | UNTIED | ROPE_PACKED,
+        RECOMPUTE | {"zero_stage": 3} | OVERLAP,
+    ),
+    "deepseek with a second token, dp2 pp2 ep2 zero1": (
+        4,
+        DEEPSEEK_V3 | UNTIED | {"mtp_num_layers": 1},
+        PP2 | EP2 | {"zero_stage": 1} | {"pipeline_model_parallel_layout": "Ett|tmL"},
+    ),
     "deepseek, dp4 ep2 zero1, overlap": (4, DEEPSEEK_V3, EP2 | {"zero_stage": 1} | OVERLAP),
 }

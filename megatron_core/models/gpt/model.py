@@ -15,6 +15,7 @@ from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
+from megatron_core.parallel.micro_batch import LaterTokens
 from megatron_core.parallel.sharding import (
     allocate,
     amend_spec,
@@ -33,12 +34,13 @@ from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments
-from megatron_core.transformer.layer_spec import LayerSpecs
+from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
+from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.rotary import plain_frequencies, rotary_table, scaled_frequencies
 from megatron_core.transformer.router_replay import RouterReplay
 
 EMBEDDING = "embedding.word_embeddings.weight"
-TIED_COPY = "output_layer.weight"
+TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 
 
 class PositionEmbedding(nn.Module):
@@ -144,9 +146,13 @@ class GPTModel(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
+        self.mtp = None
+        if config.mtp_num_layers and post_process:
+            elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
+            self.mtp = MultiTokenPredictionBlock(context, vocab_size, layer_specs, own_embedding=elsewhere)
         self._input_tensor: Tensor | None = None
         self._mark_embedding_and_output()
-        if config.share_embeddings_and_output_weights and pre_process != post_process and tied_weight is None:
+        if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
             assert shared is not None, "a first or last stage has it"
             amend_spec(shared, tied=True, is_copy=post_process)
@@ -177,6 +183,8 @@ class GPTModel(nn.Module):
                 parameter.is_embedding_or_output_parameter = True
         if self.output_layer is not None and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
+        if self.mtp is not None and self.mtp.word_embeddings is not None:
+            self.mtp.word_embeddings.is_embedding_or_output_parameter = True
 
     def _shared_weight(self) -> nn.Parameter | None:
         """The weight that embeds tokens and, when tied, scores them."""
@@ -184,20 +192,23 @@ class GPTModel(nn.Module):
             return self.embedding.word_embeddings.weight
         if self._weights_of_others:
             return self._weights_of_others[0]
+        if self.mtp is not None and self.mtp.word_embeddings is not None:
+            return self.mtp.word_embeddings
         return self.output_layer.weight if self.output_layer is not None else None
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with names that do not depend on the stage; the copy of a tied weight has the original's name."""
         for name, parameter in self.named_parameters():
-            yield (EMBEDDING if name == TIED_COPY and spec_of(parameter).is_copy else name), parameter
+            yield (EMBEDDING if name in TIED_COPIES and spec_of(parameter).is_copy else name), parameter
 
     def units(self) -> list[list[nn.Module]]:
         """What data parallelism gathers, frees and reduces together: the embedding, each layer, the head.
 
-        A head that scores with the embedding's weight names it, too: it belongs to the first unit, and is needed here.
+        A head that uses the embedding's weight names it, too: it belongs to the first unit, and is needed here.
         """
-        head: list[nn.Module | None] = [self.decoder.final_layernorm, self.output_layer]
-        if self.output_layer is not None and self.output_layer.weight is None:
+        head: list[nn.Module | None] = [self.decoder.final_layernorm, self.mtp, self.output_layer]
+        embeds = self.output_layer is not None and (self.output_layer.weight is None or self.mtp is not None)
+        if embeds and (self.embedding is not None or self._weights_of_others):
             head.append(nn.ParameterList([self._shared_weight()]))
         units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
         return [present for unit in units if (present := [module for module in unit if module is not None])]
@@ -227,6 +238,7 @@ class GPTModel(nn.Module):
         auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
         loss_mask: Tensor | None = None,
         router_replay: RouterReplay | None = None,
+        later: LaterTokens | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
@@ -238,7 +250,8 @@ class GPTModel(nn.Module):
         ``positions``; documents and a cache do not go together. ``logit_positions`` ``[b, k]`` are the indices in each
         row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None: all. ``auxiliary_losses`` collects
         those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them.
-        ``router_replay`` records which experts tokens go to, or repeats a record.
+        ``router_replay`` records which experts tokens go to, or repeats a record; ``later`` are the labels of
+        multi-token prediction, without which it adds no losses.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
@@ -266,11 +279,44 @@ class GPTModel(nn.Module):
             return hidden_states
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
-            return self._losses(hidden_states, labels.transpose(0, 1), tied).transpose(0, 1)
+            losses = self._losses(hidden_states, labels.transpose(0, 1), tied)
+            if self.mtp is not None and self.training and later is not None:
+                losses = self._with_later_losses(losses, hidden_states, labels, later, tied, context)
+            return losses.transpose(0, 1)
         if logit_positions is not None:
             rows = torch.arange(logit_positions.shape[0], device=logit_positions.device)
             hidden_states = hidden_states[logit_positions.t(), rows]
         return self._logits(self._capped(self.output_layer(hidden_states, weight=tied)[0])).transpose(0, 1)
+
+    def _with_later_losses(
+        self,
+        losses: Tensor,
+        hidden: Tensor,
+        labels: Tensor,
+        later: LaterTokens,
+        tied: nn.Parameter | None,
+        context: SequenceContext,
+    ) -> Tensor:
+        """``losses``, through whose backward the gradients of the losses of multi-token prediction come.
+
+        Each is a mean over the tokens of the global batch that count at its depth.
+        """
+        weight = self._shared_weight()
+        assert self.mtp is not None and weight is not None, "the last stage has them"
+        names, tokens = mtp_loss_names(self.config), labels
+        for depth, layer in enumerate(self.mtp.layers):
+            hidden = layer(self.mtp.embed(tokens, weight), hidden, context)
+            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
+            own = self._losses(hidden, tokens.transpose(0, 1), tied)
+            losses = context.add_auxiliary_loss(
+                losses,
+                names[depth],
+                (own.to(wide(own.dtype)) * mask).sum(),
+                layer_number=self.config.num_layers + depth,
+                coefficient=self.config.mtp_loss_scaling_factor / len(names),
+                per="counted",
+            )
+        return losses
 
     def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""

@@ -212,6 +212,6 @@ def _function(config: ModelConfig) -> Settings:
         "add_qkv_bias": config.has_qkv_bias,
         "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],
         "window_attn_skip_freq": None,
-        "moe_layer_freq": config.expert_layers,
+        "moe_layer_freq": [config.has_experts(n) for n in range(config.num_layers)],
         "moe_ffn_hidden_size": config.expert_ffn_size,
     }

@@ -37,6 +37,7 @@ def write_hugging_face(
     A file holds whole tensors, so that one which is larger has a file for itself.
     """
     names = [name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model.")]
+    names = [name for name in names if not name.startswith("mtp.")]  # in training alone
     shapes = {name: reader.manifest.tensors[f"model.{name}"].shape for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     theirs = {**further, **own, **architecture.config_json(model)}

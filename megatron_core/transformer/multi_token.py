@@ -1,0 +1,96 @@
+"""Layers that predict tokens further ahead than the next one, in training alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.parallel.collectives import (
+    gather_channels,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
+from megatron_core.parallel.sharding import allocate, amend_spec, split
+from megatron_core.tensor_parallel import ColumnParallelLinear
+from megatron_core.tensor_parallel.layers import vocab_parallel_lookup, vocabulary_per_rank
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.layer import TransformerLayer
+from megatron_core.transformer.layer_spec import LayerSpecs
+from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.recompute import recomputed
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for each position i; its norm goes to the shared output layer.
+
+    ``depth`` is k - 1. The layer is made as the last one of the model, and numbered behind it.
+    Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2; names as in Megatron Core's layer of this name.
+    """
+
+    def __init__(self, context: LayerContext, depth: int, layer_specs: LayerSpecs) -> None:
+        super().__init__()
+        config, self.tp_group = context.config, context.tp_group
+        size, partial_grad = config.hidden_size, context.sequence_parallel
+        self.enorm = Norm(context, size, partial_grad=partial_grad)
+        self.hnorm = Norm(context, size, partial_grad=partial_grad)
+        self.eh_proj = ColumnParallelLinear(
+            2 * size,
+            size,
+            config=context.parallel,
+            init_method=context.init_method,
+            bias=False,
+            tp_group=self.tp_group,
+        )
+        number = config.num_layers + depth
+        self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
+        self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
+        self.final_layernorm = Norm(context, size, partial_grad=partial_grad)
+        self.sequence_parallel, self.recompute = context.sequence_parallel, config.recompute_granularity == "full"
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """``[s, b, h]`` twice (``[s/tp, b, h]`` with sequence parallel) -> h_k, normalized, of the same shape."""
+        run = recomputed(self._forward) if self.recompute else self._forward
+        return run(embedded, hidden, context)
+
+    def _forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
+        if self.embedding_dropout.active:
+            embedded = self.embedding_dropout(embedded, context.sample_index, position_ids=context.residual_positions)
+        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+        joined = gather_channels(self.eh_proj(both)[0], self.tp_group)
+        if self.sequence_parallel:
+            joined = scatter_to_sequence(joined, self.tp_group)
+        return self.final_layernorm(self.mtp_model_layer(joined, context))
+
+
+class MultiTokenPredictionBlock(nn.Module):
+    """The layers that predict 2, 3, ... tokens ahead, each from the one before it; on the last stage.
+
+    They look tokens up in the model's word embedding. ``own_embedding`` makes a copy of it, for a stage whose rank
+    does not have it: ``word_embeddings``, tied to the first stage's.
+    """
+
+    def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
+        super().__init__()
+        config = context.config
+        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
+        self.layers = nn.ModuleList(
+            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_num_layers or 0)
+        )
+        self.word_embeddings: nn.Parameter | None = None
+        if own_embedding:
+            size, index = self.tp_group.size(), self.tp_group.rank()
+            padded = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, size) * size
+            spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
+            self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+            self.word_embeddings.init_method = context.embedding_init_method
+            amend_spec(self.word_embeddings, tied=True, is_copy=True)
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) from the rows of the embedding."""
+        first = self.tp_group.rank() * weight.shape[0]
+        found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
+        combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
+        found = combine(found, self.tp_group)
+        return found if self.scale is None else found * self.scale
