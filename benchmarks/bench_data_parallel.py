@@ -1,21 +1,23 @@
-"""Two data-parallel ranks train the same GPT: ZeRO stages 0 to 3 beside torch's DDP and FSDP2.
+"""Two data-parallel ranks train the same GPT: ZeRO stages 0 to 3 beside torch's DDP and FSDP2, and DeepSpeed's ZeRO.
 
 The model of all contenders is this framework's GPT, the optimizer AdamW (torch's fused one for the peers), with
-clipping. One thread a rank; every contender takes its turn in each round, and medians over all rounds are compared.
-Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time to that of the peer: DDP for stages
-0 and 1, FSDP2 for 2 (weights stay after forward) and 3.
+clipping. Peers talk over gloo, DeepSpeed takes part if it is installed. One thread a rank; every contender takes its
+turn in each round, and medians over all rounds are compared. Prints a table and appends it to benchmarks/results.csv;
+``ratio`` there is the time to that of the peer: DDP for stages 0 and 1, FSDP2 for 2 (weights stay after forward) and 3.
 
     python -m benchmarks.bench_data_parallel
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,7 @@ OURS: dict[str, dict[str, object]] = {
     "stage 2": {"zero_stage": 2, **OVERLAP},
     "stage 3": {"zero_stage": 3, **OVERLAP},
 }
+DEEPSPEED = ("DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
 PEERS = {"stage 0": "DDP", "stage 1": "DDP", "stage 2": "FSDP2, kept", "stage 3": "FSDP2"}
 
 
@@ -109,6 +112,33 @@ def _peer_step(kind: str, settings: Settings) -> Callable[[], object]:
     vocabulary, options = config.data.vocab_size or 0, ModelParallelConfig()
     groups = ParallelGroups(Grid(dp=dist.get_world_size()), dist.get_rank())
     gpt = GPTModel(config.model, vocabulary, config.max_positions, parallel=options, groups=groups)
+    batches = [torch.randint(0, vocabulary, size) for _ in range(settings.micro_batches)]
+    return _deepspeed_step(gpt, batches, int(kind[-1])) if kind in DEEPSPEED else _torch_step(gpt, batches, kind)
+
+
+def _deepspeed_step(gpt: GPTModel, batches: list[torch.Tensor], stage: int) -> Callable[[], object]:
+    import deepspeed  # what a benchmark without it need not have
+
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    config = {
+        "train_micro_batch_size_per_gpu": len(batches[0]),
+        "gradient_accumulation_steps": len(batches),
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, fused=True)
+    engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer, config=config)
+
+    def step() -> None:
+        for batch in batches:
+            engine.backward(engine(batch, labels=batch, sample_index=torch.arange(len(batch))).mean())
+            engine.step()
+
+    return step
+
+
+def _torch_step(gpt: GPTModel, batches: list[torch.Tensor], kind: str) -> Callable[[], object]:
     model: nn.Module = gpt
     if kind == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
@@ -117,7 +147,6 @@ def _peer_step(kind: str, settings: Settings) -> Callable[[], object]:
             fully_shard(unit[0], reshard_after_forward=kind == "FSDP2")
         fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batches = [torch.randint(0, vocabulary, size) for _ in range(settings.micro_batches)]
 
     def step() -> None:
         for number, batch in enumerate(batches):
@@ -135,11 +164,12 @@ def main() -> int:
     """Measure, print, append."""
     settings = tyro.cli(Settings, description=__doc__)
     turns: dict[str, list[list[Turn]]] = {}
+    peers = [*dict.fromkeys(PEERS.values()), *(DEEPSPEED if find_spec("deepspeed") else ())]
     for _ in range(settings.rounds):
         for name, flags in OURS.items():
             turns.setdefault(name, []).append(run_ranks(2, ours, flags, settings, timeout=300.0))
-        for name in dict.fromkeys(PEERS.values()):
-            turns.setdefault(name, []).append(run_ranks(2, theirs, name, settings, timeout=300.0))
+        for name in peers:
+            turns.setdefault(name, []).append(run_ranks(2, theirs, name, settings, timeout=300.0, backend="gloo"))
     seconds = {
         name: statistics.median(max(both) for ranks in rounds for both in zip(*(s for s, _ in ranks), strict=True))
         for name, rounds in turns.items()
