@@ -98,6 +98,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._rows)
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._rows or self._waiting)

@@ -27,22 +27,37 @@ class TextStream:
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
-    tokens: list[int] = field(default_factory=list)
     text: str = ""
     """What has been returned."""
     stopped: bool = False
     """Whether a stop string has ended the text."""
+    _whole: str = ""
+    """The text of all tokens up to the last one that ends a character."""
+    _known: list[int] = field(default_factory=list)
+    """The last tokens of it: what a token's text is may depend on those before it."""
+    _new: list[int] = field(default_factory=list)
+    """The tokens behind it."""
 
     def add(self, token: int) -> str:
         """What can be shown after one more token."""
-        self.tokens.append(token)
-        settled, self.stopped = until_stop(self.tokenizer.detokenize(self.tokens), self.stops)
-        return self._new(settled)
+        self._new.append(token)
+        gained = self._gained()
+        if not gained.endswith("\ufffd"):
+            self._whole += gained
+            self._known, self._new = self._new, []
+        settled, self.stopped = until_stop(self._whole, self.stops)
+        return self._show(settled)
 
     def finish(self) -> str:
         """What was held back, when no further token comes."""
-        return "" if self.stopped else self._new(self.tokenizer.detokenize(self.tokens))
+        return "" if self.stopped else self._show(self._whole + self._gained())
 
-    def _new(self, text: str) -> str:
+    def _gained(self) -> str:
+        """The text of the new tokens."""
+        if not self._new:
+            return ""
+        return self.tokenizer.detokenize(self._known + self._new)[len(self.tokenizer.detokenize(self._known)) :]
+
+    def _show(self, text: str) -> str:
         new, self.text = text[len(self.text) :], text
         return new

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_core.errors import ConfigError
-from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, generate, until_stop
+from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.sampling import candidates
 from megatron_core.models.build import build_stages
+from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
+from tests.tokenizers.corpus import write_sentence_piece
 
 PROMPT, NEW = [5, 11, 17, 23], 8
 MODERN = {
@@ -260,3 +264,23 @@ def test_wrong_requests_are_one_sentence(request_: Request, message: str) -> Non
 def test_stop_strings(text: str, expected: tuple[str, bool]) -> None:
     assert until_stop(text, ("\n\n###", "END")) == expected
     assert until_stop("one E", ()) == ("one E", False)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentence pieces"])
+def test_streamed_text_is_the_whole_text(kind: str, tmp_path: Path) -> None:
+    """Characters of several tokens appear whole; spaces between words of pieces stay."""
+    if kind == "bytes":
+        tokenizer: Tokenizer = ByteLevelTokenizer()
+    else:
+        tokenizer = SentencePieceTokenizer(write_sentence_piece(tmp_path))
+    text = "the cat \u4e16\u754c and Gr\u00fc\u00dfe \U0001f642 the"
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in tokenizer.tokenize(text)]
+    assert not any("\ufffd" in piece for piece in pieces) and len(set(pieces)) > 8
+    assert "".join(pieces) + stream.finish() == stream.text == tokenizer.detokenize(tokenizer.tokenize(text))
+    incomplete = TextStream(tokenizer)
+    first = tokenizer.tokenize("\u20ac")[:-1]
+    assert "".join(map(incomplete.add, first)).strip() == "" and incomplete.finish().endswith("\ufffd")
+    stopping = TextStream(tokenizer, ["\u754c and"])
+    shown = "".join(stopping.add(token) for token in tokenizer.tokenize(text) if not stopping.stopped)
+    assert shown + stopping.finish() == text[: text.index("\u754c")]

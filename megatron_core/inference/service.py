@@ -1,0 +1,156 @@
+"""An engine in a thread of its own, fed by the threads of a server; the other ranks of the model follow it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_core.errors import MegatronError
+from megatron_core.inference.engine import Engine, Progress, Request
+from megatron_core.inference.sampling import Sampling
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.texts import gather_texts
+
+HEARTBEAT = 1.0
+"""Seconds after which ranks without work meet again, so that no collective waits for long."""
+
+
+Listener = Callable[[Progress | None], object]
+
+
+class QueueFullError(MegatronError):
+    """There are too many waiting requests."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What all ranks do between two steps: cancel the request of a ticket, submit one, or, without a ticket, stop."""
+
+    ticket: int | None
+    request: Request | None = None
+
+
+class GenerationService:
+    """Submits and cancels requests of other threads between the engine's steps.
+
+    On rank 0 ``submit`` and ``cancel`` may be called from any thread, and ``listener`` gets every ``Progress`` in the
+    service's own thread, or None when the engine has failed. The other ranks only ``run``, and do the same. At most
+    ``max_waiting`` requests wait.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int = 64) -> None:
+        self.engine, self.max_waiting = engine, max_waiting
+        self.failure: BaseException | None = None
+        """What has ended ``run``."""
+        self._group = engine.generator.groups.group(WORLD)
+        self._changed = threading.Condition()
+        self._commands: list[_Command] = []
+        self._listeners: dict[int, Listener] = {}
+        self._numbers: dict[int, int] = {}
+        """Ticket -> the engine's number."""
+        self._next_ticket = 0
+        self._stopped = False
+
+    def submit(self, requests: Sequence[Request], listeners: Sequence[Listener]) -> list[int]:
+        """Queue all of ``requests`` or none; -> tickets to cancel them.
+
+        ``ConfigError`` for one that the engine refuses, ``QueueFullError`` if they do not fit.
+        """
+        checked = [self.engine.checked(request) for request in requests]
+        with self._changed:
+            waiting = self.engine.waiting + sum(command.request is not None for command in self._commands)
+            if self._stopped or waiting + len(checked) > self.max_waiting:
+                reason = "the server is ending" if self._stopped else f"{waiting} requests are waiting"
+                raise QueueFullError(f"{reason} and there is room for {self.max_waiting}; try again later")
+            tickets = list(range(self._next_ticket, self._next_ticket + len(checked)))
+            self._next_ticket += len(checked)
+            self._commands += [_Command(ticket, each) for ticket, each in zip(tickets, checked, strict=True)]
+            self._listeners |= dict(zip(tickets, listeners, strict=True))
+            self._changed.notify()
+        return tickets
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Forget requests; nothing happens to those that are finished."""
+        with self._changed:
+            for ticket in tickets:
+                if self._listeners.pop(ticket, None) is not None:
+                    self._commands.append(_Command(ticket))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End ``run`` on all ranks after its step."""
+        with self._changed:
+            self._stopped = True
+            self._commands.append(_Command(None))
+            self._changed.notify()
+
+    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
+        """``run`` in a thread; what ends it is in ``failure``, and ``when_ended`` is called."""
+        thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name="generation", daemon=True)
+        thread.start()
+        return thread
+
+    def run(self) -> None:
+        """Generate until ``stop``; every rank calls this."""
+        while True:
+            for command in self._next_commands():
+                if command.ticket is None:
+                    return
+                if command.request is not None:
+                    self._numbers[command.ticket] = self.engine.submit(command.request)
+                elif command.ticket in self._numbers:
+                    self.engine.cancel(self._numbers.pop(command.ticket))
+            tickets = {number: ticket for ticket, number in self._numbers.items()}
+            for progress in self.engine.step():
+                ticket = tickets[progress.number]
+                with self._changed:
+                    done = progress.finished is not None
+                    listener = self._listeners.pop(ticket, None) if done else self._listeners.get(ticket)
+                if done:
+                    del self._numbers[ticket]
+                if listener is not None:
+                    listener(progress)
+
+    def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # raised again by the thread that started this one
+            self.failure = error
+        finally:
+            with self._changed:
+                self._stopped = True
+                listeners = list(self._listeners.values())
+                self._listeners.clear()
+            for listener in listeners:
+                listener(None)
+            when_ended()
+
+    def _next_commands(self) -> list[_Command]:
+        """Rank 0's commands, on all ranks; rank 0 waits for them if there is nothing else to do."""
+        mine: list[_Command] = []
+        if self._group.rank() == 0:
+            with self._changed:
+                if not self._commands and not self.engine.busy:
+                    self._changed.wait(HEARTBEAT)
+                mine, self._commands = self._commands, []
+        return [_from_json(each) for each in json.loads(gather_texts(_as_json(mine), self._group, self._device)[0])]
+
+    @property
+    def _device(self) -> Any:
+        return self.engine.generator.device
+
+
+def _as_json(commands: Sequence[_Command]) -> str:
+    return json.dumps([asdict(command) for command in commands], default=sorted)
+
+
+def _from_json(command: dict[str, Any]) -> _Command:
+    request = command["request"]
+    if request is not None:
+        sampling = Sampling(**request.pop("sampling"))
+        ends, prompt = frozenset(request.pop("ends")), tuple(request.pop("prompt"))
+        request = Request(**request, sampling=sampling, ends=ends, prompt=prompt)
+    return _Command(command["ticket"], request)

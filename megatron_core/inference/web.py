@@ -1,0 +1,222 @@
+"""OpenAI's interface over HTTP with starlette: every wrong request is one sentence, and ends nothing but itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.inference.engine import Progress
+from megatron_core.inference.openai import Choice, Job, Json, Protocol
+from megatron_core.inference.service import GenerationService, Listener, QueueFullError
+
+PAGE = Path(__file__).with_name("page.html")
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+)
+BODY_SECONDS = 30.0
+"""How long a client may take to send its request."""
+CLIENT_CLOSED_REQUEST = 499
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; ``end`` is called when they are sent or the client has gone."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._end()
+
+
+class Running:
+    """The requests of a job in the service, and what arrives from them."""
+
+    def __init__(self, job: Job, service: GenerationService) -> None:
+        self.job, self._service = job, service
+        self._arrived: asyncio.Queue[tuple[Choice, Progress | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(choice: Choice) -> Listener:
+            return lambda progress: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, progress))
+
+        requests = [choice.request for choice in job.choices]
+        self._tickets = service.submit(requests, [listener(choice) for choice in job.choices])
+
+    async def pieces(self) -> AsyncIterator[tuple[Choice, str, int]]:
+        """Each choice that has gained something, the text, and how many of its tokens were reported before."""
+        left = len(self.job.choices)
+        while left:
+            choice, progress = await self._arrived.get()
+            if progress is None:
+                raise HTTPException(500, "the model has failed; the server is ending")
+            if choice.finished is not None:
+                continue  # what the engine did before it heard of a stop string
+            before = len(choice.scores)
+            text = choice.add(progress)
+            if choice.finished is not None:
+                left -= 1
+                self._service.cancel([self._tickets[choice.index]])
+            yield choice, text, before
+
+    def end(self) -> None:
+        """Cancel what is not finished."""
+        self._service.cancel(self._tickets)
+
+
+class Server:
+    """The handlers; ``max_bytes`` is the size of the largest request."""
+
+    def __init__(self, service: GenerationService, protocol: Protocol, *, max_bytes: int = 2**20) -> None:
+        self._service, self._protocol, self._max_bytes = service, protocol, max_bytes
+
+    def application(self, hosts: Sequence[str] = ("*",)) -> Starlette:
+        """The application; ``hosts`` are the names by which clients may call it."""
+        routes = [
+            Route("/", self.page),
+            Route("/health", self.status),
+            Route("/v1/models", self.models),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal})
+
+    async def page(self, request: Request) -> Response:
+        """A page to try the model."""
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
+
+    async def status(self, request: Request) -> Response:
+        """Whether the model still runs, and how many texts it generates now and later."""
+        engine, failed = self._service.engine, self._service.failure is not None
+        load = {"running": engine.running, "waiting": engine.waiting}
+        return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
+
+    async def models(self, request: Request) -> Response:
+        """The model's name and length."""
+        own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
+        length = {"max_model_len": self._protocol.limits.max_length}
+        return JSONResponse({"object": "list", "data": [own | length]})
+
+    async def completions(self, request: Request) -> Response:
+        """Continuations of prompts."""
+        return await self._answer(request, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """Answers to chats."""
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        try:
+            job = self._protocol.job(await self._json(request), chat=chat)
+            running = Running(job, self._service)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except (DataError, ConfigError) as error:
+            raise HTTPException(400, str(error)) from None
+        except QueueFullError as error:
+            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+        kind = "chat.completion" if chat else "text_completion"
+        own = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._protocol.model}
+        if job.stream:
+            head = {**own, "object": "chat.completion.chunk" if chat else kind}
+            return EventStream(self._events(running, head), running.end)
+        whole = asyncio.ensure_future(self._whole(running))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            choices = await whole
+        finally:
+            whole.cancel()
+            gone.cancel()
+            running.end()
+        return JSONResponse({**own, "object": kind, "choices": choices, "usage": job.usage()})
+
+    async def _whole(self, running: Running) -> list[Json]:
+        async for _ in running.pieces():
+            pass
+        return [self._protocol.choice_json(running.job, choice) for choice in running.job.choices]
+
+    async def _events(self, running: Running, head: Json) -> AsyncIterator[str]:
+        job = running.job
+        for choice in job.choices:
+            if job.chat:
+                delta = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield _event({**head, "choices": [delta]})
+            elif choice.echo:
+                begun = {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
+                yield _event({**head, "choices": [begun]})
+        try:
+            async for choice, text, before in running.pieces():
+                if text or choice.finished or len(choice.scores) > before:
+                    yield _event({**head, "choices": [self._protocol.delta_json(job, choice, text, before)]})
+        except HTTPException as error:  # the status has been sent
+            yield _event(_error(error.status_code, error.detail))
+            return
+        if job.include_usage:
+            yield _event({**head, "choices": [], "usage": job.usage()})
+        yield "data: [DONE]\n\n"
+
+    async def _json(self, request: Request) -> object:
+        """The request as JSON, which must say that it is JSON: browsers let no other site's page send that."""
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HTTPException(415, "send the request as Content-Type: application/json")
+        try:
+            received = await asyncio.wait_for(self._received(request), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"the request did not arrive in {BODY_SECONDS:.0f} seconds") from None
+        try:
+            return json.loads(received)
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"the request is not JSON: {error}") from None
+
+    async def _received(self, request: Request) -> bytes:
+        received = bytearray()
+        async for part in request.stream():
+            received += part
+            if len(received) > self._max_bytes:
+                raise HTTPException(413, f"the request has more than {self._max_bytes} bytes")
+        return bytes(received)
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has gone; its request has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(_error(error.status_code, error.detail), error.status_code, error.headers)
+
+
+def _error(status: int, message: str) -> Json:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content)}\n\n"

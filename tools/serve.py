@@ -1,0 +1,139 @@
+"""OpenAI's completions and chat interface for a trained model, with a page to try it.
+
+python tools/serve.py --load runs/quickstart/checkpoints
+
+torchrun --nproc-per-node 2 tools/serve.py --load SmolLM2-135M --tensor-model-parallel-size 2
+
+Needs the extra: pip install "megatron-native[server]"
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_core.errors import ConfigError
+from megatron_core.inference import Engine
+from megatron_core.inference.openai import Limits, Protocol
+from megatron_core.inference.service import GenerationService
+from megatron_core.inference.start import GenerationLayout, start_generator
+from megatron_core.parallel import World, run_job
+from megatron_core.tokenizers.chat import chat_template_of
+from megatron_core.training.compatibility import open_model
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(GenerationLayout):
+    """Answer requests in OpenAI's format with a trained model, in any layout."""
+
+    load: str
+    """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
+    ckpt_step: int | None = None
+    """Iteration to load; default the latest."""
+    host: str = "127.0.0.1"
+    """Address to listen at; by default this machine alone can connect. There is no authentication."""
+    port: int = 8000
+    """Port to listen at; 0: the system chooses one, and the first line printed names it."""
+    model_name: str | None = None
+    """Name of the model in answers; default the folder's."""
+    chat_template: str | None = None
+    """File of a chat template in Jinja's language; default the one that came with the tokenizer."""
+    max_batch_size: int = 8
+    """Largest number of texts that are generated together."""
+    max_waiting: int = 64
+    """Largest number of texts that wait for their turn; further requests are refused with status 429."""
+    max_length: int | None = None
+    """Largest number of tokens of a prompt and its continuation; default that of the model's training."""
+    max_request_bytes: int = 2**20
+    """Size of the largest request."""
+    max_connections: int = 256
+    """Largest number of open connections; further ones are refused with status 503."""
+
+
+def serve(settings: Settings, world: World) -> None:
+    """Load, listen on rank 0, and generate on all ranks until interrupted."""
+    try:
+        import uvicorn
+
+        from megatron_core.inference.web import Server
+    except ImportError as error:
+        raise ConfigError(f"{error}: install the extra, pip install 'megatron-native[server]'") from None
+    for name in ("max_batch_size", "max_waiting", "max_request_bytes", "max_connections"):
+        if getattr(settings, name) < 1:
+            raise ConfigError(f"{name}={getattr(settings, name)}: give 1 or more")
+    listening = listen(settings) if world.rank == 0 else None
+    reader, trained = open_model(settings.load, settings.ckpt_step)
+    generator, tokenizer = start_generator(reader, trained, settings, world)
+    longest = settings.max_length or generator.config.max_positions
+    engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest)
+    service = GenerationService(engine, max_waiting=settings.max_waiting)
+    if threading.current_thread() is threading.main_thread():
+        # Rank 0 ends all ranks between two steps: uvicorn has handlers of its own, and calls these behind them.
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, lambda number, frame: None)
+    if listening is None:
+        service.run()
+        return
+    assert engine.max_length is not None
+    limits = Limits(engine.max_length, min(settings.max_waiting, 64))
+    template = chat_template_of(tokenizer, settings.chat_template)
+    name = settings.model_name or Path(settings.load).resolve().name
+    protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size)
+    hosts = LOOPBACK_NAMES if is_loopback(settings.host) else ("*",)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            Server(service, protocol, max_bytes=settings.max_request_bytes).application(hosts),
+            limit_concurrency=settings.max_connections,
+            timeout_graceful_shutdown=1,
+            log_level="warning",
+        )
+    )
+    thread = service.start(when_ended=lambda: setattr(server, "should_exit", True))
+    address = listening.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(f"{name}: listening at http://{shown}:{address[1]}, longest text {limits.max_length} tokens", flush=True)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        service.stop()
+        thread.join(timeout=60.0)
+    if service.failure is not None:
+        raise service.failure
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket that clients connect to."""
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"host={settings.host!r} port={settings.port} cannot be listened at: {error}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    """Parse the flags, run and exit."""
+    world = World.from_environment()
+    settings = tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0)
+    run_job(world, lambda: serve(settings, world))
+
+
+if __name__ == "__main__":
+    main()
