@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.collectives import Done, Handle, all_gather_flat_, all_reduce_, reduce_scatter_flat_
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
@@ -51,7 +52,11 @@ class BucketKind:
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             tied=spec.tied,
+            narrow=getattr(parameter, "fp8", None) is not None,
         )
+
+    narrow: bool = False
+    """Weights are gathered in FP8."""
 
     @property
     def is_partial(self) -> bool:
@@ -146,11 +151,13 @@ class Bucket:
         self.compressor: Compressor | None = None
         self.wire_bytes = 0
         """Bytes that this rank has contributed to sums since the beginning."""
+        self.gathered_bytes = 0
+        """Bytes of weights that this rank has sent to others since the beginning."""
         self._reducing: Handle = Done()
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
-        self.gathering: Handle = Done()
+        self.gathering: Handle | Arriving = Done()
         self.reduced = False
 
     def _adopt(self, name: str, parameter: nn.Parameter, at: int, initialise: Initialise | None) -> None:
@@ -242,10 +249,20 @@ class Bucket:
                 own = self.weight_shard.to(self.weights.device)
                 if self.dp_group.size() == 1:
                     self.weights.copy_(own)
-                self.gathering = all_gather_flat_(self.weights, own, self.dp_group, async_op=True)
+                self._gather(own)
         elif self.is_sharded:
             poison_outside(self.weights, self.shard)
-            self.gathering = all_gather_flat_(self.weights, self.weight_shard, self.dp_group, async_op=True)
+            self._gather(self.weight_shard)
+
+    def _gather(self, own: Tensor) -> None:
+        if self.dp_group.size() == 1:
+            return
+        if self.kind.narrow:
+            spans, named = [piece[1:] for piece in self.pieces()], zip(self.offsets, self.parameters, strict=True)
+            self.gathering, sent = start_narrow_gather(self.weights, own, spans, list(named), self.dp_group)
+        else:
+            self.gathering, sent = all_gather_flat_(self.weights, own, self.dp_group, async_op=True), own.nbytes
+        self.gathered_bytes += sent
 
     def finish_gather(self) -> None:
         """Wait for the weights."""

@@ -87,8 +87,15 @@ class FP8Products:
         there was none. Set by ``AmaxHistories``; None: every scale is that of the tensor itself."""
         self.recorded = torch.zeros(len(ROLES))
         """Those of this step so far, on this rank."""
+        self.weight_is_narrow = False
+        """Whether the weight was gathered in FP8; then its amax was recorded on the way, before it was rounded."""
         self.counts: Tensor | None = None
         """If asked for: clamped elements, those that became 0, all but zeros, ``[3, 3]`` by role; float64."""
+
+    def mark(self, weight: nn.Parameter) -> None:
+        """Tell data parallelism that ``weight`` is gathered in FP8, if it is."""
+        if self.settings.fp8_param_gather:
+            weight.fp8 = self
 
     @property
     def knows_scales(self) -> bool:
@@ -114,7 +121,11 @@ class FP8Products:
     def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
         """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history."""
         amax = block_amax(x, blocks)
-        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+        record = record and not (role == "weight" and self.weight_is_narrow)
+        return self.scale_of_amax(role, amax.to(torch.promote_types(amax.dtype, torch.float32)), blocks, record=record)
+
+    def scale_of_amax(self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
+        """The scales of a matrix from the amaxes of its blocks on this rank, which may be changed."""
         if record and self.is_delayed and amax.numel():
             self._record(role, amax)
         if self.knows_scales and blocks == WHOLE:

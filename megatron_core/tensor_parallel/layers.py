@@ -54,7 +54,10 @@ class _ParallelLayer(nn.Module):
         if precision is None:
             return None
         of_input, of_output = (ALONE, tp) if splits_output else (tp, ALONE)
-        return FP8Products(precision.settings, of_input, of_output, sequence=precision.sequence_group)
+        fp8 = FP8Products(precision.settings, of_input, of_output, sequence=precision.sequence_group)
+        if self.weight is not None:
+            fp8.mark(self.weight)
+        return fp8
 
     def _bias(self, spec: ShardSpec) -> nn.Parameter:
         bias = allocate(spec, self.config.params_dtype, self.config.device)

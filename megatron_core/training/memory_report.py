@@ -37,8 +37,9 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
         return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {parts}"
     state = sum(size for kind, size in found.items() if kind != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
+    gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
     return (
         f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
         f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
-        f"sent {readable_bytes(sent)} so far"
+        f"sent {readable_bytes(sent)}, weights {readable_bytes(gathered)} so far"
     )

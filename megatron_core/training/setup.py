@@ -224,10 +224,9 @@ def set_up(
     )
     fp8 = _histories_of(config, stages, groups, world.device)
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
-    left = config.training.steps_left(
+    total = state.iteration + config.training.steps_left(
         groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
     )
-    total = state.iteration + left
     decoupled = config.optimizer.decoupled()
     links = Links(groups)
     links.warm_up(world.device, plans.stage_to_rank)

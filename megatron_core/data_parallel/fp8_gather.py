@@ -1,0 +1,127 @@
+"""Weights gathered over data-parallel ranks in FP8: half the bytes of bfloat16, and the same products to the bit.
+
+Each rank quantises its shard with the scales that the layer would find for the whole weight: an amax is a maximum over
+all shards. What arrives is held in the weights' own dtype as data / scale; the layer, which quantises it again with the
+same scale, finds the same 8-bit numbers, because they lie much closer to those than half a step of the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.ops.fp8 import E4M3, Blocks, Quantised, block_amax, cast
+from megatron_core.parallel.collectives import Handle, all_gather_flat_, all_reduce_
+from megatron_core.parallel.groups import Group
+from megatron_core.tensor_parallel.fp8 import FP8Products
+
+Span = tuple[nn.Parameter, int, int, int]
+"""A parameter, the first and the last of its elements in a shard, and the offset of the first there."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a parameter ``[E, O, I]`` or ``[O, I]``: E times some rows of blocks."""
+
+    parameter: nn.Parameter
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Grid:
+        """The blocks of a weight, which its layer has told it."""
+        return cls(parameter, _layer_of(parameter).blocks("weight", 1))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the scales."""
+        *experts, rows, columns = self.parameter.shape
+        height, width = self.blocks.rows or rows, self.blocks.columns or columns
+        return (*experts, -(-rows // height), -(-columns // width))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """For each row with some of the elements ``start ... stop - 1``: its row of blocks, over all matrices."""
+        height = self.parameter.shape[-2]
+        row = torch.arange(start // self._width, -(-stop // self._width), device=self.parameter.device)
+        return row // height * self.shape[-2] + row % height // (self.blocks.rows or height)
+
+    def whole_rows(self, flat: Tensor, start: int) -> Tensor:
+        """``flat``, the elements from ``start`` on, as whole rows with zeros before and behind."""
+        before = start % self._width
+        after = -(before + flat.numel()) % self._width
+        return torch.nn.functional.pad(flat, (before, after)).view(-1, self._width)
+
+    @property
+    def _width(self) -> int:
+        return self.parameter.shape[-1]
+
+
+class Arriving:
+    """The handle of a gather: ``wait`` fills ``weights`` with what has come."""
+
+    def __init__(self, works: Handle, full: Tensor, weights: Tensor, parts: Sequence[tuple[int, Grid, Tensor]]) -> None:
+        self._works, self._full, self._weights, self._parts = works, full, weights, parts
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for all shards and widen them."""
+        self._works.wait()
+        for offset, grid, scale in self._parts:
+            parameter = grid.parameter
+            data = self._full[offset : offset + parameter.numel()].view(E4M3).view(parameter.shape)
+            wide = Quantised(data, scale, grid.blocks).dequantised(self._weights.dtype)
+            self._weights[offset : offset + parameter.numel()] = wide.flatten()
+            _layer_of(parameter).weight_is_narrow = True
+
+
+@torch.no_grad()
+def start_narrow_gather(
+    weights: Tensor, shard: Tensor, spans: Sequence[Span], parameters: Sequence[tuple[int, nn.Parameter]], group: Group
+) -> tuple[Arriving, int]:
+    """Begin to fill ``weights`` with every rank's ``shard``; the handle, and the bytes that this rank sends.
+
+    ``parameters`` are those of the bucket with their offsets in ``weights``, ``spans`` what the shard has of them.
+    """
+    grids = {parameter: Grid.of(parameter) for _, parameter in parameters}
+    scales = _scales(shard, spans, grids, group)
+    sent = torch.zeros(shard.numel(), dtype=torch.uint8, device=shard.device)
+    for parameter, start, stop, at in spans:
+        grid = grids[parameter]
+        by_row = scales[parameter].reshape(-1, grid.shape[-1])[grid.rows(start, stop)]
+        narrow = cast(
+            grid.whole_rows(shard[at : at + stop - start], start), by_row, E4M3, Blocks(1, grid.blocks.columns)
+        )
+        before = start % parameter.shape[-1]
+        sent[at : at + stop - start] = narrow.data.view(torch.uint8).flatten()[before : before + stop - start]
+    full = torch.empty(weights.numel(), dtype=torch.uint8, device=shard.device)
+    works = all_gather_flat_(full, sent, group, async_op=True)
+    parts = [(offset, grids[parameter], scales[parameter]) for offset, parameter in parameters]
+    return Arriving(works, full, weights, parts), sent.nbytes
+
+
+def _scales(
+    shard: Tensor, spans: Sequence[Span], grids: dict[nn.Parameter, Grid], group: Group
+) -> dict[nn.Parameter, Tensor]:
+    """The scales of the whole weights, from what all ranks have of them."""
+    wide = torch.promote_types(shard.dtype, torch.float32)
+    amax = {p: torch.zeros(grid.shape, dtype=wide, device=shard.device) for p, grid in grids.items()}
+    for parameter, start, stop, at in spans:
+        grid = grids[parameter]
+        own = block_amax(grid.whole_rows(shard[at : at + stop - start], start), Blocks(1, grid.blocks.columns))
+        rows = grid.rows(start, stop)[:, None].expand_as(own)
+        amax[parameter].view(-1, grid.shape[-1]).scatter_reduce_(0, rows, own.to(wide), "amax")
+    flat = torch.cat([each.flatten() for each in amax.values()])
+    all_reduce_(flat, group, maximum=True)
+    parts = flat.split([each.numel() for each in amax.values()])
+    return {
+        parameter: _layer_of(parameter).scale_of_amax("weight", part.view(grid.shape), grid.blocks, record=True)
+        for (parameter, grid), part in zip(grids.items(), parts, strict=True)
+    }
+
+
+def _layer_of(parameter: nn.Parameter) -> FP8Products:
+    layer = parameter.fp8
+    assert isinstance(layer, FP8Products), "only weights of layers in FP8 are gathered like this"
+    return layer
