@@ -93,7 +93,6 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "muon_scale_mode": ("spectral",),
     "moe_combine_bwd_dtype": ("bf16",),
     "moe_dispatch_fwd_dtype": ("bf16",),
-    "recompute_modules": ("core_attn",),
     "softmax_type": ("vanilla",),
     "tensor_parallel_num_weight_shards": ("1",),
     "vocab_extra_ids": ("0",),
@@ -129,7 +128,7 @@ REFUSED: dict[str, str] = {
         enable_mhc_connections spec=
         heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
         use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
-        distribute_saved_activations recompute_modules= export_qk_l2_norm export_moe_apply_probs_on_input
+        distribute_saved_activations export_qk_l2_norm export_moe_apply_probs_on_input
         tensor_parallel_num_weight_shards=""",
     "models with other layers than attention are not supported; use Megatron-LM's pretrain_hybrid.py": """
         is_hybrid_model hybrid_layer_pattern= hybrid_override_pattern=""",

@@ -16,6 +16,7 @@ EXECUTION_SETTINGS = (
     "cross_entropy_loss_fusion",
     "cross_entropy_fusion_impl",
     "recompute_granularity",
+    "recompute_modules",
     "recompute_method",
     "recompute_num_layers",
     "cpu_offloading",
@@ -139,7 +140,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """What backward computes again instead of keeping it. full: whole layers. selective: the attention core."""
+    """What backward computes again instead of keeping it. full: whole layers. selective: --recompute-modules."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
+    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these as a
+    whole. moe_act: the experts' activation."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full recompute. uniform: checkpoints every --recompute-num-layers layers. block: recomputes the first
     --recompute-num-layers layers of each stage."""
@@ -211,6 +216,10 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     def add_bias_linear(self) -> bool:
         """Whether linear layers have biases."""
         return not self.disable_bias_linear
+
+    def recomputes(self, module: str) -> bool:
+        """Whether backward computes a part of each layer, one of ``--recompute-modules``, again."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer (numbered from 0); None: full attention."""

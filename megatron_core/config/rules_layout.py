@@ -25,6 +25,10 @@ def uneven(name: str, number: int, over: str, parts: int, way_out: str = "") -> 
         yield f"{name}={number} cannot be split over {over}={parts}; legal: {legal}{way_out}"
 
 
+RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Parts of a layer that selective recompute knows."""
+
+
 def recompute_problems(config: RunConfig) -> Iterator[str]:
     """Recompute settings, which must all be given or none."""
     model = config.model
@@ -38,6 +42,19 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
                 f"{name}={value} has no effect with recompute_granularity={model.recompute_granularity}; "
                 "add --recompute-granularity full or remove it"
             )
+    unknown = [name for name in model.recompute_modules if name not in RECOMPUTABLE]
+    if unknown or not model.recompute_modules:
+        yield f"recompute_modules={', '.join(model.recompute_modules)} is not legal; legal: {', '.join(RECOMPUTABLE)}"
+    elif model.recompute_modules != ("core_attn",) and model.recompute_granularity != "selective":
+        yield (
+            f"recompute_modules={', '.join(model.recompute_modules)} has no effect with recompute_granularity="
+            f"{model.recompute_granularity}; add --recompute-granularity selective or remove it"
+        )
+    if model.cpu_offloading_num_layers and any(map(model.recomputes, ("layernorm", "mla_up_proj", "moe_act"))):
+        yield (
+            f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} would offload what recompute_modules="
+            f"{', '.join(model.recompute_modules)} drops; remove one of them"
+        )
     if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
         yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"
     if (model.recompute_num_layers or 0) > model.num_layers >= 1:

@@ -43,16 +43,23 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
 
+    Selective recompute takes the terms of its modules away.
     A layer with experts has ``_expert_bytes`` instead of the third line.
     """
     model, n = config.model, _number_size(config)
     queries, keys = model.num_attention_heads * model.query_head_size, model.query_groups * model.query_head_size
     values = model.query_groups * model.value_head_size
     whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
+    if model.recomputes("layernorm"):
+        whole -= 2 * n * model.hidden_size
     experts = model.has_experts(layer_number)
     width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
     if model.multi_latent_attention:
         whole += n * ((model.q_lora_rank or 0) + model.kv_lora_rank) * (2 if model.qk_layernorm else 1)
+    if model.recomputes("shared_experts" if experts else "mlp"):
+        width = 0
+    if model.recomputes("mla_up_proj"):
+        queries = keys = values = 0
     outputs = model.num_attention_heads * model.value_head_size
     split: float = n * (queries + keys + values + outputs) + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
@@ -72,7 +79,9 @@ def _expert_bytes(config: RunConfig) -> float:
         + k (n u h + n 3 f (gated: 4 f))        rows that are sent, before and after the activation, times probability
     """
     model, n = config.model, _number_size(config)
-    inner = (4 if model.gated_linear_unit else 3) * model.expert_ffn_size
+    if model.recomputes("moe"):
+        return 0
+    inner = ((4 if model.gated_linear_unit else 3) - 2 * model.recomputes("moe_act")) * model.expert_ffn_size
     rows = model.moe_router_topk * n * (config.parallel.expert_tensor_size * model.hidden_size + inner)
     logits = 4 * (model.num_experts or 0) * (3 if model.balancing_loss else 1)
     return rows + logits + (4 * model.hidden_size if n < 4 else 0)
@@ -82,7 +91,7 @@ def _score_bytes(config: RunConfig) -> int:
     """Bytes of one token's attention weights over all heads: none with selective recompute, sums of rows if fused or
     if keys come from other ranks, where backward computes the weights again."""
     model, n = config.model, _number_size(config)
-    if model.recompute_granularity == "selective":
+    if model.recomputes("core_attn"):
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
     if shared or (model.attention_backend == "auto" and not model.attention_dropout):

@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = head_norm(heads=config.num_attention_heads)
         self.k_layernorm = head_norm(heads=config.query_groups)
         self.core_attention = core_attention(context, layer_number)
-        self.recompute_core = config.recompute_granularity == "selective"
+        self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d,
             config.hidden_size,

@@ -17,7 +17,7 @@ from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.recompute import recomputed
+from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
 
 
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = norm(self.rank, partial_grad=context.sequence_parallel)
         self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
         self.core_attention = core_attention(context, layer_number)
-        self.recompute_core = config.recompute_granularity == "selective"
+        self.recompute_core, self.recompute_up = config.recomputes("core_attn"), config.recomputes("mla_up_proj")
         self.linear_proj = RowParallelLinear(
             heads * self.value,
             config.hidden_size,
@@ -113,22 +113,26 @@ class LatentAttention(nn.Module):
         assert context.rotary is not None, "the model makes the table for this attention whatever its other positions"
         cos, sin = context.rotary
         rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
-        query = self._query(hidden, rotate)
+        query_latent = self.q_layernorm(self.linear_q_down_proj(hidden)) if self.has_query_latent else hidden
         latent, shared_key = self._latent(hidden, rotate)
         if context.cache is not None:
+            query = self._query(query_latent, rotate)
             latent, shared_key = context.cache.extend(self.layer_number, latent, shared_key)
             if len(latent) > len(query):
                 return self.linear_proj(self._attend_to_latents(query, latent, shared_key, context))
-        key, value = self._key_and_value(latent, shared_key)
-        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-        return self.linear_proj(attend(query, key, value, context))
 
-    def _query(self, hidden: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        def project_up() -> tuple[Tensor, Tensor, Tensor]:
+            return self._query(query_latent, rotate), *self._key_and_value(latent, shared_key)
+
+        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+        heads = project_up()
+        with outputs_dropped(heads, project_up, active=self.recompute_up and self.training):
+            attended = attend(*heads, context)
+        return self.linear_proj(attended)
+
+    def _query(self, latent: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         """``[s, b, heads, d + r]``."""
-        if self.has_query_latent:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        else:
-            query, _ = self.linear_q_proj(hidden)
+        query, _ = (self.linear_q_up_proj if self.has_query_latent else self.linear_q_proj)(latent)
         plain, turned = query.unflatten(-1, (self.heads, -1)).split([self.plain, self.turned], dim=-1)
         query = torch.cat([plain, rotate(turned)], dim=-1)
         return query if self.query_factor == 1.0 else query * self.query_factor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec
+from megatron_core.transformer.recompute import outputs_dropped, recomputed
 
 
 class TransformerLayer(nn.Module):
@@ -31,16 +33,27 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = self._after(spec.post_mlp_layernorm, context)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
+        self.recompute_norms = context.config.recomputes("layernorm")
+        self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
-        output, bias = self.self_attention(self.input_layernorm(hidden), context)
+        normed = self.input_layernorm(hidden)
+        with self._dropped(normed, self.input_layernorm, hidden):
+            output, bias = self.self_attention(normed, context)
         output, bias = _normed(self.post_self_attn_layernorm, output, bias)
         attended = self._add(hidden, output, bias, self.attention_dropout, context)
         mlp_input = hidden if self.parallel_residual else attended
-        output, bias = self.mlp(self.pre_mlp_layernorm(mlp_input), context)
+        normed = self.pre_mlp_layernorm(mlp_input)
+        mlp = recomputed(self.mlp) if self.recompute_mlp and self.training else self.mlp
+        with self._dropped(normed, self.pre_mlp_layernorm, mlp_input):
+            output, bias = mlp(normed, context)
         output, bias = _normed(self.post_mlp_layernorm, output, bias)
         return self._add(attended, output, bias, self.mlp_dropout, context)
+
+    def _dropped(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[None]:
+        """Where what is saved keeps nothing of ``normed``, if norms are recomputed."""
+        return outputs_dropped([normed], lambda: [norm(x)], active=self.recompute_norms and self.training)
 
     @staticmethod
     def _after(norm: Callable[..., nn.Module] | None, context: LayerContext) -> nn.Module | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_core.config import ModelConfig
@@ -31,3 +36,47 @@ def recompute_runs(config: ModelConfig, num_layers: int) -> list[tuple[range, bo
     if config.recompute_method == "uniform":
         return [(range(i, min(i + every, num_layers)), True) for i in range(0, num_layers, every)]
     return [(range(i, i + 1), i < every) for i in range(num_layers)]
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """Where a tensor that is not kept lies in the memory of an output that can be computed again."""
+
+    output: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def outputs_dropped(
+    outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]], *, active: bool
+) -> AbstractContextManager[None]:
+    """What autograd saves within this context keeps no memory of ``outputs``: backward calls ``again``, which must give
+    the same ones in the same memory layout. Their own graph keeps what it needs; only what follows is spared.
+
+    Source: Megatron Core's ``CheckpointWithoutOutput``, which takes the storage from its outputs instead.
+    """
+    return _dropping(outputs, again) if active and torch.is_grad_enabled() else nullcontext()
+
+
+@contextmanager
+def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    places = {output.untyped_storage().data_ptr(): at for at, output in enumerate(outputs)}
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor | _Dropped:
+        at = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if at is None:
+            return tensor
+        return _Dropped(at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(packed: Tensor | _Dropped) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not found:
+            with torch.no_grad():
+                found.extend(again())
+        return found[packed.output].as_strided(packed.size, packed.stride, packed.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

@@ -60,6 +60,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"step_batch_size_schedule": ("0:8", "640:9")}, 2, ("step_batch_size_schedule", "multiple of", "1 x 2 = 2")),
     ({"eval_global_batch_size": 3}, 2, ("eval_global_batch_size=3", "2, 4")),
     ({"mtp_num_layers": 1}, 1, ("mtp_num_layers=1", "learned_absolute", "rope")),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
+        1,
+        ("recompute_modules=norm", "core_attn, layernorm"),
+    ),
+    ({"recompute_modules": ("mlp",)}, 1, ("recompute_modules=mlp", "--recompute-granularity selective")),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

@@ -18,7 +18,11 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (laid_out("Ett|dtL"), 2, ("pipeline_model_parallel_layout=Ett|dtL", "'d' at position 5", "E (embedding)")),
     (laid_out("E(tt|ttL"), 2, ("pipeline_model_parallel_layout=E(tt|ttL", "'(' at position 2", "add ')'")),
     (laid_out("Ett)|ttL"), 2, ("pipeline_model_parallel_layout=Ett)|ttL", "')' at position 4", "remove it")),
-    (laid_out("Ett|ttmL"), 2, ("pipeline_model_parallel_layout=Ett|ttmL", "multi-token", "not supported", "remove m")),
+    (
+        laid_out("Ett|ttmL"),
+        2,
+        ("pipeline_model_parallel_layout=Ett|ttmL", "multi-token", "mtp_num_layers=None", "write 0 m"),
+    ),
     # a layout that is not the model
     (laid_out("Ett|tL"), 2, ("=Ett|tL has 3 layers", "num_layers=4", "write 4 t, or give num_layers=3")),
     (laid_out("Ettt|ttL"), 2, ("=Ettt|ttL has 5 layers", "num_layers=4", "num_layers=5")),

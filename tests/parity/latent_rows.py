@@ -26,6 +26,7 @@ LATER = {
     "mtp_loss_scaling_factor": 0.6,
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}
+ALL_PARTS = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts")
 ROPE_PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 
 LATENT_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -52,6 +53,19 @@ LATENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         4,
         DEEPSEEK_V3 | UNTIED | {"mtp_num_layers": 1},
         PP2 | EP2 | {"zero_stage": 1} | {"pipeline_model_parallel_layout": "Ett|tmL"},
+    ),
+    "deepseek, selective recompute of all parts, tp2 sp ep2 etp1": (
+        2,
+        DEEPSEEK_V3,
+        TP2 | SP | EP2 | ETP1 | {"recompute_granularity": "selective", "recompute_modules": ALL_PARTS},
+    ),
+    "deepseek, recomputed norms and activations, dp2 pp2 zb_v zero3": (
+        4,
+        DEEPSEEK_V3 | {"num_layers": 4, "moe_layer_freq": (0, 1, 1, 1)},
+        PP2
+        | ZB_V
+        | {"zero_stage": 3, "recompute_granularity": "selective"}
+        | {"recompute_modules": ("layernorm", "mla_up_proj", "moe_act")},
     ),
     "deepseek, dp4 ep2 zero1, overlap": (4, DEEPSEEK_V3, EP2 | {"zero_stage": 1} | OVERLAP),
 }

@@ -14,6 +14,7 @@ from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_kind
+from megatron_core.transformer.recompute import outputs_dropped, recomputed
 
 
 class GroupedLinear(nn.Module):
@@ -66,6 +67,7 @@ class Experts(nn.Module):
             for shape, over_etp in ((first, inner), (second, split(second, 2, *etp, axis="etp")))
         ]
         self.activation, self.backend = kind, config.kernel_backend
+        self.recompute_activation = config.recomputes("moe_act")
         self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, splits_output=True)
         self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method)
 
@@ -74,6 +76,11 @@ class Experts(nn.Module):
 
         The probability is applied before the second product, where it commutes: backward needs no output of it then.
         """
-        inner = bias_activation(self.linear_fc1(rows, counts), None, self.activation, backend=self.backend)
-        weighted = (inner * probs.unsqueeze(-1)).to(inner.dtype)
-        return self.linear_fc2(weighted, counts)
+        inner, recompute = self.linear_fc1(rows, counts), self.recompute_activation and self.training
+        weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)
+        with outputs_dropped([weighted], lambda: [self._weighted(inner, probs)], active=recompute):
+            return self.linear_fc2(weighted, counts)
+
+    def _weighted(self, inner: Tensor, probs: Tensor) -> Tensor:
+        activated = bias_activation(inner, None, self.activation, backend=self.backend)
+        return (activated * probs.unsqueeze(-1)).to(activated.dtype)

@@ -16,6 +16,7 @@ from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS
 from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
 from megatron_core.transformer.moe.experts import Experts
 from megatron_core.transformer.moe.router import Tokens, TopKRouter
+from megatron_core.transformer.recompute import recomputed
 
 
 def moe_loss_names(config: ModelConfig) -> tuple[str, ...]:
@@ -43,6 +44,7 @@ class MoELayer(nn.Module):
         kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGather
         self.dispatcher = kind(context.groups, config.num_experts)
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
+        self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
 
@@ -52,7 +54,9 @@ class MoELayer(nn.Module):
 
         def share() -> None:
             if self.shared_experts is not None:
-                shared.append(self.shared_experts(hidden, context))
+                recompute = self.recompute_shared and self.training
+                experts = recomputed(self.shared_experts) if recompute else self.shared_experts
+                shared.append(experts(hidden, context))
 
         own = self._own_rows(hidden.shape[0])
         x = hidden
