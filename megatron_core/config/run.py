@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_core.config.checkpoint import CheckpointConfig
@@ -46,7 +46,8 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """All settings as one ``{name: value}``, without sections."""
-        return {name: value for section in asdict(self).values() for name, value in section.items()}
+        sections = (getattr(self, part.name) for part in fields(self))
+        return {each.name: getattr(section, each.name) for section in sections for each in fields(section)}
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> RunConfig:

@@ -9,7 +9,8 @@ a gated MLP and RMSNorm keep up to 1.7 times as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_core.config import RunConfig
 from megatron_core.schedules.actions import Plan
@@ -25,10 +26,19 @@ def state_bytes_per_parameter(
     (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
     Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
     """
-    weight = {"float64": 8, "float32": 4}.get(compute_dtype, 2)
+    return sum(state_by_kind(compute_dtype, data_parallel_size, zero_stage=zero_stage, moments=moments).values())
+
+
+def state_by_kind(
+    compute_dtype: str, data_parallel_size: int = 1, *, zero_stage: int = 0, moments: int = 2
+) -> dict[str, float]:
+    """The same by kind: ``optimizer`` (main weight and moments), ``gradients``, ``weights``."""
+    weight = number_size(compute_dtype)
     wide = max(weight, 4)
-    parts = (wide * moments + (wide if weight < wide else 0), wide, weight)
-    return sum(part / (data_parallel_size if zero_stage > at else 1) for at, part in enumerate(parts))
+    parts = {"optimizer": wide * moments + (wide if weight < wide else 0), "gradients": wide, "weights": weight}
+    return {
+        kind: part / (data_parallel_size if zero_stage > at else 1) for at, (kind, part) in enumerate(parts.items())
+    }
 
 
 def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
@@ -99,17 +109,30 @@ def _score_bytes(config: RunConfig) -> int:
     return model.num_attention_heads * config.data.seq_length * (2 * n + 1 if model.attention_dropout else n)
 
 
-def stage_activations(config: RunConfig, layers: range, *, first: bool, last: bool, padded_vocab_size: int) -> float:
+def stage_activations(
+    config: RunConfig,
+    layers: range,
+    *,
+    first: bool,
+    last: bool,
+    padded_vocab_size: int,
+    each: Mapping[int, float] | None = None,
+) -> float:
     """Bytes that a stage keeps of one micro-batch: its layers, and those of the embedding and the output layer.
 
-    A recomputed run of layers keeps its input alone: n s b h, over t with sequence parallel. The embedding keeps its
-    dropout mask, the output layer its inputs and the logits (Korthikanti et al. 2022, section 4.3, where these are
-    float32; here the loss keeps them as they are).
+    A recomputed run of layers keeps its input alone: n s b h, over t with sequence parallel. What is offloaded lies on
+    the host. The embedding keeps its dropout mask, the output layer its inputs and the logits (Korthikanti et al. 2022,
+    section 4.3, where these are float32; here the loss keeps them as they are). ``each`` has the bytes of each layer,
+    if they are known.
     """
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = tokens * model.hidden_size / _sequence_parts(config)
-    recomputed, inputs = _recomputed(config, len(layers))
-    held = sum(layer_activations(config, layer) for layer in layers[recomputed:]) + inputs * n * row
+    recomputed, inputs = recomputed_layers(config, len(layers))
+    away = min(model.cpu_offloading_num_layers, len(layers)) if model.cpu_offloading else 0
+    if recomputed:
+        inputs -= -(-min(away, recomputed) * inputs // recomputed)
+    kept = layers[max(recomputed, away if not recomputed else 0) :]
+    held = sum(layer_activations(config, layer) if each is None else each[layer] for layer in kept) + inputs * n * row
     if first and model.hidden_dropout:
         held += row
     if last:
@@ -131,6 +154,18 @@ def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
     return held
 
 
+def offloaded_activations(config: RunConfig, layers: range) -> float:
+    """Bytes of a stage's activations of one micro-batch that lie in the host's memory."""
+    model = config.model
+    if not model.cpu_offloading:
+        return 0.0
+    stays = replace(config, model=replace(model, cpu_offloading=False))
+    whole, left = (
+        stage_activations(each, layers, first=False, last=False, padded_vocab_size=0) for each in (stays, config)
+    )
+    return whole - left
+
+
 def peak_activation_bytes(
     config: RunConfig, plan: Plan, layers: Sequence[range], padded_vocab_size: int
 ) -> tuple[float, ...]:
@@ -140,15 +175,24 @@ def peak_activation_bytes(
         stage_activations(config, run, first=at == 0, last=at == last, padded_vocab_size=padded_vocab_size)
         for at, run in enumerate(layers)
     ]
-    longest = 0
-    if config.model.recompute_granularity == "full":
-        longest = config.model.recompute_num_layers or 1 if config.model.recompute_method == "uniform" else 1
-    largest = max((layer_activations(config, layer) for run in layers for layer in run), default=0.0)
-    working = min(longest, max(map(len, layers), default=0)) * largest
+    working = transient_activations(config, layers)
     return tuple(peak + working for peak in peak_activations(plan, stage_sizes=sizes))
 
 
-def _recomputed(config: RunConfig, num_layers: int) -> tuple[int, int]:
+def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapping[int, float] | None = None) -> float:
+    """Bytes of the layers whose activations are there for a while alone: a recomputed run, or an offloaded layer."""
+    longest, model = 0, config.model
+    if model.recompute_granularity == "full":
+        longest = model.recompute_num_layers or 1 if model.recompute_method == "uniform" else 1
+    elif model.cpu_offloading:
+        longest = 1
+    if not longest:
+        return 0.0
+    sizes = (layer_activations(config, layer) if each is None else each[layer] for run in layers for layer in run)
+    return min(longest, max(map(len, layers), default=0)) * max(sizes, default=0.0)
+
+
+def recomputed_layers(config: RunConfig, num_layers: int) -> tuple[int, int]:
     """How many layers of a stage are recomputed, and how many inputs are kept for it."""
     model, every = config.model, config.model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
@@ -158,9 +202,13 @@ def _recomputed(config: RunConfig, num_layers: int) -> tuple[int, int]:
     return min(every, num_layers), min(every, num_layers)
 
 
+def number_size(dtype: str) -> int:
+    """Bytes of a number."""
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
 def _number_size(config: RunConfig) -> int:
-    """Bytes of an activation."""
-    return {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+    return number_size(config.training.compute_dtype)
 
 
 def _tokens(config: RunConfig) -> float:

@@ -143,6 +143,15 @@ class Plan:
         """
         return next(lookahead for lookahead in count() if _runs_with_blocking_sends(self, lookahead))
 
+    @cached_property
+    def steps(self) -> tuple[tuple[int, Action, tuple[tuple[Action, bool], ...]], ...]:
+        """``walk``, with what each action needs and whether that is on the same rank."""
+        where = self.stage_to_rank
+        return tuple(
+            (rank, action, tuple((need, where[need.stage] == rank) for need in self.needs(action)))
+            for rank, action in self.walk()
+        )
+
     def walk(self) -> Iterator[tuple[int, Action]]:
         """(rank, action) in an order that keeps every rank's list and every dependency.
 

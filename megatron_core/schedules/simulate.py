@@ -129,10 +129,18 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * len(plan.ranks)
-    for rank, action in plan.walk():
-        there = (end[n] + (costs.comm if plan.stage_to_rank[n.stage] != rank else 0.0) for n in plan.needs(action))
-        start[action] = max((free[rank], *there))
-        end[action] = free[rank] = start[action] + costs.time(plan, action)
+    times: dict[tuple[int, str], float] = {}
+    for rank, action, needs in plan.steps:
+        begin = free[rank]
+        for need, is_here in needs:
+            there = end[need] if is_here else end[need] + costs.comm
+            if there > begin:
+                begin = there
+        kind = action.stage, action.kind
+        if kind not in times:
+            times[kind] = costs.time(plan, action)
+        start[action] = begin
+        end[action] = free[rank] = begin + times[kind]
     return Timeline(plan, start, end)
 
 

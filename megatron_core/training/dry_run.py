@@ -24,12 +24,13 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel_state import grid_of
-from megatron_core.planner import peak_activation_bytes
-from megatron_core.planner.context import arriving_bytes, attention_flops, traffic
+from megatron_core.planner.context import attention_flops, traffic
+from megatron_core.planner.explain import readable_bytes
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.parameters import rank_units
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.data import vocabulary_size
 from megatron_core.training.plans import Plans
@@ -72,7 +73,7 @@ class RankEstimate:
             instances=config.parallel.num_distributed_optimizer_instances,
             a2a_size=config.parallel.a2a_size,
         )
-        vocab_size = _vocabulary_size(config)
+        vocab_size = vocabulary_or_assumed(config)
         layers, stages = build_stages(
             config, groups, vocab_size, META, stage_to_rank=plan.stage_to_rank, initialise=False
         )
@@ -110,18 +111,14 @@ class RankEstimate:
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         state = [tensor for _, named in optimizer.tensors() for tensor in named.values()]
+        units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
+        world = self.groups.grid.world_size
+        formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)
         return {
             **data_parallel.resident_bytes(),
             "optimizer": sum(tensor.nbytes for tensor in state),
-            "activations": round(self._by_pipeline_rank[self.groups.index("pp")]),
-            "keys": round(arriving_bytes(self.config, self.own_layers)),
+            **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},
         }
-
-    @cached_property
-    def _by_pipeline_rank(self) -> tuple[float, ...]:
-        tp, unit = self.groups.size("tp"), self.config.model.make_vocab_size_divisible_by
-        padded = vocabulary_per_rank(self.vocab_size, unit, tp) * tp
-        return peak_activation_bytes(self.config, self.plan, self.layers, padded)
 
     @property
     def own_layers(self) -> list[int]:
@@ -134,7 +131,7 @@ class RankEstimate:
         return peak_activations(self.plan)[self.groups.index("pp")]
 
 
-def _vocabulary_size(config: RunConfig) -> int:
+def vocabulary_or_assumed(config: RunConfig) -> int:
     """The size of the vocabulary, and an assumed one if the tokenizer's files are not on this machine."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
@@ -226,7 +223,7 @@ def _memory(found: RankEstimate) -> str:
     }
     lines = ["memory of this rank"]
     for kind, size in (*sizes.items(), ("total", sum(sizes.values()))):
-        if kind == "keys" and not size:
+        if not size:
             continue
         lines.append(f"  {kind:12} {readable_bytes(size):>9}  {notes.get(kind, '')}".rstrip())
     return "\n".join(lines)
@@ -246,12 +243,3 @@ def _attention(found: RankEstimate) -> str:
             f"  sent         {readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward",
         ]
     )
-
-
-def readable_bytes(size: float) -> str:
-    """Three significant digits and a binary unit: ``13.2 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 999.5 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    decimals = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:.{decimals}f} {units[0]}"

@@ -1,0 +1,45 @@
+"""Memory by kind over a step as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_INK = "#1f2937"
+_GREY = "#6b7280"
+# Okabe and Ito's colours, which colour-blind readers tell apart, and greys for what is small.
+_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#9ca3af", "#d1d5db")
+
+
+def plot_memory(
+    times: Sequence[float],
+    kinds: Mapping[str, Sequence[float]],
+    limit: float,
+    png_path: str | Path,
+    *,
+    title: str = "Memory over a step",
+) -> None:
+    """Draw bytes by kind, one above another, over seconds into ``png_path``; a line is the memory of the device."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    gib = [[size / 2**30 for size in sizes] for sizes in kinds.values()]
+    axes.stackplot(times, gib, labels=list(kinds), colors=_COLOURS[: len(gib)], linewidth=0)
+    most = max(map(sum, zip(*gib, strict=True)))
+    if most > limit / 2**30 / 3:  # else the line would leave the rest no room
+        axes.axhline(limit / 2**30, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)), label="memory of the device")
+    axes.set_title(title, loc="left", fontsize=9.5, color=_INK, wrap=True)
+    axes.set_xlabel("time (s)", color=_INK)
+    axes.set_ylabel("memory (GiB)", color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_GREY, labelsize=9)
+    axes.grid(True, axis="y", color="#e5e7eb", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.margins(x=0)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="outside right center")
+    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, dpi=130)

@@ -1,0 +1,340 @@
+"""Seconds of a training step on a machine: stages, pipeline, gradients, optimizer.
+
+The pipeline is the run's own plan, simulated with the times of each stage. Sums of gradients hide behind the backward
+of one micro-batch, gathers of weights behind a forward, if the layout overlaps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from megatron_core.config import RunConfig
+from megatron_core.config.flops import flops_per_token
+from megatron_core.config.partition import layers_by_stage
+from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.planner.footprint import MOMENTS
+from megatron_core.planner.groups import Rings
+from megatron_core.planner.hardware import Hardware
+from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
+from megatron_core.planner.memory import recomputed_layers
+from megatron_core.planner.parameters import Parameters, layer_kinds, rank_units
+from megatron_core.schedules import make_plan
+from megatron_core.schedules.actions import Plan
+from megatron_core.schedules.simulate import StageCosts, Timeline, simulate
+
+KINDS = ("products", "attention", "elements", "launches", "tp", "cp", "ep", "host", "pp", "dp", "bubble", "optimizer")
+"""What a step's time is made of, in the order of reports; ``other`` is what each step costs besides."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step's time and what it is made of, on the rank that has most to do."""
+
+    seconds: float
+    by_kind: Seconds
+    bubble: float
+    """Share of the ranks' time in the pipeline in which they wait."""
+    tokens: int
+    flops: float
+    """Model FLOPs, without recomputation."""
+    world_size: int
+    timeline: Timeline
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.tokens / self.seconds / self.world_size
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs of one device."""
+        return self.flops / self.seconds / self.world_size
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds of collectives and messages that nothing hides."""
+        return sum(self.by_kind.get(kind, 0.0) for kind in ("tp", "cp", "ep", "pp", "dp"))
+
+
+def _plan(config: RunConfig, micros: int) -> Plan:
+    """The run's plan; those of schedules are correct by construction and are made once for many layouts."""
+    parallel, layers = config.parallel, config.model.num_layers
+    if parallel.pipeline_plan is not None:
+        return plan_of(config, micros)
+    return _made(parallel.schedule(layers), parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
+
+
+_made = lru_cache(maxsize=512)(make_plan)
+
+
+class Pipeline:
+    """The stages of a configuration with their times; ``clock`` may be shared by layouts with the same layers."""
+
+    def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: LayerTimes) -> None:
+        self.config, self.world_size, self.clock = config, world_size, clock
+        self.rings = Rings(clock.hardware, config.parallel, world_size)  # the clock's may have another PP and DP
+        self.copies = config.parallel.data_parallel_size(world_size)
+        batch = config.training.final_batch_size(self.copies)
+        self.micros = batch // (config.training.micro_batch_size * self.copies)
+        self.plan = _plan(config, self._simulated_micros)
+        self.layers = layer_times.split(config, self.plan.num_stages)
+        self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size)
+        self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
+
+    def variant(self, config: RunConfig) -> Pipeline:
+        """The same stages with another ``config``, which differs in ZeRO, overlap, optimizer and offload alone."""
+        other = copy(self)
+        other.config = config
+        for name in ("zero_traffic", "stage_costs", "timeline", "makespan"):
+            vars(other).pop(name, None)
+        if "timeline" in vars(self) and other.stage_costs.times == self.stage_costs.times:
+            vars(other).update(timeline=self.timeline, makespan=self.makespan)
+        return other
+
+    @property
+    def _simulated_micros(self) -> int:
+        """Micro-batches of the plan that is simulated: of many the steady state repeats, every p of them."""
+        ranks = self.config.parallel.pipeline_model_parallel_size
+        if self.config.parallel.pipeline_plan is not None or self.micros <= 3 * ranks:
+            return self.micros
+        return 2 * ranks + self.micros % ranks
+
+    @cached_property
+    def stage_costs(self) -> StageCosts:
+        """Seconds of each kind of action in each stage, ZeRO's gathers and sums of every micro-batch included."""
+        split = any(action.kind == "I" for actions in self.plan.ranks for action in actions)
+        message = 0.0
+        if len(self.plan.ranks) > 1:
+            clock = self.clock
+            size = clock.bytes * clock.tokens * self.config.model.hidden_size / clock.parts
+            message = self.rings.ring("pp").send(size)
+        waits = 0.0 if self.config.parallel.overlap_p2p_communication else message
+        times: dict[tuple[int, str], float] = {}
+        for stage, (forward, backward) in enumerate(self.zero_traffic):
+            f, i, w = self.passes[stage].sums
+            hidden = self.passes[stage].hidden if split else 0.0
+            times[stage, "F"] = f + forward + waits
+            times[stage, "B"] = i + w + backward + waits
+            times[stage, "I"], times[stage, "W"] = i + hidden + backward + waits, w
+        return StageCosts(times, 0.0 if waits else message)
+
+    @cached_property
+    def zero_traffic(self) -> list[tuple[float, float]]:
+        """Exposed seconds of gathers and sums in each forward and backward, by stage."""
+        parallel, clock = self.config.parallel, self.clock
+        stage_units = self._stage_parameters
+        found = []
+        for stage, parameters in enumerate(stage_units):
+            f, i, w = self.passes[stage].sums
+            forward = backward = 0.0
+            if parallel.dp_zero_stage == 3 and not parallel.zero3_keep_after_forward:
+                gather = self._sharded(parameters, clock.bytes)
+                forward = clock.exposed(gather, f) if parallel.overlap_param_gather else gather
+                backward = gather
+            if parallel.dp_zero_stage >= 2:
+                backward += self._sharded(parameters, self.wire_bytes)
+            hides = parallel.overlap_grad_reduce or parallel.overlap_param_gather
+            found.append((forward, clock.exposed(backward, i + w) if hides else backward))
+        return found
+
+    @cached_property
+    def _stage_parameters(self) -> list[Parameters]:
+        """Parameters of each stage: a rank's units in the order of its stages."""
+        last, found = len(self.layers) - 1, []
+        ranks = [iter(units) for units in self.units]
+        for stage, run in enumerate(self.layers):
+            count = len(run) + (stage == 0) + (stage == last)
+            units = ranks[self.plan.stage_to_rank[stage]]
+            found.append(sum((next(units) for _ in range(count)), Parameters()))
+        return found
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a number of a gradient on its way."""
+        return 2 if self.config.parallel.reduces_in_bf16 else max(self.clock.bytes, 4)
+
+    def _sharded(self, parameters: Parameters, number: int) -> float:
+        """Seconds of an all-gather, or a reduce-scatter, of parameters over the ranks that shard them."""
+        instances = self.config.parallel.num_distributed_optimizer_instances
+        found = 0.0
+        for axes, elements in ((("cp", "dp"), parameters.dense), (("edp",), parameters.experts)):
+            ring = self.rings.ring(*axes)
+            if instances > 1:
+                ring = replace(ring, size=ring.size // instances, local=min(ring.local, ring.size // instances))
+            found += ring.gather(number * elements)
+        return found
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """What the slowest rank is busy for: no schedule ends before."""
+        busy = [0.0] * len(self.plan.ranks)
+        for stage, rank in enumerate(self.plan.stage_to_rank):
+            busy[rank] += sum(self.passes[stage].sums)
+        return max(busy) * self.micros
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated plan, of some of the micro-batches."""
+        return simulate(self.plan, self.stage_costs)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds of all micro-batches."""
+        left = self.micros - self.plan.num_microbatches
+        if not left:
+            return self.timeline.makespan
+        ranks = len(self.plan.ranks)
+        longer = simulate(_plan(self.config, self.plan.num_microbatches + ranks), self.stage_costs)
+        return self.timeline.makespan + left / ranks * (longer.makespan - self.timeline.makespan)
+
+    def rank_times(self, rank: int) -> tuple[Seconds, float, float]:
+        """What a rank does of one micro-batch, by kind; its forward; its backward."""
+        stages = [s for s, r in enumerate(self.plan.stage_to_rank) if r == rank]
+        split = any(action.kind == "I" for action in self.plan.ranks[rank])
+        parts = [
+            part
+            for s in stages
+            for part in (
+                self.passes[s].forward,
+                self.passes[s].input_grad,
+                self.passes[s].weight_grad,
+                {"tp": self.passes[s].hidden * split, "dp": sum(self.zero_traffic[s])},
+            )
+        ]
+        costs = self.stage_costs.times
+        forward = sum(costs[s, "F"] for s in stages)
+        backward = sum(costs[s, "B"] for s in stages)
+        found = total(parts)
+        own = sum(found.values())
+        found["pp"] = max(forward + backward - own, 0.0) if not split else 0.0
+        return found, forward, backward
+
+    def gradients(self, rank: int, forward: float, backward: float) -> float:
+        """Exposed seconds of gradient sums and weight gathers of a step, beside those of every micro-batch."""
+        parallel, clock = self.config.parallel, self.clock
+        parameters = sum(self.units[rank], Parameters())
+        stage, found = parallel.dp_zero_stage, 0.0
+        if stage < 2:
+            summed = self._sharded(parameters, self.wire_bytes) * (2 if stage == 0 else 1)
+            found += clock.exposed(summed, backward) if parallel.overlap_grad_reduce else summed
+        if stage in (1, 2) or (stage == 3 and parallel.zero3_keep_after_forward):
+            gather = self._sharded(parameters, clock.bytes)
+            found += clock.exposed(gather, forward) if parallel.overlap_param_gather else gather
+        instances = parallel.num_distributed_optimizer_instances
+        if instances > 1:
+            ring = self.rings.ring("dp")
+            found += 2 * self.wire_bytes * self.shard(rank) / ring.inter_bandwidth
+        tied = self.config.model.share_embeddings_and_output_weights
+        ends = self.plan.stage_to_rank[0], self.plan.stage_to_rank[-1]
+        if tied and ends[0] != ends[1] and rank in ends:
+            found += self.rings.ring("pp").send(max(clock.bytes, 4) * self.units[ends[0]][0].dense)
+        return found
+
+    def shard(self, rank: int) -> float:
+        """Elements that a rank updates."""
+        parameters = sum(self.units[rank], Parameters())
+        if self.config.parallel.dp_zero_stage == 0:
+            return float(parameters.total)
+        instances = self.config.parallel.num_distributed_optimizer_instances
+        dense, experts = self.rings.ring("cp", "dp").size, self.rings.ring("edp").size
+        return (parameters.dense / dense + parameters.experts / experts) * instances
+
+    def optimizer(self, rank: int) -> float:
+        """Seconds of gradient norm, update and zeroed gradients; where state is on the host, of the way there."""
+        config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
+        elements, wide = self.shard(rank), max(clock.bytes, 4)
+        # Gradient, main weight, moments (read and written), and the weight itself if it is another number.
+        moved = wide * (1 + 2 + 2 * MOMENTS[config.optimizer]) + (clock.bytes if clock.bytes < wide else 0)
+        away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
+        found = elements * (1 - away) * moved / hardware.memory_bandwidth
+        found += away * elements * (moved / hardware.host_memory_bandwidth + (wide + clock.bytes) / hardware.host_link)
+        whole = sum(self.units[rank], Parameters()).total
+        zeroed = whole if self.config.parallel.dp_zero_stage < 2 else elements
+        return found + wide * (elements + zeroed) / hardware.memory_bandwidth
+
+
+class LayerTimes:
+    """The times of each kind of layer, computed once; ``splits`` may be shared by those of the same model."""
+
+    def __init__(self, clock: LayerClock, splits: dict[tuple[int, int], list[range]] | None = None) -> None:
+        self.clock = clock
+        self._splits = {} if splits is None else splits
+        self.kinds = layer_kinds(clock.config)
+        self._found: dict[tuple[int, bool, bool], Passes] = {}
+        self._ends: dict[bool, Passes] = {}
+
+    def split(self, config: RunConfig, stages: int) -> list[range]:
+        """The layers of each stage."""
+        key = config.parallel.pipeline_model_parallel_size, stages
+        if key not in self._splits:
+            self._splits[key] = layers_by_stage(config, self.clock.vocab_size, stages)
+        return self._splits[key]
+
+    def layer(self, number: int, *, recomputed: bool, offloaded: bool) -> Passes:
+        """One layer."""
+        key = self.kinds[number], recomputed, offloaded
+        if key not in self._found:
+            own = self.clock.recomputed(number) if recomputed else self.clock.layer(number)
+            self._found[key] = Passes.sum([own, self.clock.offloaded(number)]) if offloaded else own
+        return self._found[key]
+
+    def end(self, *, first: bool) -> Passes:
+        """Embedding or head."""
+        if first not in self._ends:
+            self._ends[first] = self.clock.embedding() if first else self.clock.head()
+        return self._ends[first]
+
+    def stage(self, config: RunConfig, run: range, at: int, stages: int) -> Passes:
+        """A stage: layers, and embedding and head at the ends."""
+        model = config.model
+        recomputed, _ = recomputed_layers(config, len(run))
+        away = model.cpu_offloading_num_layers if model.cpu_offloading else 0
+        parts = [
+            self.layer(layer, recomputed=position < recomputed, offloaded=position < away and not recomputed)
+            for position, layer in enumerate(run)
+        ]
+        if at == 0:
+            parts.append(self.end(first=True))
+        if at == stages - 1:
+            parts.append(self.end(first=False))
+        return Passes.sum(parts)
+
+
+def step_cost(config: RunConfig, world_size: int, hardware: Hardware, vocab_size: int) -> StepCost:
+    """The predicted time of a step of the whole global batch. The configuration must be one that can run there."""
+    clock = LayerClock(config, hardware, world_size, vocab_size)
+    return cost_of(Pipeline(config, world_size, clock, LayerTimes(clock)))
+
+
+def cost_of(pipeline: Pipeline) -> StepCost:
+    """The time of a step of a pipeline whose stages are known."""
+    config, hardware = pipeline.config, pipeline.clock.hardware
+    times = [pipeline.rank_times(rank) for rank in range(len(pipeline.plan.ranks))]
+    gradients = [pipeline.gradients(rank, f, b) for rank, (_, f, b) in enumerate(times)]
+    updates = [pipeline.optimizer(rank) for rank in range(len(times))]
+    worst = max(range(len(times)), key=lambda rank: sum(times[rank][0].values()))
+    by_kind = {kind: seconds * pipeline.micros for kind, seconds in times[worst][0].items()}
+    busy = sum(by_kind.values())
+    ends = max(gradients) + max(updates)
+    by_kind |= {"bubble": max(pipeline.makespan - busy, 0.0), "optimizer": max(updates), "other": hardware.step_seconds}
+    by_kind["dp"] = by_kind.get("dp", 0.0) + max(gradients)
+    batch = config.training.final_batch_size(pipeline.copies)
+    tokens = batch * config.data.seq_length
+    each = flops_per_token(config.model, config.data.seq_length, pipeline.clock.vocab_size)
+    return StepCost(
+        pipeline.makespan + ends + hardware.step_seconds,
+        by_kind,
+        _bubble(pipeline, times),
+        tokens,
+        float(each) * tokens,
+        pipeline.world_size,
+        pipeline.timeline,
+    )
+
+
+def _bubble(pipeline: Pipeline, times: Sequence[tuple[Seconds, float, float]]) -> float:
+    busy = sum(forward + backward for _, forward, backward in times) / len(times) * pipeline.micros
+    return max(1 - busy / pipeline.makespan, 0.0) if pipeline.makespan else 0.0

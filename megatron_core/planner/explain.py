@@ -1,0 +1,245 @@
+"""Layouts in words: tables, reasons, memory over a step, command lines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.errors import LayoutError
+from megatron_core.planner.cost import KINDS, Pipeline
+from megatron_core.planner.footprint import MEMORY_KINDS, Footprint
+from megatron_core.planner.search import KEPT, Candidate, Search, describe_layout, with_settings
+
+WORDS = {"other": "data, logging", "products": "matrix products", "elements": "norms, activations", "host": "offload"}
+"""Kinds of time that need more than their name."""
+_COLUMNS = 72
+
+
+def readable_bytes(size: float) -> str:
+    """Three significant digits and a binary unit: ``13.2 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    decimals = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{decimals}f} {units[0]}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Three significant digits and a unit: ``8.06 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if abs(seconds) * scale >= 1 or unit == "ms":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def table(found: Sequence[Candidate], world_size: int) -> str:
+    """A line for each layout."""
+    lines = [f"{'':3}{'step':>9}  {'tokens/s':>9} {'TFLOP/s':>8} {'memory':>9} {'bubble':>7} {'exposed':>8}  layout"]
+    for number, each in enumerate(found, 1):
+        cost = each.cost
+        lines.append(
+            f"{number:2} {readable_seconds(each.seconds):>9}  {cost.tokens_per_second:9.4g} "
+            f"{cost.flops_per_second / 1e12:8.3g} {readable_bytes(each.bytes):>9} {cost.bubble:7.1%} "
+            f"{cost.exposed_communication / each.seconds:8.1%}  {describe_layout(each.config, world_size)}"
+        )
+    return "\n".join([*lines, "tokens/s and TFLOP/s of one device; exposed: communication that nothing hides"])
+
+
+def details(candidate: Candidate) -> str:
+    """Time and memory of a layout by kind."""
+    cost = candidate.cost
+    times = [
+        f"{WORDS.get(kind, kind)} {readable_seconds(cost.by_kind[kind])} ({cost.by_kind[kind] / cost.seconds:.0%})"
+        for kind in (*KINDS, "other")
+        if cost.by_kind.get(kind, 0.0) > 0.002 * cost.seconds
+    ]
+    sizes = [f"{kind} {readable_bytes(candidate.memory[kind])}" for kind in MEMORY_KINDS if candidate.memory[kind]]
+    host = f"; on the host {readable_bytes(candidate.on_host)}" if candidate.on_host else ""
+    return f"time: {', '.join(times)}\nmemory of pipeline rank {candidate.rank}: {', '.join(sizes)}{host}"
+
+
+def why_slower(slower: Candidate, best: Candidate) -> str:
+    """Why a layout loses: the kinds of time that make the difference, largest first."""
+    kinds = set(slower.cost.by_kind) | set(best.cost.by_kind)
+    more = {kind: slower.cost.by_kind.get(kind, 0.0) - best.cost.by_kind.get(kind, 0.0) for kind in kinds}
+    difference = slower.seconds - best.seconds
+    least = 0.1 * max(difference, 0.002 * best.seconds)
+    loses = [kind for kind in sorted(more, key=lambda k: -more[k]) if more[kind] > least]
+    gains = [kind for kind in sorted(more, key=lambda k: more[k]) if more[kind] < -least]
+    parts = [", ".join(f"{WORDS.get(kind, kind)} +{readable_seconds(more[kind])}" for kind in loses[:4])]
+    if gains:
+        saved = ", ".join(f"{WORDS.get(kind, kind)} -{readable_seconds(-more[kind])}" for kind in gains[:3])
+        parts.append(f"although it saves {saved}")
+    because = "; ".join(part for part in parts if part) or "small parts of everything"
+    return f"{readable_seconds(difference)} ({difference / best.seconds:.1%}) slower: {because}"
+
+
+def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], world_size: int, per_node: int) -> str:
+    """What starts a layout: the arguments that planning was given, and the flags that differ from them."""
+    before, flags = base.flat(), list(arguments)
+    for name, value in config.flat().items():
+        if value != before[name]:
+            flags += flag_of(name, value)
+    local = min(world_size, per_node)
+    nodes = f" --nnodes {world_size // local}" if world_size > local else ""
+    return f"torchrun --nproc-per-node {local}{nodes} pretrain_gpt.py {shlex.join(flags)}"
+
+
+def flag_of(name: str, value: Any) -> list[str]:
+    """A setting as words of a command line."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+
+
+_EXTRA = {
+    "selective-recompute": KEPT[1],
+    "full-recompute": KEPT[2],
+    "activation-offload": KEPT[3],
+    "optimizer-offload": {"optimizer_cpu_offload": True},
+}
+
+
+def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig]:
+    """The layouts that ``text`` may mean: ``tp8 pp2 sp zero1 mbs2 full-recompute``.
+
+    DP, sequence parallelism over TP, micro-batch size and recomputation are chosen where it does not name them.
+    ``LayoutError`` for words that are unknown, and for a product that is not ``world_size``.
+    """
+    words = text.split()
+    micro = [int(word[3:]) for word in words if re.fullmatch(r"mbs[1-9]\d*", word)]
+    extra = [word for word in words if word in _EXTRA]
+    rest = [word for word in words if word not in extra and not re.fullmatch(r"mbs[1-9]\d*", word)]
+    named = {match[1] for word in rest if (match := re.fullmatch(r"([a-z]+)\d+", word))}
+    layout = Layout.parse(" ".join(rest))
+    ranks = layout.tp * layout.cp * layout.pp
+    if "dp" not in named and world_size % ranks == 0:
+        layout = Layout.parse(" ".join([*rest, f"dp{world_size // ranks}"]))
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"layout {text!r} has tp{layout.tp} x cp{layout.cp} x pp{layout.pp} x dp{layout.dp} = "
+            f"{layout.world_size} ranks, but gpus={world_size}; choose sizes whose product is {world_size}"
+        )
+    settings = layout.settings()
+    if layout.tp > 1 and "sp" not in words:
+        settings["sequence_parallel"] = True
+    batch = config.training.global_batch_size or 1
+    copies = [1 << power for power in range(10) if batch % ((1 << power) * layout.dp) == 0]
+    kept = [choice for choice in KEPT[:3]] if not set(extra) - {"optimizer-offload"} else [{}]
+    chosen = {name: value for word in extra for name, value in _EXTRA[word].items()}
+    if chosen.get("cpu_offloading"):
+        chosen["cpu_offloading_num_layers"] = config.model.num_layers
+    stages = [{}] if "zero" in text else [{"zero_stage": stage} for stage in range(4)]
+    return [
+        with_settings(config, settings | choice | stage | chosen | {"micro_batch_size": size} | _overlap(stage))
+        for choice, stage, size in product(kept, stages, micro or copies or [1])
+    ]
+
+
+def _overlap(stage: dict[str, Any]) -> dict[str, Any]:
+    if not stage:
+        return {}
+    return {"overlap_grad_reduce": True, "overlap_param_gather": stage["zero_stage"] > 0}
+
+
+def why_not(search: Search, text: str, best: Candidate | None) -> str:
+    """What speaks against a layout: a rule, memory, or time."""
+    found: list[Candidate] = []
+    faults: list[str] = []
+    for config in parse_words(search.config, text, search.devices):
+        try:
+            found.append(search.candidate(config))
+        except LayoutError as error:
+            faults.append(str(error))
+    if not found:
+        return f"{text} cannot run: {faults[0]}"
+    fitting = [each for each in found if search.fits(each.memory)]
+    chosen = min(fitting) if fitting else min(found, key=lambda each: each.bytes)
+    head = f"{describe_layout(chosen.config, search.devices)}: {readable_seconds(chosen.seconds)} a step, "
+    head += f"{readable_bytes(chosen.bytes)} of {readable_bytes(search.hardware.usable_bytes)}"
+    lines = [head, details(chosen)]
+    if not fitting:
+        largest = max(chosen.memory, key=lambda kind: chosen.memory[kind])
+        missing = chosen.bytes - search.hardware.usable_bytes
+        lines.append(f"does not fit: {readable_bytes(missing)} too much, most of it {largest}; {_helps(largest)}")
+    elif best is None or chosen.seconds <= best.seconds:
+        lines.append("nothing: it is as fast as the best")
+    else:
+        lines.append(f"against {describe_layout(best.config, search.devices)}: {why_slower(chosen, best)}")
+    return "\n".join(lines)
+
+
+def _helps(kind: str) -> str:
+    return {
+        "weights": "more tensor or pipeline ranks, or --zero-stage 3",
+        "gradients": "more tensor or pipeline ranks, or --zero-stage 2",
+        "optimizer": "--zero-stage 1, or --optimizer-cpu-offload",
+    }.get(kind, "recomputation, a smaller --micro-batch-size, more tensor or context ranks, or --cpu-offloading")
+
+
+@dataclass(frozen=True)
+class MemoryOverStep:
+    """Bytes of a pipeline rank by kind at times of a step."""
+
+    rank: int
+    times: list[float]
+    kinds: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, footprint: Footprint, rank: int) -> MemoryOverStep:
+        """From the simulated plan: a forward fills, and the last part of a backward empties, as it goes."""
+        timeline, sizes = pipeline.timeline, footprint.stage_sizes
+        fixed = footprint.by_kind(rank)
+        times, held, level = [0.0], [0.0], 0.0
+        for action in timeline.plan.ranks[rank]:
+            transient = footprint.transient if action.kind in "BI" else 0.0
+            before = level
+            level += sizes[action.stage] * {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            times += [timeline.start[action], timeline.end[action]]
+            held += [before + transient, level]
+        times.append(timeline.makespan)
+        held.append(level)
+        kinds = {kind: [fixed[kind]] * len(times) for kind in ("weights", "gradients", "optimizer") if fixed[kind]}
+        kinds["activations"] = held
+        busy = [0.0, *[1.0] * (len(times) - 2), 0.0]
+        for kind in ("units whole", "keys", "temporary", "fragments"):
+            if fixed[kind]:
+                kinds[kind] = [fixed[kind] * share for share in busy]
+        return cls(rank, times, kinds)
+
+    def picture(self, limit: float, height: int = 16) -> str:
+        """Bars over time, a letter for each kind, and the memory of the device as a line."""
+        letters = {kind: kind[0] for kind in self.kinds}
+        end = self.times[-1] or 1.0
+        rows = []
+        columns = [self._at((c + 0.5) / _COLUMNS * end) for c in range(_COLUMNS)]
+        most = max(sum(sizes.values()) for sizes in columns)
+        top = max(limit, most) if most > limit / 3 else 1.1 * most
+        for row in range(height, 0, -1):
+            level = (row - 0.5) / height * top
+            line = "".join(_letter(sizes, letters, level) for sizes in columns)
+            mark = "-" if (row - 1) / height * top < limit <= row / height * top else " "
+            rows.append(f"{readable_bytes(level):>9} |{line.replace(' ', mark)}|")
+        legend = ", ".join(f"{letter} {kind}" for kind, letter in letters.items())
+        axis = f"{'':9}  0{readable_seconds(end):>{_COLUMNS - 1}}"
+        return "\n".join([*rows, axis, f"{legend}; ---- {readable_bytes(limit)} of the device"])
+
+    def _at(self, time: float) -> dict[str, float]:
+        at = max((i for i, t in enumerate(self.times) if t <= time), default=0)
+        return {kind: sizes[at] for kind, sizes in self.kinds.items()}
+
+
+def _letter(sizes: dict[str, float], letters: dict[str, str], level: float) -> str:
+    below = 0.0
+    for kind, size in sizes.items():
+        below += size
+        if level <= below:
+            return letters[kind]
+    return " "

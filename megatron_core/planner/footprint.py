@@ -1,0 +1,193 @@
+"""Bytes of each pipeline rank of a layout by kind, and over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_core.config import RunConfig
+from megatron_core.planner.context import arriving_bytes
+from megatron_core.planner.memory import (
+    layer_activations,
+    number_size,
+    offloaded_activations,
+    stage_activations,
+    state_by_kind,
+    transient_activations,
+)
+from megatron_core.planner.parameters import Parameters, layer_kinds, padded_vocabulary
+from megatron_core.schedules.actions import Plan
+from megatron_core.schedules.simulate import peak_activations
+
+MEMORY_KINDS = (
+    "weights", "gradients", "optimizer", "units whole", "activations", "keys", "temporary", "fragments",
+)  # fmt: skip
+"""In the order of reports. ``units whole`` are weights and gradients that ZeRO gathers or sums at a time, ``keys`` come
+from other context-parallel ranks, ``fragments`` are what a caching allocator cannot use."""
+FRAGMENTS = 0.05
+"""Share of activations and other memory that comes and goes, which lies unused between tensors: reserved over allocated
+memory of published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
+MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1}
+"""Running means of an optimizer, in numbers of a parameter."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of the stages of a configuration; ``units`` are the parameters of each pipeline rank's units."""
+
+    config: RunConfig
+    world_size: int
+    plan: Plan
+    layers: Sequence[range]
+    units: Sequence[Sequence[Parameters]]
+    vocab_size: int
+    layer_bytes: dict[int, float]
+    """Activations of each layer."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        world_size: int,
+        plan: Plan,
+        layers: Sequence[range],
+        units: Sequence[Sequence[Parameters]],
+        vocab_size: int,
+    ) -> Footprint:
+        """With the activations of layers of the same kind computed once."""
+        kinds = layer_kinds(config)
+        by_kind = {kind: layer_activations(config, layer) for layer, kind in enumerate(kinds)}
+        each = {layer: by_kind[kind] for layer, kind in enumerate(kinds)}
+        return cls(config, world_size, plan, layers, units, vocab_size, each)
+
+    @cached_property
+    def stage_sizes(self) -> list[float]:
+        """Activations that each stage keeps of a micro-batch."""
+        last, padded = len(self.layers) - 1, padded_vocabulary(self.config, self.vocab_size)
+        return [
+            stage_activations(
+                self.config, run, first=at == 0, last=at == last, padded_vocab_size=padded, each=self.layer_bytes
+            )
+            for at, run in enumerate(self.layers)
+        ]
+
+    @cached_property
+    def activations(self) -> tuple[float, ...]:
+        """Peak of each pipeline rank."""
+        return peak_activations(self.plan, stage_sizes=self.stage_sizes)
+
+    @cached_property
+    def transient(self) -> float:
+        """Activations that are there for a while alone."""
+        return transient_activations(self.config, self.layers, self.layer_bytes)
+
+    def variant(self, config: RunConfig) -> Footprint:
+        """The same stages with another ``config``, which differs in ZeRO, overlap and the optimizer's place alone."""
+        other = replace(self, config=config)
+        vars(other).update({name: vars(self)[name] for name in ("stage_sizes", "all_moving") if name in vars(self)})
+        return other
+
+    def by_kind(self, rank: int) -> dict[str, float]:
+        """Bytes of a pipeline rank at its peak."""
+        state = self.state(rank)
+        moving = self.moving(rank)
+        moving["fragments"] += FRAGMENTS * state["units whole"]
+        return state | moving
+
+    def moving(self, rank: int) -> dict[str, float]:
+        """Bytes that come and go within a step."""
+        return dict(self.all_moving[rank])
+
+    @cached_property
+    def all_moving(self) -> list[dict[str, float]]:
+        """``moving`` of each pipeline rank."""
+        return [self._moving(rank) for rank in range(len(self.plan.ranks))]
+
+    def _moving(self, rank: int) -> dict[str, float]:
+        where = self.plan.stage_to_rank
+        own = [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
+        found = {
+            "activations": self.activations[rank] + self.transient,
+            "keys": arriving_bytes(self.config, own),
+            "temporary": self.temporary(rank),
+        }
+        return found | {"fragments": FRAGMENTS * sum(found.values())}
+
+    def state(self, rank: int) -> dict[str, float]:
+        """Weights, gradients, optimizer and units that are whole for a while, without the padding of buckets."""
+        parallel, optimizer = self.config.parallel, self.config.optimizer
+        stage, instances = parallel.dp_zero_stage, parallel.num_distributed_optimizer_instances
+        dtype = self.config.training.compute_dtype
+        weight, wide = number_size(dtype), max(number_size(dtype), 4)
+        away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
+        found = dict.fromkeys(("weights", "gradients", "optimizer", "units whole"), 0.0)
+        sizes = [max(size // instances, 1) for size in self.shard_sizes]
+        total = sum(self.units[rank], Parameters())
+        for elements, size in zip((total.dense, total.experts), sizes, strict=True):
+            each = state_by_kind(dtype, size, zero_stage=stage, moments=MOMENTS[optimizer.optimizer])
+            for kind, bytes_ in each.items():
+                found[kind] += elements * bytes_ * ((1 - away) if kind == "optimizer" else 1)
+        whole = [
+            sum(
+                elements * ((wide if stage >= 2 else 0) + (weight if stage >= 3 else 0)) * (size > 1)
+                for elements, size in zip((unit.dense, unit.experts), sizes, strict=True)
+            )
+            for unit in self.units[rank]
+        ]
+        at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
+        found["units whole"] = max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
+        return found
+
+    @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Ranks over which dense parameters, and experts, are sharded."""
+        parallel = self.config.parallel
+        dense = parallel.data_parallel_size(self.world_size) * parallel.context_parallel_size
+        return dense, self.world_size // parallel.expert_model_size
+
+    def temporary(self, rank: int) -> float:
+        """Tensors of the operation that is running: gradients of the widest part of a layer, or of the logits."""
+        config, model = self.config, self.config.model
+        n, parallel = number_size(config.training.compute_dtype), config.parallel
+        tp, tokens = parallel.tensor_model_parallel_size, self.tokens
+        gated = 2 if model.gated_linear_unit else 1
+        width = (1 + gated) * model.ffn_size / tp
+        if model.num_experts is not None:
+            rows = model.moe_router_topk * (model.hidden_size + (1 + gated) * model.expert_ffn_size) / tp
+            width = max(rows, width if len(model.expert_layers) < model.num_layers else 0.0)
+        found = n * tokens * (width + 2 * model.hidden_size)
+        if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
+            found = max(found, n * tokens * 2 * model.hidden_size)
+        return found
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on a rank."""
+        config = self.config
+        return config.data.seq_length * config.training.micro_batch_size / config.parallel.context_parallel_size
+
+    def on_host(self, rank: int) -> float:
+        """Bytes in the host's memory: offloaded optimizer state and activations."""
+        optimizer = self.config.optimizer
+        found = 0.0
+        if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
+            fraction = optimizer.optimizer_offload_fraction
+            parallel = self.config.parallel
+            total = sum(self.units[rank], Parameters())
+            for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True):
+                each = state_by_kind(
+                    self.config.training.compute_dtype,
+                    size,
+                    zero_stage=parallel.dp_zero_stage,
+                    moments=MOMENTS[optimizer.optimizer],
+                )
+                found += elements * each["optimizer"] * fraction
+        sizes = [offloaded_activations(self.config, run) for run in self.layers]
+        return found + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
+
+    def worst(self) -> tuple[int, dict[str, float]]:
+        """The pipeline rank that needs most, and its bytes by kind."""
+        found = [self.by_kind(rank) for rank in range(len(self.plan.ranks))]
+        rank = max(range(len(found)), key=lambda r: sum(found[r].values()))
+        return rank, found[rank]

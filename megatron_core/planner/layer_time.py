@@ -1,0 +1,315 @@
+"""Seconds of a layer and of the ends of the model, forward and backward, of one micro-batch on one rank.
+
+Each operation takes the longer of its arithmetic and its memory traffic (Williams et al. 2009, the roofline) and a
+launch; each collective the time of its group's links. What overlaps is left out as far as there is computation to hide
+it. Bytes of operations on elements are the least that a fused kernel moves: a norm reads and writes its input, backward
+reads input and gradient and writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_core.config import RunConfig
+from megatron_core.planner.context import layer_pairs, layer_traffic
+from megatron_core.planner.groups import Rings
+from megatron_core.planner.hardware import Hardware
+from megatron_core.planner.memory import layer_activations
+from megatron_core.planner.parameters import padded_vocabulary
+
+Seconds = dict[str, float]
+"""By kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
+
+
+def total(parts: Iterable[Seconds]) -> Seconds:
+    """The sum by kind."""
+    found: Seconds = {}
+    for part in parts:
+        for kind, seconds in part.items():
+            found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward of a part of the model."""
+
+    forward: Seconds
+    input_grad: Seconds
+    weight_grad: Seconds
+    hidden: float = 0.0
+    """Seconds of communication that hide behind the weight gradient unless backward is split."""
+
+    @cached_property
+    def sums(self) -> tuple[float, float, float]:
+        """Seconds of forward, input gradient and weight gradient."""
+        return sum(self.forward.values()), sum(self.input_grad.values()), sum(self.weight_grad.values())
+
+    @staticmethod
+    def sum(parts: Iterable[Passes]) -> Passes:
+        """One after another."""
+        parts = list(parts)
+        return Passes(
+            total(p.forward for p in parts),
+            total(p.input_grad for p in parts),
+            total(p.weight_grad for p in parts),
+            sum(p.hidden for p in parts),
+        )
+
+
+class LayerClock:
+    """Times of the layers of a configuration on a machine with ``world_size`` ranks."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware, world_size: int, vocab_size: int) -> None:
+        self.config, self.hardware, self.vocab_size = config, hardware, vocab_size
+        parallel, model = config.parallel, config.model
+        self.rings = Rings(hardware, parallel, world_size)
+        self.rate = hardware.flops(config.training.compute_dtype)
+        self.bytes = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
+        self.parts = self.tp if parallel.sequence_parallel else 1
+        self.queries = model.num_attention_heads * model.head_size / self.tp
+        self.keys = max(model.query_groups / self.tp, 1) * model.head_size
+
+    # --- single operations
+
+    def product(self, m: float, k: float, n: float, *, count: float = 1, result_bytes: float | None = None) -> float:
+        """``count`` products of ``[m, k]`` and ``[k, n]``."""
+        if min(m, k, n) <= 0:
+            return 0.0
+        edge, size = self.hardware.product_edge, self.bytes
+        arithmetic = 2 * m * k * n / self.rate * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
+        moved = size * (m * k + k * n) + (size if result_bytes is None else result_bytes) * m * n
+        return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
+
+    def elements(self, size: float) -> float:
+        """An operation that moves ``size`` bytes."""
+        return size / self.hardware.memory_bandwidth
+
+    def launches(self, count: float) -> float:
+        """Launching ``count`` operations."""
+        return count * self.hardware.launch_seconds
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """What is left of communication beside a computation."""
+        return max(communication - self.hardware.overlap * computation, 0.0)
+
+    # --- a linear layer: forward, and both gradients
+
+    def linear(self, rows: float, inputs: float, outputs: float, count: float = 1) -> tuple[float, float, float]:
+        """Products of a linear layer's forward, input gradient, and weight gradient (added to float32 or wider)."""
+        wide = 2 * max(self.bytes, 4)
+        return (
+            self.product(rows, inputs, outputs, count=count),
+            self.product(rows, outputs, inputs, count=count),
+            self.product(outputs, rows, inputs, count=count, result_bytes=wide),
+        )
+
+    def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
+        """A column-parallel linear layer, something between, and a row-parallel one, with their communication.
+
+        Without sequence parallel: sums of the output in forward and of the input's gradient in backward. With it: a
+        gather and a reduce-scatter each way, and a gather of the input for the weight gradient (Korthikanti et al.
+        2022, section 4.2.2).
+        """
+        first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
+        ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
+        gather = ring.gather(size)
+        backward = 0.0
+        if self.parts > 1:
+            backward = gather + self.exposed(gather, first[1])  # of the output's gradient; of the input
+            reducing = gather
+        else:
+            reducing = 2 * gather
+        hidden = reducing - self.exposed(reducing, first[2]) if self.config.parallel.tp_comm_overlap else 0.0
+        backward += reducing - hidden
+        return Passes(
+            {"products": first[0] + second[0], "launches": self.launches(2), "tp": 2 * gather},
+            {"products": first[1] + second[1], "launches": self.launches(2), "tp": backward},
+            {"products": first[2] + second[2], "launches": self.launches(2)},
+            hidden,
+        )
+
+    # --- parts of a layer
+
+    def core_attention(self, layer: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of scores, softmax and weighted values."""
+        config, model = self.config, self.config.model
+        length, batch = config.data.seq_length, config.training.micro_batch_size
+        heads = model.num_attention_heads / self.tp
+        sent = layer_traffic(config, layer)
+        ring = self.rings.ring("cp")
+        comm = [
+            part / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
+            for part in (sent.forward, sent.backward)
+        ]
+        pairs = max(layer_pairs(config, layer, rank) for rank in range(self.cp)) * batch
+        if self._fused:
+            forward = 4 * model.head_size * heads * pairs / (self.rate * self.hardware.attention_efficiency)
+            io = self.elements(self.bytes * self.tokens * (2 * self.queries + 2 * self.keys))
+            times = [max(forward, io), max(2.5 * forward, 2 * io)]
+            kinds = [{"attention": times[0]}, {"attention": times[1]}]
+            kernels = (1.0, 3.0)
+        else:
+            count, own = batch * heads, length / self.cp
+            scores = self.product(own, model.head_size, length, count=count)
+            values = self.product(own, length, model.head_size, count=count)
+            drops = model.attention_dropout > 0
+            size = count * own * length
+            kinds = [
+                {"attention": scores + values, "elements": self.elements(size * self.bytes * (4 if drops else 2))},
+                {
+                    "attention": 2 * (scores + values),
+                    "elements": self.elements(size * self.bytes * (5 if drops else 3)),
+                },
+            ]
+            kernels = (5.0, 8.0)
+        if self.cp > 1:  # partial outputs and gradients of queries are joined in float32, block by block
+            joined = 4 * self.tokens * self.queries * (self.cp - 1)
+            for each, passes_over in zip(kinds, (3, 2), strict=True):
+                each["elements"] = each.get("elements", 0.0) + self.elements(passes_over * joined)
+        kind = config.parallel.cp_comm_type
+        overlaps = (kind[layer] if len(kind) > 1 else kind[0]) in ("p2p", "a2a+p2p")
+        for each, seconds, launched in zip(kinds, comm, kernels, strict=True):
+            if self.cp > 1:
+                each["cp"] = self.exposed(seconds, each["attention"]) if overlaps else seconds
+            each["launches"] = self.launches(launched * self.cp)
+        return kinds[0], kinds[1]
+
+    @property
+    def _fused(self) -> bool:
+        model = self.config.model
+        plain = model.attention_backend == "auto" and model.attn_logit_softcapping is None
+        return plain and not model.attention_dropout
+
+    def between(self) -> tuple[Seconds, Seconds]:
+        """Norms, residual sums and rotary positions."""
+        model, n = self.config.model, self.bytes
+        rows = self.tokens * model.hidden_size / self.parts
+        norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
+        rotated = self.tokens * (self.queries + self.keys) * (model.position_embedding_type == "rope")
+        normed = self.tokens * (self.queries + self.keys) * model.qk_layernorm
+        forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
+        backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
+        kernels = norms + 2 + 2 * bool(rotated) + 2 * bool(normed)
+        return (
+            {"elements": self.elements(forward), "launches": self.launches(kernels)},
+            {"elements": self.elements(backward), "launches": self.launches(2 * kernels)},
+        )
+
+    def activation(self, rows: float, width: float) -> tuple[Seconds, Seconds]:
+        """The non-linearity of an MLP."""
+        reads = (3, 5) if self.config.model.gated_linear_unit else (2, 3)
+        forward, backward = (self.elements(self.bytes * rows * width * part) for part in reads)
+        return (
+            {"elements": forward, "launches": self.launches(1)},
+            {"elements": backward, "launches": self.launches(1)},
+        )
+
+    def mlp(self, width: float) -> Passes:
+        """A dense MLP of ``width`` over all tensor-parallel ranks."""
+        hidden, inner = self.config.model.hidden_size, width / self.tp
+        gated = 2 if self.config.model.gated_linear_unit else 1
+        forward, backward = self.activation(self.tokens, inner)
+        return Passes.sum([self.pair(self.tokens, hidden, gated * inner, inner, hidden), Passes(forward, backward, {})])
+
+    def experts(self) -> Passes:
+        """Router, dispatch, experts and combination, with the load even over experts."""
+        model, parallel = self.config.model, self.config.parallel
+        hidden, etp = model.hidden_size, parallel.expert_tensor_size
+        own = self.tokens / self.tp
+        rows = own * model.moe_router_topk * etp
+        local = (model.num_experts or 1) / parallel.expert_model_parallel_size
+        inner, gated = model.expert_ffn_size / etp, 2 if model.gated_linear_unit else 1
+        first = self.linear(rows / local, hidden, gated * inner, local)
+        second = self.linear(rows / local, inner, hidden, local)
+        router = self.linear(own, hidden, model.num_experts or 1)
+        ring = self.rings.ring("etp", "ep")
+        if parallel.expert_model_parallel_size == 1:
+            ring = self.rings.ring("etp")
+        if model.moe_token_dispatcher_type == "alltoall":
+            moved = ring.all_to_all(self.bytes * rows * hidden)
+        else:
+            moved = ring.gather(self.bytes * own * ring.size * hidden)
+        whole = 0.0
+        if self.tp > 1 and self.parts == 1:
+            whole = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
+        forward, backward = self.activation(rows, inner)
+        # Permuted for sending, sorted by expert, and both again on the way back: a read and a write each.
+        permuted = self.elements(8 * self.bytes * rows * hidden)
+        kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
+        parts = [
+            Passes(
+                {"products": first[0] + second[0] + router[0], "ep": 2 * moved, "tp": whole},
+                {"products": first[1] + second[1] + router[1], "ep": 2 * moved, "tp": whole},
+                {"products": first[2] + second[2] + router[2], "launches": self.launches(2 * local)},
+            ),
+            Passes(total([forward, kernels]), total([backward, kernels]), {}),
+        ]
+        if model.moe_shared_expert_intermediate_size is not None:
+            parts.append(self.mlp(model.moe_shared_expert_intermediate_size))
+        return Passes.sum(parts)
+
+    # --- whole parts of the model
+
+    def layer(self, number: int) -> Passes:
+        """A layer that keeps its activations, or recomputes its attention with selective recomputation."""
+        model = self.config.model
+        forward, backward = self.core_attention(number)
+        if model.recompute_granularity == "selective":
+            backward = total([backward, forward])
+        attention = self.pair(
+            self.tokens, model.hidden_size, self.queries + 2 * self.keys, self.queries, model.hidden_size
+        )
+        mlp = self.experts() if model.has_experts(number) else self.mlp(model.ffn_size)
+        before, behind = self.between()
+        return Passes.sum([attention, Passes(forward, backward, {}), mlp, Passes(before, behind, {})])
+
+    def recomputed(self, number: int) -> Passes:
+        """A layer whose forward backward does again."""
+        found = self.layer(number)
+        return Passes(found.forward, total([found.input_grad, found.forward]), found.weight_grad, found.hidden)
+
+    def offloaded(self, number: int) -> Passes:
+        """What it costs to send a layer's activations to the host and to fetch them, which nothing overlaps."""
+        seconds = layer_activations(self.config, number) / self.hardware.host_link
+        return Passes({"host": seconds}, {"host": seconds}, {})
+
+    def embedding(self) -> Passes:
+        """The look-up, its sum over tensor-parallel ranks, positions and dropout."""
+        size = self.bytes * self.tokens * self.config.model.hidden_size
+        ring = self.rings.ring("tp")
+        comm = ring.gather(size) if self.parts > 1 else ring.reduce(size)
+        return Passes(
+            {"elements": self.elements(4 * size), "launches": self.launches(4), "tp": comm},
+            {"elements": self.elements(6 * size), "launches": self.launches(4), "tp": ring.gather(size)},
+            {},
+        )
+
+    def head(self) -> Passes:
+        """The last norm, the output layer and the loss."""
+        model, n = self.config.model, self.bytes
+        columns = padded_vocabulary(self.config, self.vocab_size) / self.tp
+        products = self.linear(self.tokens, model.hidden_size, columns)
+        again = products[0] if model.fuses_output_layer_with_loss else 0.0
+        ring, size = self.rings.ring("tp"), n * self.tokens * model.hidden_size
+        gather = ring.gather(size) if self.parts > 1 else 0.0
+        logits = n * self.tokens * columns
+        return Passes(
+            {
+                "products": products[0],
+                "elements": self.elements(logits + 2 * size / self.parts),
+                "tp": gather,
+                "launches": self.launches(6),
+            },
+            {
+                "products": products[1] + again,
+                "elements": self.elements(2 * logits + 3 * size / self.parts),
+                "tp": 2 * gather if self.parts > 1 else ring.reduce(size),
+                "launches": self.launches(6),
+            },
+            {"products": products[2], "launches": self.launches(1)},
+        )

@@ -1,0 +1,121 @@
+"""How many parameters each stage of a layout has on a rank, from the sizes of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_core.config import RunConfig
+from megatron_core.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements on a rank, by the ranks over which their gradients are summed and their state is sharded."""
+
+    dense: int = 0
+    """Summed over data- and context-parallel ranks."""
+    experts: int = 0
+    """Summed over the copies of an expert."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        """Elements of both kinds."""
+        return self.dense + self.experts
+
+
+def padded_vocabulary(config: RunConfig, vocab_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: a multiple of make_vocab_size_divisible_by x TP."""
+    unit = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return -(-vocab_size // unit) * unit
+
+
+def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """Elements of a layer on a rank.
+
+    With h hidden, a heads and g groups of d channels, MLP width f, over t tensor-parallel ranks: QKV h (a + 2 g') d / t
+    (g' is g, but one group on each rank at least), attention's output a d h / t, MLP 2 h f / t (gated: 3), E experts
+    E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    hidden, head = model.hidden_size, model.head_size
+    queries, groups = model.num_attention_heads // tp * head, max(model.query_groups // tp, 1) * head
+    dense = (hidden + model.has_qkv_bias) * (queries + 2 * groups)
+    dense += queries * hidden + hidden * model.add_bias_linear
+    norm = norm_parameters(model)
+    dense += norm * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
+    if model.qk_layernorm:
+        over_heads = model.qk_layernorm_over_heads
+        dense += (queries + groups) if over_heads else 2 * norm_parameters(model, head)
+    if not model.has_experts(layer_number):
+        return Parameters(dense + _mlp(model, model.ffn_size, tp))
+    dense += hidden * (model.num_experts or 0)
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None:
+        dense += _mlp(model, shared, tp) + hidden * model.moe_shared_expert_gate
+    parallel = config.parallel
+    matrices = 3 if model.gated_linear_unit else 2
+    local = (model.num_experts or 0) // parallel.expert_model_parallel_size
+    width = model.expert_ffn_size // parallel.expert_tensor_size
+    return Parameters(dense, local * matrices * hidden * width)
+
+
+def embedding_parameters(config: RunConfig, vocab_size: int) -> int:
+    """Elements of the embedding on a rank: its part of the vocabulary, and all learned positions."""
+    model = config.model
+    table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
+    learned = model.position_embedding_type == "learned_absolute"
+    return table + (config.max_positions * model.hidden_size if learned else 0)
+
+
+def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> int:
+    """Elements of the last norm and the output layer, which has none if it is tied to an embedding on its rank."""
+    model = config.model
+    table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
+    tied = model.share_embeddings_and_output_weights and beside_embedding
+    return norm_parameters(model) + (0 if tied else table)
+
+
+def rank_units(
+    config: RunConfig, layers: Sequence[range], stage_to_rank: Sequence[int], vocab_size: int
+) -> list[list[Parameters]]:
+    """For each pipeline rank the units that data parallelism gathers and frees: embedding, each layer, head."""
+    ranks: list[list[Parameters]] = [[] for _ in range(max(stage_to_rank) + 1)]
+    last = len(layers) - 1
+    ends = stage_to_rank[0], stage_to_rank[last]
+    each = {kind: layer_parameters(config, layer) for layer, kind in enumerate(layer_kinds(config))}
+    kinds = layer_kinds(config)
+    for stage, run in enumerate(layers):
+        units = ranks[stage_to_rank[stage]]
+        if stage == 0:
+            units.append(Parameters(embedding_parameters(config, vocab_size)))
+        units += [each[kinds[layer]] for layer in run]
+        if stage == last:
+            head = head_parameters(config, vocab_size, beside_embedding=ends[0] == ends[1])
+            units.append(Parameters(head))
+    return ranks
+
+
+def layer_kinds(config: RunConfig) -> list[int]:
+    """A number for each layer, the same for layers that compute the same on tensors of the same sizes."""
+    model, comm = config.model, config.parallel.cp_comm_type
+    seen: dict[object, int] = {}
+    found = []
+    for layer in range(model.num_layers):
+        kind = model.has_experts(layer), model.window_of_layer(layer), comm[layer if len(comm) > 1 else 0]
+        found.append(seen.setdefault(kind, len(seen)))
+    return found
+
+
+def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
+    """A weight for each channel, and a bias unless it is RMSNorm."""
+    return (model.hidden_size if size is None else size) * (1 if model.normalization == "RMSNorm" else 2)
+
+
+def _mlp(model: ModelConfig, width: int, tp: int) -> int:
+    inner = width // tp * (2 if model.gated_linear_unit else 1)
+    biases = (inner + model.hidden_size) * model.add_bias_linear
+    return model.hidden_size * (inner + width // tp) + biases

@@ -1,0 +1,375 @@
+"""The fastest layouts of a model on so many devices of a machine, among all that fit into its memory.
+
+The points are TP x PP x chunks and schedule x CP x EP x ETP x ZeRO x recomputation x offload x micro-batch size. Branch
+and bound: a lower bound of the step's time, from arithmetic that no schedule or overlap can hide, orders the points and
+ends the search once it exceeds the worst layout that would be shown. Which layouts are legal, config's own rules say.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from math import lcm
+from typing import Any
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.config.rules_layout import divisors
+from megatron_core.config.validate import problems, without_data
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.hardware import Hardware
+from megatron_core.planner.layer_time import LayerClock
+from megatron_core.planner.parameters import Parameters, embedding_parameters, layer_parameters
+from megatron_core.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules.actions import Plan
+
+Settings = dict[str, Any]
+SHAPE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""What makes two layouts different ones in the list; of those that differ in the rest, the fastest is shown."""
+MOST_CHUNKS = 8
+NONE: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+KEPT: tuple[Settings, ...] = (
+    NONE | {"cpu_offloading": False},
+    NONE | {"cpu_offloading": False, "recompute_granularity": "selective"},
+    {
+        "cpu_offloading": False,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    NONE | {"cpu_offloading": True},
+)
+"""What becomes of activations; the last one needs a host beside the device."""
+LAYER_SETTINGS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "micro_batch_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+)
+"""What decides the times of a layer."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A layout with its predicted time and memory."""
+
+    seconds: float
+    config: RunConfig = field(compare=False)
+    cost: StepCost = field(compare=False)
+    memory: dict[str, float] = field(compare=False)
+    """By kind, of the pipeline rank that needs most."""
+    rank: int = field(compare=False)
+    on_host: float = field(compare=False, default=0.0)
+
+    @property
+    def bytes(self) -> float:
+        """Of the device."""
+        return sum(self.memory.values())
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The settings that make it a layout of its own."""
+        return tuple(getattr(self.config.parallel, name) for name in SHAPE)
+
+
+@dataclass
+class Search:
+    """Looks for layouts of ``config`` on ``devices`` devices of a machine.
+
+    ``progress`` is called now and then with the number of points that are decided and the best time so far.
+    """
+
+    config: RunConfig
+    devices: int
+    hardware: Hardware
+    vocab_size: int
+    progress: Callable[[int, int, float], None] = lambda decided, total, best: None
+    points: int = 0
+    evaluated: int = 0
+    too_large: int = 0
+    _nearest: tuple[float, RunConfig] | None = None
+    _clocks: dict[tuple[Any, ...], LayerTimes] = field(default_factory=dict)
+    _splits: dict[tuple[int, int], list[range]] = field(default_factory=dict)
+    _parameters: dict[tuple[Any, ...], Parameters] = field(default_factory=dict)
+
+    def best(self, count: int = 10) -> list[Candidate]:
+        """The ``count`` fastest layouts that fit, fastest first, with different shapes.
+
+        ``LayoutError`` if none fits, with the nearest miss and what would help.
+        """
+        if self.devices < 1:
+            raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
+        if self.config.training.global_batch_size is None:
+            raise ConfigError(
+                "global_batch_size=None: layouts compare only on the same batch; give --global-batch-size, the "
+                "sequences of one optimizer step"
+            )
+        found: dict[tuple[Any, ...], Candidate] = {}
+        queue = [(bound, number, settings) for number, (bound, settings) in enumerate(self._points())]
+        heapq.heapify(queue)
+        self.points = total = len(queue)
+        while queue:
+            bound, _, settings = heapq.heappop(queue)
+            worst = sorted(c.seconds for c in found.values())[count - 1] if len(found) >= count else float("inf")
+            if bound >= worst:
+                break
+            self._consider(settings, found, worst)
+            if len(queue) % 64 == 0:
+                self.progress(total - len(queue), total, min((c.seconds for c in found.values()), default=0.0))
+        if not found:
+            raise LayoutError(self._nothing_fits())
+        return sorted(found.values())[:count]
+
+    def candidate(self, config: RunConfig) -> Candidate:
+        """A layout with its time and memory, whether or not it fits; ``LayoutError`` if config's rules refuse it."""
+        faults = list(problems(without_data(config), self.devices))
+        if faults:
+            raise LayoutError("; ".join(faults))
+        pipeline = self._pipeline(config)
+        footprint = self._footprint(pipeline)
+        return self._timed(pipeline, footprint, *footprint.worst())
+
+    def fits(self, memory: dict[str, float]) -> bool:
+        """Whether so much memory is there."""
+        return sum(memory.values()) <= self.hardware.usable_bytes
+
+    # --- the points
+
+    def _points(self) -> Iterator[tuple[float, Settings]]:
+        """Layouts of layers, batches and stages with a lower bound of their time."""
+        batch = self.config.training.global_batch_size or 1
+        stages_of: dict[int, list[Settings]] = {}
+        for layers in self._layer_settings():
+            ranks = layers["tensor_model_parallel_size"] * layers["context_parallel_size"]
+            experts = layers.get("expert_model_parallel_size", 1) * (layers.get("expert_tensor_parallel_size") or 1)
+            if not self._is_legal(self._with(layers), lcm(ranks, experts)):
+                continue
+            room = self.devices // ranks
+            if room not in stages_of:
+                stages_of[room] = self._stage_settings(room)
+            for micro, kept in product(self._micro_batches(), KEPT[: None if self.hardware.has_host else -1]):
+                away = {"cpu_offloading_num_layers": self.config.model.num_layers * kept["cpu_offloading"]}
+                point = layers | kept | away | {"micro_batch_size": micro}
+                bound = self._bound(point)
+                for stages in stages_of[room]:
+                    copies = room // stages["pipeline_model_parallel_size"]
+                    if batch % (micro * copies) == 0:
+                        yield bound * self._waiting(stages, batch / (micro * copies)), point | stages
+
+    def _layer_settings(self) -> Iterator[Settings]:
+        """TP, CP, EP and ETP whose products divide the devices."""
+        experts = self.config.model.num_experts
+        for tp in divisors(self.devices):
+            for cp in divisors(self.devices // tp):
+                split = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel": tp > 1}
+                if experts is None:
+                    yield split
+                    continue
+                for etp, ep in product(sorted({1, tp}), divisors(experts)):
+                    if self.devices % (ep * etp) == 0:
+                        yield split | {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+
+    def _micro_batches(self) -> list[int]:
+        """Powers of two that divide the batch."""
+        batch = self.config.training.global_batch_size or 1
+        return [1 << power for power in range(10) if batch % (1 << power) == 0]
+
+    def _stage_settings(self, room: int) -> list[Settings]:
+        """PP, chunks and schedule."""
+        found = []
+        for pp, schedule in product(divisors(room), TRAINING):
+            chunks = SCHEDULES[schedule].chunks
+            most = min(MOST_CHUNKS, self.config.model.num_layers // pp)
+            for v in range(2, most + 1) if chunks is None else [1]:
+                stages = {
+                    "pipeline_model_parallel_size": pp,
+                    "num_virtual_stages_per_pipeline_rank": v if v > 1 else None,
+                    "pipeline_schedule": None if schedule in ("1f1b", "interleaved") else schedule,
+                }
+                if (pp > 1 or schedule == "1f1b") and self._is_legal(self._with(stages), pp):
+                    found.append(stages)
+        return found
+
+    def _variants(self, settings: Settings) -> Iterator[Settings]:
+        """ZeRO and offload, which leave the times of layers as they are. Overlap is always on: it costs no memory."""
+        host = self.hardware.has_host and not self.config.optimizer.offloads_optimizer
+        copies = self.devices // settings["tensor_model_parallel_size"] // settings["pipeline_model_parallel_size"]
+        for stage in range(4 if copies > 1 else 1):
+            zero = {
+                "zero_stage": stage,
+                "use_distributed_optimizer": False,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": stage > 0,
+            }
+            for offload in (False, True)[: 1 + host]:
+                yield zero | {"optimizer_cpu_offload": offload or self.config.optimizer.optimizer_cpu_offload}
+
+    # --- bounds
+
+    def _bound(self, settings: Settings) -> float:
+        """Seconds of the step in which all devices are busy with layers and head all the time."""
+        times = self._times(settings)
+        model, batch = self.config.model, self.config.training.global_batch_size or 1
+        full = settings["recompute_granularity"] == "full"
+        counts = Counter(times.kinds)
+        layers = sum(
+            counts[kind] * sum(times.layer(times.kinds.index(kind), recomputed=full, offloaded=False).sums)
+            for kind in counts
+        )
+        others = settings["tensor_model_parallel_size"] * settings["context_parallel_size"]
+        each = layers + sum(times.end(first=False).sums)
+        away = model.num_layers * sum(times.clock.offloaded(0).sums) if settings["cpu_offloading"] else 0.0
+        return (each + away) * batch / settings["micro_batch_size"] * others / self.devices
+
+    def _waiting(self, stages: Settings, micros: float) -> float:
+        """At least so many times as long with the pipeline's bubble, for stages that are equal."""
+        pp, chunks = stages["pipeline_model_parallel_size"], stages["num_virtual_stages_per_pipeline_rank"] or 1
+        if stages["pipeline_schedule"] not in (None, "gpipe"):
+            return 1.0  # weight gradients fill it
+        return 1 + 0.9 * (pp - 1) / (micros * chunks)
+
+    def _state_bytes(self, config: RunConfig) -> float:
+        """Weights, gradients and optimizer state of the mean stage; the largest has no less."""
+        parallel = config.parallel
+        key = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
+        if key not in self._parameters:
+            layers = [layer_parameters(config, layer) for layer in range(config.model.num_layers)]
+            self._parameters[key] = sum(layers, Parameters(embedding_parameters(config, self.vocab_size)))
+        total = self._parameters[key]
+        share = Footprint(config, self.devices, NO_PLAN, (), ((total,),), self.vocab_size, {}).state(0)
+        return (sum(share.values()) - share["units whole"]) / parallel.pipeline_model_parallel_size
+
+    # --- one point
+
+    def _consider(self, settings: Settings, found: dict[tuple[Any, ...], Candidate], worst: float) -> None:
+        """Evaluate all variants of a point; those that fit and beat what is known go to ``found``."""
+        pipeline: Pipeline | None = None
+        fitted = -1
+        for variant in self._variants(settings):
+            if variant["optimizer_cpu_offload"] and fitted == variant["zero_stage"]:
+                continue  # it fits without, and that is faster
+            config = self._with(settings | variant)
+            self.evaluated += 1
+            state = self._state_bytes(config)
+            if state > self.hardware.usable_bytes:
+                self.too_large += 1
+                self._note_miss(state, config)
+                continue
+            if pipeline is None:
+                if not self._is_legal(config):
+                    return
+                pipeline = self._pipeline(config)
+                if pipeline.least_seconds >= worst:
+                    return
+                footprint = self._footprint(pipeline)
+            pipeline, footprint = pipeline.variant(config), footprint.variant(config)
+            rank, memory = footprint.worst()
+            if not self.fits(memory):
+                self.too_large += 1
+                self._note_miss(sum(memory.values()), config)
+                continue
+            fitted = variant["zero_stage"]
+            candidate = self._timed(pipeline, footprint, rank, memory)
+            known = found.get(candidate.shape)
+            if candidate.seconds < worst and (known is None or candidate < known) and self._is_legal(config):
+                found[candidate.shape] = candidate
+
+    def _note_miss(self, needed: float, config: RunConfig) -> None:
+        """Remember what needs least of all that do not fit; of some only the state is known."""
+        if (self._nearest is None or needed < self._nearest[0]) and self._is_legal(config):
+            self._nearest = needed, config
+
+    def _pipeline(self, config: RunConfig) -> Pipeline:
+        times = self._times({name: getattr(section, name) for section, name in _layer_fields(config)})
+        return Pipeline(config, self.devices, times.clock, times)
+
+    def _footprint(self, pipeline: Pipeline) -> Footprint:
+        parts = pipeline.plan, pipeline.layers, pipeline.units
+        return Footprint.of(pipeline.config, self.devices, *parts, self.vocab_size)
+
+    def _timed(self, pipeline: Pipeline, footprint: Footprint, rank: int, memory: dict[str, float]) -> Candidate:
+        cost = cost_of(pipeline)
+        return Candidate(cost.seconds, pipeline.config, cost, memory, rank, footprint.on_host(rank))
+
+    def _times(self, settings: Settings) -> LayerTimes:
+        """Times of layers, which these settings alone decide; the groups' places do not depend on PP and DP."""
+        key = tuple(settings.get(name) for name in LAYER_SETTINGS)
+        if key not in self._clocks:
+            chosen = {name: settings[name] for name in LAYER_SETTINGS if name in settings}
+            config = self._with(chosen)
+            clock = LayerClock(config, self.hardware, self.devices, self.vocab_size)
+            self._clocks[key] = LayerTimes(clock, self._splits)
+        return self._clocks[key]
+
+    def _with(self, settings: Settings) -> RunConfig:
+        """The configuration with other settings, and neutral ones for what a layout determines."""
+        return with_settings(self.config, NEUTRAL | settings)
+
+    def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
+        return next(problems(without_data(config), world_size or self.devices), None) is None
+
+    def _nothing_fits(self) -> str:
+        model = self.config.model
+        where = f"{self.devices} x {self.hardware.name} with {self.hardware.usable_bytes / 2**30:.1f} GiB each"
+        if self._nearest is None:
+            return (
+                f"no layout of num_layers={model.num_layers}, hidden_size={model.hidden_size}, global_batch_size="
+                f"{self.config.training.global_batch_size} is possible on {where}; take more devices, or a batch and "
+                "sizes with more divisors"
+            )
+        config = self._nearest[1]
+        needed = self.candidate(config).bytes
+        more = -(-needed * self.devices // self.hardware.usable_bytes)
+        return (
+            f"no layout fits on {where}: the nearest miss, {describe_layout(config, self.devices)}, needs "
+            f"{needed / 2**30:.1f} GiB; take about {more:.0f} devices, a shorter seq_length="
+            f"{self.config.data.seq_length}, or devices with more memory"
+        )
+
+
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """``config`` with other values of some settings."""
+    by_section: dict[str, Settings] = {}
+    for name, value in settings.items():
+        by_section.setdefault(_SECTION[name], {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **each) for name, each in by_section.items()})
+
+
+def describe_layout(config: RunConfig, world_size: int) -> str:
+    """A layout in words: ``tp8 pp2 v4 dp4 sp zero1 overlap mbs2 full recompute, optimizer on the host``."""
+    model = config.model
+    words = [str(Layout.of(config.parallel, model.num_layers, world_size)), f"mbs{config.training.micro_batch_size}"]
+    if model.recompute_granularity is not None:
+        words.append(f"{model.recompute_granularity}-recompute")
+    words += ["optimizer-offload"] * config.optimizer.optimizer_cpu_offload
+    words += ["activation-offload"] * model.cpu_offloading
+    return " ".join(words)
+
+
+def _layer_fields(config: RunConfig) -> Iterator[tuple[Any, str]]:
+    return ((getattr(config, _SECTION[name]), name) for name in LAYER_SETTINGS)
+
+
+_SECTION = {f.name: part.name for part in fields(RunConfig) for f in fields(part.default_factory)}  # type: ignore[arg-type]
+NEUTRAL = {name: value for name, value in Layout().settings().items() if not name.startswith("account_for")} | NONE
+NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_layers": 0}
+NO_PLAN = Plan(((),), (0,))

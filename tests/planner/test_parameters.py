@@ -1,0 +1,76 @@
+"""Parameters and state by formula are those of the model on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.parameters import rank_units
+from megatron_core.training.dry_run import RankEstimate
+from tests.runs import tiny_config
+
+PIPELINE = {"num_layers": 4, "pipeline_model_parallel_size": 2}
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+GROUPS = {"group_query_attention": True, "num_query_groups": 2}
+EXPERTS = {"disable_bias_linear": True, "num_experts": 8, "moe_ffn_hidden_size": 48, "moe_router_topk": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp4, fewer groups": GROUPS | LLAMA | {"tensor_model_parallel_size": 4, "ffn_hidden_size": 96},
+    "pp2, tied": PIPELINE,
+    "pp2, untied": PIPELINE | {"untie_embeddings_and_output_weights": True},
+    "zb_v, both ends on a rank": PIPELINE | {"pipeline_schedule": "zb_v"},
+    "interleaved": PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2},
+    "sandwich, norms of heads": LLAMA | {"norm_placement": "sandwich", "qk_layernorm": True},
+    "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
+    "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
+    "experts, tp2 etp1": EXPERTS
+    | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+    | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
+    "zero1": {"zero_stage": 1, "bf16": True},
+    "zero2, overlap": PIPELINE | {"zero_stage": 2, "bf16": True, "overlap_grad_reduce": True},
+    "zero3, experts": EXPERTS | {"zero_stage": 3, "expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str, Any]) -> None:
+    config = tiny_config(**settings)
+    for rank in (0, 3):
+        found = RankEstimate.of(config, 4, rank)
+        units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)
+        own = found.groups.index("pp")
+        assert sum(unit.total for unit in units[own]) == found.parameters
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts"])
+def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
+    config = tiny_config(**CASES[name], hidden_size=128, vocab_size=512)
+    found = RankEstimate.of(config, 4)
+    units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)
+    formula = Footprint.of(found.config, 4, found.plan, found.layers, units, found.vocab_size).state(0)
+    real = found.bytes_by_kind
+    assert set(real) >= {kind for kind, size in formula.items() if size}
+    for kind, size in formula.items():
+        assert size <= real.get(kind, 0) <= 1.02 * size + 4096
+
+
+def test_published_sizes() -> None:
+    """Models whose authors state their size."""
+    from megatron_core.config import RunConfig
+    from megatron_core.config.partition import layers_by_stage
+    from megatron_core.config.presets import preset
+
+    sizes = {"llama3-8b": 8_030_261_248, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "gpt2": 124_439_808}
+    for name, published in sizes.items():
+        config = RunConfig.from_flat(preset(name) | {"make_vocab_size_divisible_by": 1})
+        units = rank_units(config, layers_by_stage(config, 1, 1), (0,), config.data.vocab_size or 0)
+        assert sum(unit.total for unit in units[0]) == published, name

@@ -1,0 +1,148 @@
+"""The search finds what a full enumeration finds, and what it prints can be started."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import parse_command_line
+from megatron_core.config.presets import preset
+from megatron_core.config.validate import problems, without_data
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner.cost import step_cost
+from megatron_core.planner.explain import command_line, flag_of, parse_words, why_not
+from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
+from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
+from megatron_core.schedules import TRAINING
+from tools.plan_layout import main
+
+SMALL = {
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "vocab_size": 32000,
+    "bf16": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "global_batch_size": 16,
+}
+GIVEN = ["--model-preset", "llama3-8b", "--bf16", "--global-batch-size", "64"]
+
+
+def _config(**settings: Any) -> RunConfig:
+    return RunConfig.from_flat(SMALL | settings)
+
+
+def _search(config: RunConfig, devices: int, hardware: Hardware | None = None) -> Search:
+    return Search(config, devices, hardware or read_hardware("h100"), config.data.vocab_size or 0)
+
+
+def test_as_fast_as_the_best_of_all() -> None:
+    """Branch and bound against every point of 4 ranks, on a device where the obvious layouts do not fit."""
+    hardware = replace(read_hardware("a100"), memory_bytes=9e9)
+    search = _search(_config(), 4, hardware)
+    fastest = None
+    for tp, pp, cp, micro, kept, schedule, chunks, zero in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), KEPT[:3], (None, *TRAINING), (None, 2), range(4)
+    ):
+        settings = NEUTRAL | kept | {
+            "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp,
+            "sequence_parallel": tp > 1, "micro_batch_size": micro, "pipeline_schedule": schedule,
+            "num_virtual_stages_per_pipeline_rank": chunks, "zero_stage": zero, "overlap_grad_reduce": True,
+            "overlap_param_gather": zero > 0,
+        }  # fmt: skip
+        config = with_settings(search.config, settings)
+        if next(problems(without_data(config), 4), None) is not None:
+            continue
+        found = search.candidate(config)
+        if search.fits(found.memory) and (fastest is None or found < fastest):
+            fastest = found
+    best = search.best(3)
+    assert fastest is not None and best[0].seconds <= fastest.seconds * (1 + 1e-12)
+    assert [each.seconds for each in best] == sorted(each.seconds for each in best)
+    assert all(search.fits(each.memory) for each in best)
+    assert len({each.shape for each in best}) == 3
+    for each in best:  # with times of layers that it shares with others
+        assert step_cost(each.config, 4, hardware, 32000).seconds == pytest.approx(each.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4, "disable_bias_linear": True}], ids=["dense", "experts"])
+def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
+    arguments = [word for name, value in (SMALL | more).items() for word in flag_of(name, value)]
+    base = parse_command_line(arguments)[0]
+    for each in _search(base, 8).best(6):
+        words = shlex.split(command_line(each.config, base, arguments, 8, 4))
+        assert words[:5] == ["torchrun", "--nproc-per-node", "4", "--nnodes", "2"]
+        again = parse_command_line([*words[words.index("pretrain_gpt.py") + 1 :], "--dry-run", "--world-size", "8"])[0]
+        assert again == each.config
+        assert not list(problems(without_data(again), 8))
+
+
+def test_more_devices_and_memory_are_never_slower() -> None:
+    times = [_search(_config(), devices).best(1)[0].seconds for devices in (1, 2, 4)]
+    assert times == sorted(times, reverse=True)
+    tight = replace(read_hardware("h100"), memory_bytes=8e9)
+    assert _search(_config(), 4, tight).best(1)[0].seconds >= times[2]
+
+
+def test_no_layout_fits() -> None:
+    base = RunConfig.from_flat(preset("llama3-405b") | {"bf16": True, "global_batch_size": 8})
+    with pytest.raises(LayoutError, match=r"no layout fits on 8 x h100 .*nearest miss.*take about \d+ devices"):
+        _search(base, 8).best()
+
+
+def test_why_not() -> None:
+    search = _search(_config(), 8)
+    best = search.best(1)[0]
+    assert "slower: " in why_not(search, "tp8 mbs1", best)
+    assert "num_attention_heads=12" in why_not(
+        _search(_config(num_attention_heads=12, kv_channels=128), 8), "tp8", best
+    )
+    tight = _search(_config(), 8, replace(read_hardware("h100"), memory_bytes=4e9))
+    assert "does not fit" in why_not(tight, "dp8 mbs2", None)
+    with pytest.raises(LayoutError, match="8 ranks, but gpus=16"):
+        parse_words(_config(), "tp8 dp1", 16)
+
+
+def test_hardware_files() -> None:
+    for name in known_hardware():
+        found = read_hardware(name)
+        assert found.name == name and found.flops("bfloat16") > 1e14 and found.source
+    with pytest.raises(ConfigError, match="'tpu' is not known; legal: a100, b200, h100, h200"):
+        read_hardware("tpu")
+    with pytest.raises(ConfigError, match="memory_bytes=0 must be above 0"):
+        replace(read_hardware("h100"), memory_bytes=0)
+    with pytest.raises(ConfigError, match="no rate of products in float8"):
+        read_hardware("h100").flops("float8")
+
+
+def test_tool(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    png = tmp_path / "memory.png"
+    flags = [*GIVEN, "--gpus", "8", "--hardware", "h100", "--top", "2", "--why-not", "tp8", "--explain-memory"]
+    assert main([*flags, "--png", str(png)]) == 0
+    text = capsys.readouterr().out
+    assert "looked at closely" in text and "torchrun --nproc-per-node 8 pretrain_gpt.py --model-preset" in text
+    assert "w weights" in text and png.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "8", "--hardware", "abacus"], "hardware='abacus' is not known"),
+        (["--gpus", "0"], "gpus=0 is out of range"),
+        (["--gpus", "8", "--top", "0"], "top=0 is out of range"),
+        (["--gpus", "8", "--png", "x.png"], "has no effect without explain_memory"),
+        (["--gpus", "8", "--why-not", "tp3"], "gpus=8"),
+        (["--gpus", "8", "--global-batch-size", "None"], "give --global-batch-size"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GIVEN, *flags]) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error and error.count("\n") == 0
