@@ -92,11 +92,6 @@ class FP8Products:
         self.counts: Tensor | None = None
         """If asked for: clamped elements, those that became 0, all but zeros, ``[3, 3]`` by role; float64."""
 
-    def mark(self, weight: nn.Parameter) -> None:
-        """Tell data parallelism that ``weight`` is gathered in FP8, if it is."""
-        if self.settings.fp8_param_gather:
-            weight.fp8 = self
-
     @property
     def knows_scales(self) -> bool:
         """Whether scales come from earlier steps."""

@@ -55,8 +55,8 @@ class _ParallelLayer(nn.Module):
             return None
         of_input, of_output = (ALONE, tp) if splits_output else (tp, ALONE)
         fp8 = FP8Products(precision.settings, of_input, of_output, sequence=precision.sequence_group)
-        if self.weight is not None:
-            fp8.mark(self.weight)
+        if precision.settings.fp8_param_gather and isinstance(self.weight, nn.Parameter):
+            self.weight.fp8 = fp8  # for data parallelism
         return fp8
 
     def _bias(self, spec: ShardSpec) -> nn.Parameter:

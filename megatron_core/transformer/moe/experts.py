@@ -33,7 +33,8 @@ class GroupedLinear(nn.Module):
             etp = context.groups.group("etp")
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
             self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True)
-            self.fp8.mark(self.weight)
+            if precision.settings.fp8_param_gather:
+                self.weight.fp8 = self.fp8  # for data parallelism
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; ``counts`` rows of each expert, one after another."""
