@@ -22,7 +22,9 @@ from megatron_core.schedules.checks import check
 ForwardStepFunction = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any]]]
 
 
-def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+) -> Callable[..., list[Any]]:
     """The function that runs one step; the same one for every layout, so that both sizes are only checked."""
     actual = parallel_state.get_pipeline_model_parallel_world_size()
     if pp_size is not None and pp_size != actual:
@@ -42,11 +44,16 @@ def forward_backward(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
 ) -> list[Any]:
     """Run forward, and unless ``forward_only`` backward, of all micro-batches; one report a micro-batch.
 
     ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``; on the last stage ``loss_func(output)``
-    returns ``(loss, report)``, whose gradient is taken of loss / num_microbatches, or ``(loss_sum, num_tokens,
+    returns ``(loss, report)``, whose gradient is taken of loss x context-parallel size / num_microbatches (Megatron's
+    rule: gradients are averaged over data- and context-parallel ranks), or ``(loss_sum, num_tokens,
     report)``: then of loss_sum / num_tokens / num_microbatches, or with ``config.calculate_per_token_loss`` of loss_sum
     itself, and ``config.finalize_model_grads_func(model, num_tokens)`` gets the sum of tokens to divide by (0 on
     ranks without the last stage, as Megatron's).
@@ -59,6 +66,8 @@ def forward_backward(
         raise ConfigError(
             f"decoder_seq_length={decoder_seq_length} differs from seq_length={seq_length}: not supported"
         )
+    if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
+        raise ConfigError("adjust_tensor_shapes_fn and p2p_communicator are not supported; leave them out")
     step = _Step(forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data)
     return step.run(seq_length, micro_batch_size)
 
@@ -127,7 +136,7 @@ class _Step:
         """Normalise as the form of ``loss_func``'s result asks for, and keep its report."""
         self.reports.append(rest[-1])
         if len(rest) == 1:
-            return loss / self.num_microbatches
+            return loss * (self.groups.size("cp") / self.num_microbatches)
         tokens = torch.as_tensor(rest[0], device=self.device)
         self.tokens = self.tokens + tokens
         if self._setting("calculate_per_token_loss"):

@@ -23,6 +23,7 @@ from megatron_core.tensor_parallel.options import ModelParallelConfig
 from megatron_core.tensor_parallel.random import KeyedDropout
 from megatron_core.tensor_parallel.rng_tracker import (
     CudaRNGStatesTracker,
+    checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "VocabUtility",
     "all_gather_last_dim_from_tensor_parallel_region",
     "broadcast_data",
+    "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",

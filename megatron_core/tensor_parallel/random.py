@@ -11,6 +11,28 @@ from torch import Tensor
 
 from megatron_core.ops import Backend, bias_dropout_add
 from megatron_core.parallel.initialization import name_seed
+from megatron_core.tensor_parallel.rng_tracker import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+    initialize_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "KeyedDropout",
+    "checkpoint",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "initialize_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+]
 
 
 class KeyedDropout(torch.nn.Module):

@@ -7,10 +7,12 @@ over the tensor-parallel ranks needs a different generator state on each rank, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
@@ -18,6 +20,8 @@ from megatron_core.parallel.current import current
 
 MODEL_PARALLEL = "model-parallel-rng"
 DATA_PARALLEL = "data-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
+DEFAULT_SEED = 1234
 
 
 def _get_state() -> Tensor:
@@ -39,9 +43,14 @@ def _seed(seed: int) -> None:
 
 
 class CudaRNGStatesTracker:
-    """Named states of the GPU's random generator, or of the CPU's if there is no GPU."""
+    """Named states of the GPU's random generator, or of the CPU's if there is no GPU.
 
-    def __init__(self) -> None:
+    ``use_cudagraphable_rng`` and ``is_inference_rng_tracker`` are accepted and change nothing.
+    """
+
+    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
+        self.seed = DEFAULT_SEED
+        """What ``model_parallel_cuda_manual_seed`` was last called with."""
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
 
@@ -92,18 +101,90 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 
 
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker of this process."""
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """The tracker of this process; there is one kind."""
     return _TRACKER
 
 
-def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> None:
-    """Seed torch with ``seed`` and add two states: one that is equal on all TP ranks, and a different one for each.
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Nothing, as the tracker is there; with ``force_reset`` remove its states."""
+    if force_reset:
+        _TRACKER.reset()
 
-    The numbers are Megatron Core's: ``seed`` for the first, ``seed + 2718 + tp_rank`` for the second.
+
+def current_seed() -> int:
+    """The seed of weights and dropout: what ``model_parallel_cuda_manual_seed`` was last called with, or 1234."""
+    return _TRACKER.seed
+
+
+def get_all_rng_states() -> dict[str, Tensor]:
+    """The states of the tracker by name."""
+    return _TRACKER.get_states()
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """The name of the state that differs between ranks of experts."""
+    return EXPERT_PARALLEL
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """The name of the state that is equal on tensor-parallel ranks."""
+    return DATA_PARALLEL
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed torch with ``seed`` and add three states: one that is equal on all TP ranks, a different one for each, and
+    one that differs between the ranks of experts.
+
+    The numbers are Megatron Core's: ``seed`` for the first, ``seed + 2718 + tp_rank`` for the second and ``seed + 1024
+    + 100 ep_rank + etp_rank`` for the third. States are always made anew.
     """
-    tp_rank = current().index("tp") if tp_rank is None else tp_rank
+    indices = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
+    tp, ep, etp = (current().index(axis) if index is None else index for axis, index in indices.items())
     _TRACKER.reset()
+    _TRACKER.seed = seed
     torch.manual_seed(seed)
     _TRACKER.add(DATA_PARALLEL, seed)
-    _TRACKER.add(MODEL_PARALLEL, seed + 2718 + tp_rank)
+    _TRACKER.add(MODEL_PARALLEL, seed + 2718 + tp)
+    _TRACKER.add(EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """``function(*args)``, of which backward computes everything again instead of keeping it (Chen et al. 2016).
+
+    Both passes see the same states of torch's generators and of the tracker. ConfigError for
+    ``distribute_saved_activations``; use sequence parallelism.
+    """
+    if distribute_saved_activations:
+        raise ConfigError("distribute_saved_activations=True is not supported; use sequence_parallel")
+    before = _TRACKER.get_states()
+    passes: list[None] = []
+
+    def run(*inputs: Any) -> Any:
+        now = _TRACKER.get_states()
+        passes.append(None)
+        if len(passes) == 1:
+            return function(*inputs)
+        _TRACKER.set_states(before)
+        try:
+            return function(*inputs)
+        finally:
+            _TRACKER.set_states(now)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

@@ -13,6 +13,9 @@ from megatron_core import parallel_state
 from megatron_core.datasets.split_names import get_blend_from_list
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.utils import unwrap_model
+
+__all__ = ["average_losses_across_data_parallel_group", "get_blend_and_blend_per_split", "unwrap_model"]
 
 _SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None] | None
@@ -42,12 +45,3 @@ def average_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
     total = torch.cat([loss.detach().clone().view(1) for loss in losses])
     all_reduce_(total, group)
     return total / group.size()
-
-
-def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
-    """The models inside their wrappers (whatever has a ``module``); a list for a list."""
-    if isinstance(model, list | tuple):
-        return [unwrap_model(one, module_instances) for one in model]
-    while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
-        model = model.module
-    return model

@@ -1,4 +1,10 @@
-"""The transformer's layers, split over tensor-parallel ranks; they know nothing of pipelines or training."""
+"""The transformer's layers, split over tensor-parallel ranks; they know nothing of pipelines or training.
+
+Names for Megatron Core's users are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock
@@ -8,14 +14,37 @@ from megatron_core.transformer.layer_spec import LayerSpec, layer_spec
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
 
+if TYPE_CHECKING:
+    from megatron_core.transformer.module import MegatronModule
+    from megatron_core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron_core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
 __all__ = [
     "MLP",
     "LayerContext",
     "LayerSpec",
+    "MLATransformerConfig",
+    "MegatronModule",
+    "ModuleSpec",
     "Norm",
     "SelfAttention",
     "SequenceContext",
     "TransformerBlock",
+    "TransformerConfig",
     "TransformerLayer",
+    "build_module",
     "layer_spec",
 ]
+
+_HOMES = {
+    "module": ("MegatronModule",),
+    "spec_utils": ("ModuleSpec", "build_module"),
+    "transformer_config": ("MLATransformerConfig", "TransformerConfig"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,7 +128,8 @@ class GPTModel(nn.Module):
         layer_specs: LayerSpecs = layer_spec,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
+        self.config = self.model_config = config
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         parallel = parallel or ModelParallelConfig()
         # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
         # Embedding and output layer stay out of FP8.
@@ -161,12 +162,12 @@ class GPTModel(nn.Module):
 
     def _make_output_layer(self, context: LayerContext) -> ColumnParallelLinear:
         """The output layer; a tied one has no weight of its own on the stage, or on the rank, of the embedding."""
-        tied = self.config.share_embeddings_and_output_weights
+        tied = self.model_config.share_embeddings_and_output_weights
         tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
         size, index = self.tp_group.size(), self.tp_group.rank()
-        per_rank = vocabulary_per_rank(self.vocab_size, self.config.make_vocab_size_divisible_by, size)
+        per_rank = vocabulary_per_rank(self.vocab_size, self.model_config.make_vocab_size_divisible_by, size)
         return ColumnParallelLinear(
-            self.config.hidden_size,
+            self.model_config.hidden_size,
             per_rank * size,
             config=self.parallel,
             init_method=context.embedding_init_method if tied else context.init_method,
@@ -320,9 +321,9 @@ class GPTModel(nn.Module):
 
     def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
-        size, backend = self.vocab_size, self.config.kernel_backend
+        size, backend = self.vocab_size, self.model_config.kernel_backend
         assert self.output_layer is not None
-        if self.config.fuses_output_layer_with_loss:
+        if self.model_config.fuses_output_layer_with_loss:
             weight = self.output_layer.weight if tied is None else tied
             assert weight is not None, "an output layer without a weight is tied"
             comm = self.output_layer.comm
@@ -343,20 +344,20 @@ class GPTModel(nn.Module):
 
     def _capped(self, logits: Tensor) -> Tensor:
         """c tanh(logits / c) where the configuration has a bound c (Gemma 2, arXiv 2408.00118, section 2)."""
-        cap = self.config.final_logit_softcapping
+        cap = self.model_config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        channels = self.config.rotary_channels
+        channels = self.model_config.rotary_channels
         if not channels:
             return None
         frequencies, magnitude = scaled_frequencies(
-            self.config, channels, self.max_sequence_length, position_ids.device
+            self.model_config, channels, self.max_sequence_length, position_ids.device
         )
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        base, channels = self.config.rotary_base_of_windows, self.config.rotary_channels
+        base, channels = self.model_config.rotary_base_of_windows, self.model_config.rotary_channels
         if not channels or base is None:
             return None
         frequencies = plain_frequencies(channels, base, position_ids.device)

@@ -1,0 +1,133 @@
+"""For Megatron Core's users: write and read sharded state dicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, pieces_of, save_checkpoint
+from megatron_core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.current import current
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.parallel.sharding import replicated
+
+COMMON = "common"
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[..., Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+) -> None:
+    """Write a nested dict of ``ShardedTensor``, tensors and JSON values; all ranks call it together.
+
+    Tensors become parts of global ones by their keys; everything else is the first rank's. The folder gets the layout
+    of this package's checkpoints. CheckpointError: values of other kinds, a part that no rank or that two wrote, or a
+    rank that failed. Strategies are not supported.
+    """
+    _refuse(sharded_strategy=sharded_strategy, common_strategy=common_strategy, async_sharded_save=async_sharded_save)
+    items = list(_walk(sharded_state_dict, ()))
+    pieces = [piece for path, value in items for piece in _pieces(path, value)]
+    common = {".".join(path): value for path, value in items if not isinstance(value, ShardedTensor | Tensor)}
+    common = {name: value for name, value in common.items() if not isinstance(value, LocalNonpersistentObject)}
+    try:
+        json.dumps(common)
+    except TypeError as error:
+        raise CheckpointError(f"a sharded state dict holds tensors and JSON values alone: {error}") from error
+    state = {COMMON: common, "content_metadata": content_metadata}
+    save_checkpoint(Path(checkpoint_dir), 0, pieces, state, rank=current().rank, agree=_all_agree)
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = None,
+) -> dict[str, Any]:
+    """The same nested dict with loaded values; the memory of every tensor in it is filled in place.
+
+    ``strict`` is always so: CheckpointError for a tensor that is not stored, or that has another shape.
+    """
+    _refuse(sharded_strategy=sharded_strategy, common_strategy=common_strategy)
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        reader.fill(piece for path, value in _walk(sharded_state_dict, ()) for piece in _pieces(path, value))
+        return _filled(sharded_state_dict, (), reader.state.get(COMMON, {}))
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """What is not sharded, by its path of keys joined by dots."""
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        return dict(reader.state.get(COMMON, {}))
+
+
+def _folder(checkpoint_dir: str | Path) -> Path:
+    folder = find_checkpoint(str(checkpoint_dir))
+    if folder is None:
+        raise CheckpointError(f"{checkpoint_dir} has no complete checkpoint; name the folder that save was given")
+    return folder
+
+
+def _refuse(**given: Any) -> None:
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise CheckpointError(f"dist_checkpointing: {', '.join(wrong)} is not supported; leave it out")
+
+
+def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested dicts and of lists that hold tensors."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _walk(item, (*path, str(name)))
+    else:
+        yield path, value
+
+
+def _pieces(path: tuple[str, ...], value: Any) -> Iterator[Piece]:
+    """A tensor as boxes of a global one, as this package's own checkpoints have them."""
+    groups = current()
+    if isinstance(value, ShardedTensor):
+        shape, first, stop = value.flattened or (value.local_shape, 0, value.data.numel())
+        writes = value.is_main_replica
+        if value.flattened is None:  # of equal copies on data-parallel ranks the first one writes
+            writes = writes and groups.group("-".join(value.spec.replica_axes)).rank() == 0
+        name = value.key if value.key.startswith("optimizer.") else f"model.{value.key}"
+        for piece in pieces_of(name, value.spec, shape, first, stop, value.data.reshape(-1)):
+            yield piece if writes else replace(piece, owned=False)
+    elif isinstance(value, Tensor):
+        spec, flat = replicated(tuple(value.shape)), value.detach().reshape(-1)
+        for piece in pieces_of(f"{COMMON}.{'.'.join(path)}", spec, tuple(value.shape), 0, value.numel(), flat):
+            yield replace(piece, owned=groups.rank == 0)
+
+
+def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(item, (*path, str(name)), common) for name, item in value.items()}
+    if isinstance(value, ShardedTensor):
+        return value.data
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    return value if isinstance(value, Tensor) else common.get(".".join(path), value)
+
+
+def _all_agree(ok: bool) -> bool:
+    if not dist.is_initialized():
+        return ok
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    everywhere = torch.tensor([int(ok)], device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere.item())

@@ -1,0 +1,101 @@
+"""For Megatron Core's users: the settings of an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from megatron_core import config
+from megatron_core.errors import ConfigError
+
+
+@dataclass
+class OptimizerConfig:
+    """Megatron Core's fields and defaults; ``translated`` makes this package's configuration of them.
+
+    ``fp16``, ``bf16`` and ``params_dtype`` are the model's affair and are not read, nor are ``barrier_with_L1_time``,
+    ``timers``, ``pin_cpu_grads``, ``pin_cpu_params``, ``store_param_remainders`` and ``overlap_param_gather``, which
+    the wrapper of the model has.
+    """
+
+    optimizer: str = "adam"
+    lr: float | None = None
+    min_lr: float | None = None
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    weight_decay: float = 0.01
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000
+    hysteresis: int = 2
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
+    muon_momentum: float = 0.95
+    muon_num_ns_steps: int = 5
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = False
+    overlap_param_gather: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 0.0
+    store_param_remainders: bool = True
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+    barrier_with_L1_time: bool = False
+    timers: Any = None
+    config_logger_dir: str = ""
+    apply_wd_to_qk_layernorm: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    decoupled_weight_decay: bool = True
+    use_layer_wise_distributed_optimizer: bool = False
+    overlap_param_gather_with_optimizer_step: bool = False
+    log_num_zeros_in_grad: bool = False
+    grad_norm_skip_threshold: float = float("inf")
+    fp8_recipe: str | None = None
+    optimizer_cuda_graph: bool = False
+
+    def translated(self) -> config.OptimizerConfig:
+        """This package's configuration; ConfigError for fields that are set and not supported."""
+        wrong = [
+            item.name for item in fields(self) if item.name in _REFUSED and getattr(self, item.name) != item.default
+        ]
+        if wrong:
+            raise ConfigError(f"OptimizerConfig: {', '.join(wrong)} is not supported; leave it out")
+        known = {item.name for item in fields(config.OptimizerConfig)}
+        if self.lr is None:
+            raise ConfigError("OptimizerConfig: lr=None; give the learning rate")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name in known}
+        values |= {"min_lr": self.min_lr or 0.0, "loss_scale_window": int(self.loss_scale_window)}
+        values["optimizer_offload_fraction"] = self.optimizer_offload_fraction or 1.0
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if values.get(name) not in _DTYPES:
+                raise ConfigError(f"OptimizerConfig: {name}={values.get(name)} is none of {list(_DTYPES)}")
+            values[name] = _DTYPES[values[name]]
+        return config.OptimizerConfig(**values)
+
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_REFUSED = (
+    "apply_wd_to_qk_layernorm",
+    "main_grads_dtype",
+    "decoupled_weight_decay",
+    "use_layer_wise_distributed_optimizer",
+    "overlap_param_gather_with_optimizer_step",
+    "log_num_zeros_in_grad",
+    "grad_norm_skip_threshold",
+    "fp8_recipe",
+    "optimizer_cuda_graph",
+)

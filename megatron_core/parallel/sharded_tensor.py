@@ -1,0 +1,84 @@
+"""A tensor of this rank with its place in a global tensor, under Megatron Core's names: a view of a ``ShardSpec``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
+
+
+@dataclass
+class ShardedTensor:
+    """``data`` is this rank's part, as ``spec`` says, of the tensor that checkpoints store as ``key``.
+
+    ``global_shape``, ``global_offset``, ``axis_fragmentations`` and ``replica_id`` (0 on the rank that saves it) are
+    Megatron Core's description of an even part; parts of several pieces (fused matrices) have theirs in ``spec`` alone.
+    """
+
+    key: str
+    data: Tensor
+    spec: ShardSpec
+    replica_id: int | tuple[int, ...] = 0
+    """0, or zeros: this rank saves the part. Copies on other data-parallel ranks have other numbers."""
+    allow_shape_mismatch: bool = False
+    flattened: tuple[tuple[int, ...], int, int] | None = None
+    """``data`` is elements first ... stop - 1 of the flattened local tensor: (its shape, first, stop)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of ``data``."""
+        return self.data.dtype
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """That of ``data``."""
+        return tuple(self.data.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.spec.global_shape
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """Where the part's first element stands in the whole tensor."""
+        parts = self.spec.parts
+        return parts[0].whole.start if parts else (0,) * len(self.global_shape)
+
+    @property
+    def axis_fragmentations(self) -> tuple[int, ...]:
+        """Into how many parts each dimension is split."""
+        counts = [1] * len(self.global_shape)
+        for split in self.spec.splits:
+            counts[split.dim] *= len(split.ranges)
+        return tuple(counts)
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this rank saves what it owns."""
+        return not any(self.replica_id) if isinstance(self.replica_id, tuple) else self.replica_id == 0
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> ShardedTensor:
+        """A parameter with its ``ShardSpec``; a tensor without one is whole on every rank."""
+        return cls(key, tensor.detach(), spec_of(tensor))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_rank_offsets(
+        cls, key: str, data: Tensor, *rank_offsets: tuple[int, int, int], replica_id: int | tuple[int, ...] = 0
+    ) -> ShardedTensor:
+        """``rank_offsets`` are triples (dimension, index of this part, number of equal parts)."""
+        shape, splits, indices = list(data.shape), [], []
+        for dim, index, count in rank_offsets:
+            if not 0 <= index < count:
+                raise LayoutError(f"{key}: part {index} of {count} along dim {dim} does not exist")
+            extent = shape[dim]
+            shape[dim] = extent * count
+            ranges = tuple(((i * extent, (i + 1) * extent),) for i in range(count))
+            splits.append(Split(dim, f"dim{dim}", ranges))
+            indices.append((f"dim{dim}", index))
+        return cls(key, data, ShardSpec(tuple(shape), tuple(splits), tuple(indices)), replica_id)

@@ -1,0 +1,169 @@
+"""For Megatron Core's users: from a ``TransformerConfig`` and a layer's specification to what layers are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.current import current
+from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
+from megatron_core.tensor_parallel.rng_tracker import current_seed
+from megatron_core.transformer.attention import SelfAttention
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.identity_op import IdentityOp
+from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
+from megatron_core.transformer.mlp import MLP
+from megatron_core.transformer.moe import MoELayer
+from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron_core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """The parts of a layer under Megatron's names: classes of this package, or a caller's own.
+
+    A caller's norm is built as ``module(config=, hidden_size=, eps=)``; attention and MLP as ``module(config=,
+    layer_number=)`` with the layer's number from 1 and return (output, bias or None): an MLP of the hidden states,
+    attention of these and ``attention_mask``. ``IdentityOp`` as a norm leaves it out.
+    """
+
+    input_layernorm: Any = Norm
+    self_attention: Any = SelfAttention
+    self_attn_bda: Any = None
+    pre_mlp_layernorm: Any = Norm
+    mlp: Any = MLP
+    mlp_bda: Any = None
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """The specifications of all layers of the model, and of the final norm, which is always this package's."""
+
+    layer_specs: list[Any] | None = None
+    layer_norm: Any = None
+
+
+def layer_context(config: TransformerConfig, model: ModelConfig, pg_collection: Any = None) -> LayerContext:
+    """What layers of ``model`` are built from, in the current layout or with the groups of ``pg_collection``."""
+    tp_group = getattr(pg_collection, "tp", None)
+    groups = current() if tp_group is None or tp_group is current_tp() else ParallelGroups.single()
+    options = replace(config.parallel_options(), perform_initialization=False)
+    cp = groups.context if groups.size("cp") > 1 else WHOLE_SEQUENCES
+    return LayerContext(model, options, tp_group or groups.group("tp"), current_seed(), groups, cp)
+
+
+def current_tp() -> Any:
+    """The tensor-parallel group of the current layout."""
+    return current().group("tp")
+
+
+def layer_specs_of(config: TransformerConfig, spec: Any) -> LayerSpecs:
+    """This package's specifications of what ``spec`` says: a layer's ModuleSpec or its submodules, or a block's."""
+    if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
+        spec = spec.submodules
+    if isinstance(spec, TransformerBlockSubmodules):
+        specs = list(spec.layer_specs or ())
+        if len(specs) != config.num_layers:
+            raise ConfigError(f"{len(specs)} layer_specs for num_layers={config.num_layers}; give one for each layer")
+        return lambda model, number: _layer_spec(config, model, number, specs[number])
+    return lambda model, number: _layer_spec(config, model, number, spec)
+
+
+def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec: Any) -> LayerSpec:
+    parts = spec if isinstance(spec, TransformerLayerSubmodules) else getattr(spec, "submodules", None)
+    if not isinstance(parts, TransformerLayerSubmodules):
+        raise ConfigError(f"{spec!r} is no specification of a transformer layer; see get_gpt_layer_local_spec")
+    own = layer_spec(model, number)
+    changes: dict[str, Any] = {}
+    has_experts = get_module(parts.mlp) is MoELayer
+    if get_module(parts.mlp) in (MLP, MoELayer):
+        if has_experts != model.has_experts(number):
+            raise ConfigError(
+                f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, and "
+                f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq} says otherwise; "
+                "use get_gpt_decoder_block_spec, or give both the same"
+            )
+    else:
+        changes["mlp"] = _foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
+        changes["auxiliary_losses"] = ()
+    if get_module(parts.self_attention) is not SelfAttention:
+        call = lambda module, hidden, context: module(hidden, attention_mask=context.attention_mask)  # noqa: E731
+        changes["self_attention"] = _foreign(config, parts.self_attention, call)
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        norm = getattr(parts, name)
+        if get_module(norm) is IdentityOp:
+            changes[name] = nn.Identity
+        elif get_module(norm) is not Norm:
+            changes[name] = partial(_foreign_norm, config, norm)
+    return replace(own, **changes)
+
+
+class _Foreign(nn.Module):
+    """A caller's module in the place of one of this package's."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        return self.call(self.module, hidden, context)
+
+
+def _foreign(
+    config: TransformerConfig, spec: Any, call: Callable[..., Any]
+) -> Callable[[LayerContext, int], nn.Module]:
+    return lambda context, number: _Foreign(build_module(spec, config=config, layer_number=number + 1), call)
+
+
+def _foreign_norm(config: TransformerConfig, spec: Any, context: LayerContext, size: int, **kwargs: Any) -> nn.Module:
+    return build_module(spec, config=config, hidden_size=size, eps=config.layernorm_epsilon)
+
+
+class SampleNumbers:
+    """Numbers of the sequences that pass through a model, which key its dropout: Megatron's calls bring none.
+
+    Every training call takes the next ones, on each data-parallel rank its own; all ranks of a pipeline see the same
+    micro-batches in the same order.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.groups, self.calls = groups, 0
+
+    def take(self, batch: int, device: torch.device) -> Tensor:
+        """The numbers of a micro-batch of ``batch`` sequences: int64 ``[batch]``."""
+        first = (self.calls * self.groups.size("dp") + self.groups.index("dp")) * batch
+        self.calls += 1
+        return torch.arange(first, first + batch, device=device)
+
+
+def sequence_context(
+    context: LayerContext,
+    hidden: Tensor,
+    attention_mask: Tensor | None,
+    rotary_pos_emb: Tensor | None,
+    sample_index: Tensor | None,
+) -> SequenceContext:
+    """What layers need to know of ``hidden`` ``[s, b, h]``; ``rotary_pos_emb`` ``[s, 1, 1, r]`` are Megatron's angles,
+    each twice."""
+    split = context.split
+    length = hidden.shape[0] * (split.tp_size if split.sequence_parallel else 1)
+    positions = split.positions(length * split.cp_size, hidden.device)
+    rotary = None
+    if rotary_pos_emb is not None:
+        angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]
+        rotary = angles.cos(), angles.sin()
+    return SequenceContext(
+        rotary=rotary,
+        attention_mask=attention_mask,
+        sample_index=sample_index,
+        positions=positions,
+        residual_positions=split.residual(positions),
+    )

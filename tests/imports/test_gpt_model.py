@@ -1,0 +1,198 @@
+"""``GPTModel`` with Megatron Core's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.models.gpt import GPTModel
+from megatron_core.models.gpt import model as own
+from megatron_core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron_core.packed_seq_params import PackedSeqParams
+from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.transformer.identity_op import IdentityOp
+from megatron_core.transformer.spec_utils import ModuleSpec
+from megatron_core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
+from megatron_core.transformer.transformer_config import TransformerConfig
+from megatron_core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron_core.verify.ranks import run_ranks
+
+VOCABULARY, LENGTH = 48, 12
+IDS = (torch.arange(2 * LENGTH).view(2, LENGTH) * 7) % VOCABULARY
+MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+
+
+def config(**settings: Any) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}
+    return TransformerConfig(**sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
+
+
+def gpt(settings: TransformerConfig | None = None, spec: Any = None, **given: Any) -> GPTModel:
+    model_parallel_cuda_manual_seed(7)
+    return GPTModel(settings or config(), spec or get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **given)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_it_is_the_same_model_as_this_packages(tied: bool, positions: str) -> None:
+    settings = config(
+        num_query_groups=2, normalization="RMSNorm", gated_linear_unit=True, activation_func=nn.functional.silu
+    )
+    model = gpt(settings, position_embedding_type=positions, share_embeddings_and_output_weights=tied)
+    theirs = settings.model_config(
+        position_embedding_type=positions,
+        untie_embeddings_and_output_weights=not tied,
+        make_vocab_size_divisible_by=1,
+    )
+    assert theirs.swiglu
+    assert theirs.query_groups == 2
+    twin = own.GPTModel(theirs, VOCABULARY, LENGTH, parallel=settings.parallel_options(), seed=7)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert torch.equal(model(IDS, labels=IDS), twin(IDS, labels=IDS))
+    assert torch.equal(model(IDS), twin(IDS))
+
+
+def test_a_causal_mask_is_what_no_mask_says() -> None:
+    model = gpt()
+    torch.testing.assert_close(model(IDS, None, MASK), model(IDS), rtol=0, atol=1e-12)
+
+
+def test_transformer_engines_specification_gives_the_same_layer() -> None:
+    expected = gpt()(IDS)
+    assert torch.equal(gpt(spec=get_gpt_layer_with_transformer_engine_spec())(IDS), expected)
+    assert torch.equal(gpt(spec=get_gpt_decoder_block_spec(config(), use_transformer_engine=True))(IDS), expected)
+
+
+def test_packed_documents_see_nothing_of_one_another() -> None:  # C45
+    model, changed = gpt(), IDS.clone()
+    changed[0, :5] = 3
+    borders = torch.tensor([0, 5, 12, 20, 24])
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    before, after = (model(ids, packed_seq_params=packed) for ids in (IDS, changed))
+    assert torch.equal(before[0, 5:], after[0, 5:])
+    assert not torch.equal(before[0, :5], after[0, :5])
+    with pytest.raises(ConfigError, match=r"\[10, 14\) crosses"):
+        model(IDS, packed_seq_params=PackedSeqParams(cu_seqlens_q=torch.tensor([0, 10, 14, 24])))
+
+
+def test_the_seed_is_that_of_megatrons_function() -> None:
+    first, again = gpt(), gpt()
+    model_parallel_cuda_manual_seed(8)
+    other = GPTModel(config(), get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
+    weights = [m.embedding.word_embeddings.weight for m in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_dropout_counts_the_sequences() -> None:
+    model = gpt(config(hidden_dropout=0.2))
+    losses = [model(IDS, labels=IDS) for _ in range(2)]
+    assert not torch.equal(*losses)
+    numbered = [model(IDS, labels=IDS, sample_index=torch.tensor([4, 5])) for _ in range(2)]
+    assert torch.equal(*numbered)
+    assert torch.equal(*(model.eval()(IDS, labels=IDS) for _ in range(2)))
+
+
+class Doubling(nn.Module):
+    """An MLP of a caller's own."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0 * layer_number, dtype=config.params_dtype))
+        self.weight.init_method = nn.init.ones_
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return hidden * self.weight, None
+
+
+def test_parts_of_a_layer_can_be_a_callers_own() -> None:
+    parts = get_gpt_layer_local_submodules()
+    parts.mlp, parts.pre_mlp_layernorm = ModuleSpec(Doubling), IdentityOp
+    settings = config(perform_initialization=False)
+    layer = TransformerLayer(settings, parts, layer_number=2, add_layer_offset=False)
+    x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+    with torch.no_grad():
+        layer.self_attention.linear_proj.weight.zero_()
+        layer.mlp.module.weight.fill_(4.0)
+    hidden, context = layer(x)
+    torch.testing.assert_close(hidden, 5.0 * x, rtol=0, atol=1e-12)
+    assert context is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt(config(num_moe_experts=4)), "use get_gpt_decoder_block_spec"),
+        (lambda: gpt(spec=get_gpt_layer_local_spec(num_experts=4)), "has experts"),
+        (lambda: gpt(config(fp8="hybrid", use_mup=True)), "fp8='hybrid', use_mup=True"),
+        (lambda: gpt(position_embedding_type="mrope"), "none of learned_absolute, rope, none"),
+        (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec is not supported"),
+        (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
+        (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
+        (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
+        (lambda: config(sequence_parallel=True), "tensor_model_parallel_size above 1"),
+        (lambda: config(pipeline_model_parallel_size=2), "pipeline_dtype=None"),
+        (lambda: gpt(config(activation_func=torch.tanh)), "activation_func=tanh"),
+    ],
+)
+def test_what_is_not_supported_is_said(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_experts_where_the_configuration_has_them() -> None:
+    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False)
+    model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=False))
+    assert ["router" in dict(layer.mlp.named_children()) for layer in model.decoder.layers.values()] == [False, True]
+
+
+def local_logits() -> tuple[int, bool]:
+    parallel_state.initialize_model_parallel(2)
+    model = gpt(config(tensor_model_parallel_size=2))
+    whole = model(IDS, runtime_gather_output=True)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    part = model(IDS)
+    return part.shape[-1], torch.equal(part, whole[..., 24 * rank : 24 * (rank + 1)])
+
+
+def test_parallel_output_is_this_ranks_columns() -> None:
+    assert run_ranks(2, local_logits) == [(24, True), (24, True)]
+
+
+def test_layers_of_a_stage() -> None:
+    pipeline = {"pipeline_dtype": torch.float64, "num_layers": 8, "pipeline_model_parallel_size": 2}
+    chunks = config(**pipeline, virtual_pipeline_model_parallel_size=2)
+    assert [get_transformer_layer_offset(chunks, v, r) for v in (0, 1) for r in (0, 1)] == [0, 2, 4, 6]
+    uneven = config(**pipeline, num_layers_in_first_pipeline_stage=3)
+    assert [get_num_layers_to_build(uneven, pp_rank=r) for r in (0, 1)] == [3, 5]
+    accounted = config(**pipeline | {"num_layers": 7}, account_for_loss_in_pipeline_split=True)
+    assert [get_num_layers_to_build(accounted, pp_rank=r) for r in (0, 1)] == [4, 3]
+    drawn = config(**pipeline, pipeline_model_parallel_layout="Ettt|tttttL")
+    assert [get_num_layers_to_build(drawn, pp_rank=r) for r in (0, 1)] == [3, 5]
+    with pytest.raises(LayoutError, match="num_layers=7 cannot be divided"):
+        get_num_layers_to_build(config(**pipeline | {"num_layers": 7}))
+
+
+def test_a_block_is_the_models_decoder() -> None:
+    settings, model = config(), gpt(position_embedding_type="none")
+    block = TransformerBlock(settings, get_gpt_layer_local_spec())
+    hidden = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+    model.decoder.load_state_dict(block.state_dict())
+    twin = GPTModel(
+        settings, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, False, False, position_embedding_type="none"
+    )
+    assert {name: p.sum().item() for name, p in twin.decoder.layers.named_parameters()} == {
+        name: p.sum().item() for name, p in block.layers.named_parameters()
+    }
+    twin.set_input_tensor(hidden)
+    torch.testing.assert_close(block.final_layernorm(twin(IDS)), block(hidden, None), rtol=0, atol=1e-12)
