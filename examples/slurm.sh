@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# A job of Slurm: one torchrun on each node, which starts a process for each GPU and meets the others at the first node.
+#   sbatch --nodes 16 examples/slurm.sh --config examples/mixtral_8x22b.yaml --data-path corpus_text_document \
+#     --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --save checkpoints --save-interval 500
+#SBATCH --job-name=pretrain
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+#SBATCH --output=%x_%j.log
+#SBATCH --open-mode=append
+set -euo pipefail
+
+FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+LOAD=()  # a job that starts again goes on from its last checkpoint
+for ((i = 1; i < $#; i++)); do
+  if [[ ${!i} == --save ]]; then next=$((i + 1)) && LOAD=(--load "${!next}"); fi
+done
+
+# TERM comes two minutes before the end: training saves a checkpoint then, and ends.
+srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$FIRST:29500" \
+  "${SLURM_SUBMIT_DIR:-.}/pretrain_gpt.py" "$@" "${LOAD[@]}"

@@ -1,0 +1,127 @@
+"""Every example can be started as it says: its command lines are dry-run, its job files are parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_core.training import read_settings
+from megatron_core.training.dry_run import RankEstimate
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CONFIGURATIONS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "kubernetes")
+PARAMETERS = {
+    "gpt3_175b": 174_604_259_328,
+    "llama3_8b": 8_030_261_248,
+    # The published model, and the layer that predicts a second token: norms and a projection around one more layer.
+    "deepseek_v3": 671_026_419_200 + 11_610_068_224,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def _dry_run(words: list[str]) -> tuple[RankEstimate, int]:
+    """The last rank, and the number of ranks, of the job that ``torchrun`` would start with these words."""
+    at = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    launcher = " ".join(words[:at])
+    nodes, ranks = (int(found[1]) if (found := re.search(rf"--{name}[ =](\d+)", launcher)) else 1 for name in _SIZES)
+    world = nodes * ranks
+    config, dry = read_settings("pretrain_gpt.py", [*words[at + 1 :], "--dry-run", "--world-size", str(world)])
+    assert dry.world_size == world
+    return RankEstimate.of(config, world, world - 1), world
+
+
+_SIZES = ("nnodes", "nproc-per-node")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_command_on_the_first_lines_runs(name: str) -> None:
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    comments = "\n".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    command = re.search(r"^torchrun .*(?:(?<=\\)\n.*)*", comments, re.MULTILINE)
+    assert command is not None
+    found, world = _dry_run(shlex.split(command[0].replace("\\\n", " ")))
+    assert found.model_parameters == PARAMETERS.get(name, found.model_parameters)
+    assert sum(found.bytes_by_kind.values()) < 80e9
+    said = re.search(r"--dry-run --world-size (\d+)", comments)
+    assert said is None or int(said[1]) == world
+
+
+def _commands(script: str, *arguments: str, folder: Path, **environment: str) -> list[list[str]]:
+    """The programs that a script starts, which are replaced by one that notes its words."""
+    note = folder / "commands"
+    for name in ("python", "torchrun", "srun"):
+        stub = folder / name
+        stub.write_text(
+            f"#!{sys.executable}\nimport json, sys\n"
+            f"open({str(note)!r}, 'a').write(json.dumps([{name!r}, *sys.argv[1:]]) + '\\n')\n"
+        )
+        stub.chmod(0o755)
+    (folder / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n")
+    (folder / "scontrol").chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    script_path = str(EXAMPLES / script)
+    subprocess.run(["bash", script_path, *arguments], check=True, env={**os.environ, **environment, "PATH": path})
+    return [json.loads(line) for line in note.read_text().splitlines()]
+
+
+def test_continue_from_a_model_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
+    from tests.models.hf_models import save_model
+
+    save_model("llama", tmp_path / "model")
+    model, result = str(tmp_path / "model"), str(tmp_path / "result")
+    prepare, train, convert = _commands("continue_from_hugging_face.sh", model, "corpus.jsonl", result, folder=tmp_path)
+    found, world = _dry_run(train)
+    assert found.config.checkpoint.load_hf == model and world == 8
+    assert found.config.data.data_path == (f"{result}/corpus_text_document",)
+    for tool, *words in (prepare[1:], convert[1:]):
+        known = subprocess.run([sys.executable, tool, "--help"], check=True, capture_output=True, text=True).stdout
+        assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """One torchrun on each node; a job that starts again loads what it has saved."""
+    environment = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "11"}
+    environment |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+    words = ["--config", "examples/gpt_1b.yaml", "--mock-data", "--vocab-size", "1000", "--save", "checkpoints"]
+    (command,) = _commands("slurm.sh", *words, folder=tmp_path, **environment)
+    found, world = _dry_run(command)
+    assert world == 16
+    assert found.config.checkpoint.save == found.config.checkpoint.load == "checkpoints"
+    assert "node7:29500" in command
+    (tmp_path / "commands").unlink()
+    (command,) = _commands("slurm.sh", *words[:-2], folder=tmp_path, **environment)
+    assert "--load" not in command
+
+
+def test_kubernetes() -> None:
+    """As many pods as nodes, which find the first one under the name that the service gives it."""
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    flags = dict(word.removeprefix("--").split("=", 1) for word in container["command"] if "=" in word)
+    assert flags["master-addr"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(flags["master-port"]) == service["spec"]["ports"][0]["port"]
+    assert int(flags["nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(flags["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    found, world = _dry_run(container["command"])
+    assert world == 16
+    assert found.config.checkpoint.save == found.config.checkpoint.load
