@@ -1,14 +1,19 @@
-"""Convert a checkpoint between Hugging Face's format and this project's, on a CPU, one tensor in memory at a time.
+"""Convert a checkpoint of Hugging Face, Megatron-LM or this project, on a CPU, one tensor in memory at a time.
 
 python tools/convert_checkpoint.py --from hf --to native --load SmolLM2-135M --save runs/smollm
 
 python tools/convert_checkpoint.py --from native --to hf --load runs/smollm --save smollm-continued
+
+python tools/convert_checkpoint.py --from megatron --to hf --load megatron-checkpoints --save continued
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,16 +21,17 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.training.conversion import export_hugging_face, import_hugging_face
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
 
-    source: Annotated[Literal["hf", "native"], tyro.conf.arg(name="from")]
-    """Format of --load: a folder of Hugging Face, or a folder that pretrain_gpt.py --save wrote."""
+    source: Annotated[Literal["hf", "megatron", "native"], tyro.conf.arg(name="from")]
+    """Format of --load: a folder of Hugging Face, one that Megatron-LM's --save wrote (--ckpt-format torch or
+    torch_dist), or one that pretrain_gpt.py --save wrote."""
     to: Literal["hf", "native"]
     """Format of --save."""
     load: str
@@ -33,13 +39,13 @@ class Settings:
     save: str
     """Folder to write; it must be empty, or for native have no checkpoint."""
     ckpt_step: int | None = None
-    """From native: the iteration to read; default the latest."""
+    """From native and megatron: the iteration to read; default the latest."""
     model_type: str | None = None
     """To hf: the architecture, such as llama; default: the one the model came from, or the first that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights that are written; default that of the stored ones."""
     verify: bool = True
-    """Compare the logits of both sides with `transformers`; where they differ nothing is written."""
+    """Compare the logits of a Hugging Face folder with `transformers`; where they differ nothing is written."""
 
 
 def convert(settings: Settings) -> str:
@@ -48,19 +54,35 @@ def convert(settings: Settings) -> str:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
+    difference: float | None = None
     if settings.source == "hf":
         difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
+    elif settings.to == "native":
+        import_megatron(load, save, step=settings.ckpt_step, dtype=dtype)
     else:
-        difference = export_hugging_face(
-            load,
-            save,
-            step=settings.ckpt_step,
-            dtype=dtype,
-            model_type=settings.model_type,
-            verify=settings.verify,
-        )
-    checked = f"logits differ by {difference:.1e} of the largest" if settings.verify else "not verified"
+        with native_folder(settings) as (native, step):
+            difference = export_hugging_face(
+                native, save, step=step, dtype=dtype, model_type=settings.model_type, verify=settings.verify
+            )
+    compared = settings.verify and difference is not None
+    checked = f"logits differ by {difference:.1e} of the largest" if compared else "not verified"
     return f"{load} -> {save} ({settings.to}); {checked}"
+
+
+@contextmanager
+def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
+    """The checkpoint that is exported, and its iteration: that of --load, or a temporary one beside --save."""
+    if settings.source == "native":
+        yield Path(settings.load), settings.ckpt_step
+        return
+    save = Path(settings.save).absolute()
+    try:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as folder:
+            import_megatron(Path(settings.load), Path(folder), step=settings.ckpt_step)
+            yield Path(folder), None
+    except OSError as error:
+        raise CheckpointError(f"{save.parent} cannot be written: {error}") from error
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""Checkpoints of Hugging Face to ours and back, and whether both compute the same."""
+"""Checkpoints of Hugging Face to ours and back, those of Megatron-LM to ours, and whether both compute the same."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, architecture_for, settings_of_folder, write_hugging_face
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -34,27 +36,55 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     ``dtype`` defaults to the stored one. With ``verify`` nothing is written unless both compute the same logits.
     -> as ``compare_logits``, 0.0 without ``verify``.
     """
-    if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
-        raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
+    check_empty(save)
     config = RunConfig.from_flat(RunConfig().flat() | settings_of_folder(source))
     with HuggingFaceReader(source) as reader:
-        kept = reader.dtype() if dtype is None else dtype
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes)
         difference = compare_logits(reader, config, source, reader.dtype()) if verify else 0.0
-        state = {
-            **asdict(TrainState()),
-            "optimizer_steps": 0,
-            "loss_scale": {},
-            "vocab_size": reader.state["vocab_size"],
-            "config": config.flat(),
-        }
-        tokenizer = tokenizer_of(config.data)
-        files = {f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())}
-        tensors = (read_whole(reader, name, shape, kept) for name, shape in shapes.items())
-        entries = [(f"model.{name}", kept, shape) for name, shape in shapes.items()]
-        save_tensors(save, 0, entries, tensors, state, extra_files=files)
+        write_native(reader, config, shapes, save, dtype or reader.dtype())
     return difference
+
+
+def import_megatron(source: Path, save: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint of Megatron-LM as iteration 0 into ``save``, one tensor in memory at a time.
+
+    ``step`` is the iteration, by default the latest; the rest as for ``import_hugging_face``.
+    """
+    check_empty(save)
+    with MegatronReader(source, step) as reader:
+        config = RunConfig.from_flat(RunConfig().flat() | reader.settings | {"vocab_size": reader.state["vocab_size"]})
+        shapes = global_shapes(config, reader.state["vocab_size"])
+        reader.check_complete(shapes)
+        write_native(reader, config, shapes, save, dtype or reader.dtype())
+
+
+def check_empty(save: Path) -> None:
+    """``CheckpointError`` if ``save`` holds a checkpoint."""
+    if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
+        raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
+
+
+def write_native(
+    reader: HuggingFaceReader | MegatronReader,
+    config: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    save: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write the tensors of ``shapes`` as iteration 0 of a run of ``config`` into ``save``."""
+    state = {
+        **asdict(TrainState()),
+        "optimizer_steps": 0,
+        "loss_scale": {},
+        "vocab_size": reader.state["vocab_size"],
+        "config": config.flat(),
+    }
+    tokenizer = tokenizer_of(config.data)
+    files = {f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())}
+    tensors = (read_whole(reader, name, shape, dtype) for name, shape in shapes.items())
+    entries = [(f"model.{name}", dtype, shape) for name, shape in shapes.items()]
+    save_tensors(save, 0, entries, tensors, state, extra_files=files)
 
 
 def export_hugging_face(
@@ -189,7 +219,7 @@ def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 
 def read_whole(
-    reader: CheckpointReader | HuggingFaceReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    reader: CheckpointReader | HuggingFaceReader | MegatronReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """One tensor, whole."""
     tensor = torch.empty(shape, dtype=dtype)

@@ -1,0 +1,6 @@
+"""Checkpoints of Megatron-LM, read as checkpoints of ours."""
+
+from megatron_core.models.megatron_lm.reader import MegatronReader
+from megatron_core.models.megatron_lm.settings import settings_of_arguments
+
+__all__ = ["MegatronReader", "settings_of_arguments"]

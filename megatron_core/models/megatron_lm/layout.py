@@ -1,0 +1,240 @@
+"""Where the parts of our tensors are in Megatron-LM's: the formats ``torch`` and ``torch_dist``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.pickles import load_metadata, load_tensors
+from megatron_core.parallel.boxes import Box
+
+FUSED = {
+    "self_attention.linear_qkv.layer_norm": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm": "self_attention.kv_layernorm.",
+}
+"""Norms that Transformer Engine keeps in the layer behind them -> their own names."""
+ROWS = re.compile(
+    r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias)$"
+)
+COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))")
+MODEL = ("embedding.", "decoder.", "output_layer.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one of our tensors, and what reads it."""
+
+    box: Box
+    read: Callable[[], Tensor]
+
+
+Parts = dict[str, list[Part]]
+
+
+def plain_name(rest: str) -> str:
+    """The name inside a layer as ours."""
+    for theirs, ours in FUSED.items():
+        if rest.startswith(theirs + "_"):
+            return ours + rest.rpartition("_")[2]
+    return rest.replace("mlp.experts.experts.", "mlp.experts.")
+
+
+class RankFiles:
+    """The format ``torch``: a file for each rank of the model, ``mp_rank_00_001/model_optim_rng.pt``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = {path.parent.name: path for path in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))}
+        self._content: dict[str, Any] = {}
+        first = self._load(next(iter(self._files)))
+        arguments = getattr(first.get("args"), "arguments", None)
+        if not isinstance(arguments, dict):
+            raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
+        self.arguments: Mapping[str, Any] = arguments
+        self._tp, self._pp, self._ep = (
+            int(arguments.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline", "expert")
+        )
+        if self._ep > 1 and (arguments.get("expert_tensor_parallel_size") or self._tp) != self._tp:
+            raise CheckpointError(
+                f"{folder}: expert_tensor_parallel_size={arguments['expert_tensor_parallel_size']} is not the "
+                "tensor-parallel size; such experts are read from --ckpt-format torch_dist alone"
+            )
+
+    def parts(self, model: ModelConfig) -> Parts:
+        """Every stored part of our tensors, by name."""
+        if model.query_groups % self._tp:
+            raise CheckpointError(
+                f"{self.folder}: {model.query_groups} key-value groups on {self._tp} tensor-parallel ranks are read "
+                "from --ckpt-format torch_dist alone"
+            )
+        found: Parts = {}
+        chunks = sorted(key for key in self._state(0, 0, 0) if re.fullmatch(r"model\d*", key))
+        before = 0
+        for chunk in chunks:
+            for pp in range(self._pp):
+                numbers = set()
+                for tp in range(self._tp):
+                    for ep in range(self._ep):
+                        for name, tensor in self._state(tp, pp, ep).get(chunk, {}).items():
+                            layer = LAYER.fullmatch(name.removeprefix("module."))
+                            numbers |= {int(layer[1])} if layer else set()
+                            self._add(found, name, tensor, tp, ep, before, model)
+                before += len(numbers)
+        if model.share_embeddings_and_output_weights:
+            found.pop("output_layer.weight", None)  # the copy of the last stage
+        return found
+
+    def _add(self, found: Parts, name: str, tensor: Any, tp: int, ep: int, before: int, model: ModelConfig) -> None:
+        name = name.removeprefix("module.")
+        if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
+            return
+        layer = LAYER.fullmatch(name)
+        rest = plain_name(layer[2]) if layer else name
+        expert = EXPERT.fullmatch(rest)
+        if ep and expert is None:
+            return  # the same on all ranks of an expert-parallel group
+        number: int | None = None
+        if expert is not None:
+            assert model.num_experts is not None
+            number = int(expert[1] or expert[4]) + ep * (model.num_experts // self._ep)
+            rest = f"mlp.experts.{expert[2] or expert[3]}"
+        ours = f"decoder.layers.{before + int(layer[1])}.{rest}" if layer else rest
+        parts = found.setdefault(ours, [])
+        for part in _local_parts(rest, tensor, tp, self._tp, model.gated_linear_unit):
+            parts.append(part if number is None else _of_expert(part, number))
+
+    def _state(self, tp: int, pp: int, ep: int) -> dict[str, Any]:
+        """The content of a rank's file."""
+        name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self._pp > 1) + f"_{ep:03d}" * (self._ep > 1)
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder} has no {name}/model_optim_rng.pt; copy the whole checkpoint")
+        return self._load(name)
+
+    def _load(self, name: str) -> dict[str, Any]:
+        if name not in self._content:
+            content = load_tensors(self._files[name])
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{self._files[name]} holds a {type(content).__name__}, not a checkpoint")
+            self._content[name] = content
+        return self._content[name]
+
+
+def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -> Iterator[Part]:
+    """A tensor-parallel rank's tensor as boxes of the whole one."""
+    shape = tuple(tensor.shape)
+    zero = (0,) * len(shape)
+    if ROWS.search(name):
+        halves = tensor.chunk(2) if gated and "linear_fc1." in name else (tensor,)
+        for half, own in enumerate(halves):
+            first = (half * size + rank) * own.shape[0]
+            yield _part(own, (first, *zero[1:]))
+    elif COLUMNS.search(name):
+        yield _part(tensor, (0, rank * shape[1]))
+    elif rank == 0:
+        yield _part(tensor, zero)
+
+
+def _part(tensor: Tensor, start: tuple[int, ...]) -> Part:
+    return Part(Box((0,) * len(start), tuple(tensor.shape)).shifted(start), lambda: tensor)
+
+
+def _of_expert(part: Part, number: int) -> Part:
+    box = Box((number, *part.box.start), (number + 1, *part.box.stop))
+    return Part(box, lambda: part.read()[None])
+
+
+def _row(read: Callable[[], Tensor], at: int) -> Tensor:
+    return read()[at]
+
+
+class DistributedFiles:
+    """The format ``torch_dist``: chunks of global tensors in the files of ``torch.distributed.checkpoint``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = load_metadata(folder / ".metadata")
+        common = folder / "common.pt"
+        content = load_tensors(common) if common.is_file() else self._object("common_state/shard_0_1")
+        arguments = getattr(content.get("args") if isinstance(content, dict) else None, "arguments", None)
+        if not isinstance(arguments, dict):
+            raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
+        self.arguments: Mapping[str, Any] = arguments
+        self._last: tuple[Any, Tensor] | None = None
+
+    def parts(self, model: ModelConfig) -> Parts:
+        """Every stored part of our tensors, by name."""
+        found: Parts = {}
+        for name, entry in self._metadata.state_dict_metadata.items():
+            if not name.startswith(MODEL) or "_extra_state" in name or not hasattr(entry, "chunks"):
+                continue
+            for chunk in entry.chunks:
+                box = Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
+                for ours, part in self._places(name, tuple(entry.size), box):
+                    found.setdefault(ours, []).append(part)
+        if model.share_embeddings_and_output_weights:
+            found.pop("output_layer.weight", None)
+        return found
+
+    def _places(self, name: str, size: tuple[int, ...], box: Box) -> Iterator[tuple[str, Part]]:
+        """The parts of ours that a chunk is: one in each layer if layers are stacked."""
+        read = partial(self._chunk, name, box.start)
+        layer = LAYER.fullmatch(name)
+        if layer is not None or not name.startswith("decoder.layers."):
+            ours = name if layer is None else f"decoder.layers.{layer[1]}.{plain_name(layer[2])}"
+            yield self._half(ours, size, Part(box, read))
+            return
+        rest = plain_name(name.removeprefix("decoder.layers."))
+        inner = Box(box.start[1:], box.stop[1:])
+        for number in range(box.start[0], box.stop[0]):
+            part = Part(inner, partial(_row, read, number - box.start[0]))
+            yield self._half(f"decoder.layers.{number}.{rest}", size[1:], part)
+
+    def _half(self, name: str, size: tuple[int, ...], part: Part) -> tuple[str, Part]:
+        """Gate and value may be tensors of their own, with _w and _v behind their names."""
+        if not name.endswith(("_w", "_v")):
+            return name, part
+        axis = len(size) - 2 if name[:-2].endswith("weight") else len(size) - 1
+        shift = tuple(size[axis] if i == axis and name.endswith("_v") else 0 for i in range(len(size)))
+        return name[:-2], replace(part, box=part.box.shifted(shift))
+
+    def _chunk(self, name: str, offset: tuple[int, ...]) -> Tensor:
+        """A chunk's values; the last one is kept, because it may be asked for layer by layer."""
+        if self._last is None or self._last[0] != (name, offset):
+            found = load_tensors(self._bytes(name, offset))
+            if not isinstance(found, Tensor):
+                raise CheckpointError(f"{self.folder}: {name} is a {type(found).__name__}, not a tensor")
+            self._last = ((name, offset), found)
+        return self._last[1]
+
+    def _object(self, name: str) -> Any:
+        if name not in self._metadata.state_dict_metadata:
+            raise CheckpointError(f"{self.folder} has neither common.pt nor {name}")
+        return load_tensors(self._bytes(name, None))
+
+    def _bytes(self, name: str, offset: tuple[int, ...] | None) -> bytes:
+        for index, info in self._metadata.storage_data.items():
+            if index.fqn == name and (offset is None or tuple(index.offset or ()) == offset):
+                path = self.folder / info.relative_path
+                if path.parent != self.folder:
+                    raise CheckpointError(f"{self.folder} names the file {info.relative_path!r} outside of itself")
+                if getattr(info, "transform_descriptors", None):
+                    raise CheckpointError(f"{path} is compressed, which is not supported; save it without")
+                try:
+                    with path.open("rb") as file:
+                        file.seek(info.offset)
+                        return file.read(info.length)
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{self.folder}: its metadata say nothing of where {name} is")

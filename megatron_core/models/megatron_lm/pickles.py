@@ -1,0 +1,105 @@
+"""Files of Megatron-LM that are pickles, read without running anything that they name.
+
+``torch.load`` with ``weights_only`` makes tensors and plain containers alone. What else Megatron-LM stores beside the
+weights (its arguments, states of random generators) becomes an inert object; any other name is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_core.errors import CheckpointError
+
+INERT = re.compile(
+    r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
+    r"|numpy(\.\w+)+|(megatron|transformer_engine)(\.\w+)+"
+)
+"""Names that stand for an object without behaviour, whatever they name elsewhere."""
+METADATA = {
+    "collections": {"OrderedDict"},
+    "torch": {"Size", "contiguous_format", "strided"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+"""The plain records that describe a folder of ``torch.distributed.checkpoint``."""
+
+
+class Inert:
+    """What a name of ``INERT`` becomes: it keeps what it is given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.arguments = state
+
+
+def load_tensors(source: Path | bytes) -> Any:
+    """The content of a file that ``torch.save`` wrote; tensors in a file stay there until they are read.
+
+    Errors: ``CheckpointError`` for a file that is damaged or names an object that is not read.
+    """
+    shown = source if isinstance(source, Path) else "a stored object"
+    try:
+        file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        refused = [name for name in names if not INERT.fullmatch(name)]
+        if refused:
+            raise CheckpointError(
+                f"{shown} names the Python object {refused[0]}, which is not read from a checkpoint; save it again "
+                "without it"
+            )
+        if not isinstance(source, Path):
+            file.seek(0)
+        inert: list[Any] = [(type("Inert", (Inert,), {}), name) for name in names]
+        with torch.serialization.safe_globals(inert):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{shown} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def load_metadata(path: Path) -> Any:
+    """The ``.metadata`` of ``torch.distributed.checkpoint``; ``CheckpointError`` as ``load_tensors``."""
+    try:
+        return _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the records of ``METADATA`` and no other object."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in METADATA.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
+            return super().find_class(module, name)
+        if module.split(".")[0] == "pathlib":  # where it was written
+            return Inert
+        raise CheckpointError(
+            f"the metadata name the Python object {module}.{name}, which is not read from a checkpoint"
+        )

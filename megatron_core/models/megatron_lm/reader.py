@@ -1,0 +1,102 @@
+"""A checkpoint of Megatron-LM with the interface of ``CheckpointReader``, of any layout of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_core.checkpoint import Piece
+from megatron_core.config import ModelConfig
+from megatron_core.config.file import field_types
+from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.layout import DistributedFiles, RankFiles
+from megatron_core.models.megatron_lm.settings import settings_of_arguments
+from megatron_core.parallel.texts import listed
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors with rows that only make the vocabulary divisible."""
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class MegatronReader:
+    """Megatron-LM's weights of one iteration, in its format ``torch`` or ``torch_dist``; a context manager.
+
+    ``folder`` is what ``--save`` named, or one iteration in it. Nothing that the files name is run.
+    Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
+    """
+
+    def __init__(self, folder: str | Path, step: int | None = None) -> None:
+        self.folder = iteration_folder(Path(folder), step)
+        distributed = (self.folder / ".metadata").is_file()
+        files = DistributedFiles(self.folder) if distributed else RankFiles(self.folder)
+        self.settings = settings_of_arguments(files.arguments)
+        names = ModelConfig.__dataclass_fields__.keys() & field_types()
+        self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
+        self._parts = files.parts(self.model)
+        vocabulary = self.settings.get("vocab_size") or self._rows("embedding.word_embeddings.weight")
+        self.state: dict[str, Any] = {"vocab_size": vocabulary}
+
+    def __enter__(self) -> MegatronReader:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._parts = {}
+
+    def has(self, name: str) -> bool:
+        """Whether it has a tensor of ours: it has weights."""
+        return name.removeprefix("model.") in self._parts
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Copy the stored values into the memory of every piece; dtypes are converted."""
+        for piece in pieces:
+            for part in self._parts.get(piece.name.removeprefix("model."), ()):
+                common = piece.box.intersect(part.box)
+                if common is not None:
+                    piece.memory[common.within(piece.box)] = part.read()[common.within(part.box)].to(piece.memory)
+
+    def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
+        """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other."""
+        missing, unused = sorted(set(ours) - set(self._parts)), sorted(set(self._parts) - set(ours))
+        if missing or unused:
+            faults = {"missing": missing, "without a use": unused}
+            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {told}")
+        for name, shape in ours.items():
+            boxes = {part.box for part in self._parts[name]}
+            found = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=False))
+            padded = (max(found[0], shape[0]), *shape[1:]) if name in VOCABULARY else shape
+            if found != padded or sum(box.numel for box in boxes) != prod(found):
+                raise CheckpointError(
+                    f"{self.folder}: {name} has the shape {list(found)}, its arguments ask for {list(shape)}"
+                )
+
+    def dtype(self) -> torch.dtype:
+        """Of the stored weights."""
+        return self._parts["embedding.word_embeddings.weight"][0].read().dtype
+
+    def _rows(self, name: str) -> int:
+        if name not in self._parts:
+            raise CheckpointError(f"{self.folder} has no {name}")
+        return max(part.box.stop[0] for part in self._parts[name])
+
+
+def iteration_folder(folder: Path, step: int | None) -> Path:
+    """The folder of an iteration in ``folder``, by default the latest; ``folder`` itself if it is one."""
+    if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        return folder
+    try:
+        latest = str(step) if step is not None else (folder / TRACKER).read_text().strip()
+    except OSError:
+        raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
+    found = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+    if latest != "release" and not latest.isdigit():
+        raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}, which is no iteration")
+    if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
+        raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
+    return found
