@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import parse_command_line, parse_run_config
 from megatron_core.config.file import field_types
+from megatron_core.config.translate import Translation
 from megatron_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -145,18 +148,37 @@ def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     assert megatron_flags.ONLY_VALUE.keys() <= {*words}
 
 
-@pytest.mark.parametrize("name", sorted(megatron_flags.FLAGS))
-def test_every_other_flag_does_what_its_table_says(name, capsys):
-    """Accepted: the settings are the defaults and a note names it; refused: the error names it and says a reason."""
+def _given(name: str) -> list[str]:
     flag = megatron_flags.FLAGS[name]
-    given = ["--" + name.replace("_", "-"), *(["7"] if flag.takes_values else [])]
+    return ["--" + name.replace("_", "-"), *(["7"] if flag.takes_values else [])]
+
+
+@pytest.mark.parametrize("name", sorted(megatron_flags.FLAGS))
+def test_every_other_flag_does_what_its_table_says(name):
+    """Accepted: nothing is set and a note names it; refused: the error names it and says a reason."""
+    flag, given = megatron_flags.FLAGS[name], _given(name)
+    found = Translation.of(given, field_types())
+    assert not found.flags
     if flag.fate == "refused":
-        with pytest.raises(ConfigError, match=r"remove|use|only|give|set|prepare|write|go to|describe") as error:
-            parse_run_config(given)
-        assert f"{' '.join(given)}: {flag.reason}" in str(error.value)
-        return
-    assert parse_run_config(given) == RunConfig()
-    assert given[0] in capsys.readouterr().err
+        assert found.faults == [f"{' '.join(given)}: {flag.reason}"]
+        assert re.search(r"remove|use|only|give|set|prepare|write|go to|describe|legal", flag.reason)
+    else:
+        assert not found.faults and given[0] in found.ignored
+
+
+def test_all_accepted_flags_together_change_nothing(capsys):
+    given = [_given(name) for name, flag in megatron_flags.FLAGS.items() if flag.fate != "refused"]
+    assert len(given) > 400
+    assert parse_run_config(list(chain(*given))) == RunConfig()
+    noted = capsys.readouterr().err
+    assert all(flag in noted for flag, *_ in given)
+
+
+def test_all_refused_flags_are_in_one_message():
+    refused = {name: flag for name, flag in megatron_flags.FLAGS.items() if flag.fate == "refused"}
+    with pytest.raises(ConfigError) as error:
+        parse_run_config(list(chain(*map(_given, refused))))
+    assert all(f"{' '.join(_given(name))}: {flag.reason}" in str(error.value) for name, flag in refused.items())
 
 
 def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():

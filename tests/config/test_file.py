@@ -53,7 +53,7 @@ def test_json_files_are_read_too(tmp_path):
         ("num_layer: 3", ["num_layer", "perhaps you meant num_layers"]),
         ("model:\n  hiden_size: 3", ["hiden_size", "perhaps you meant hidden_size"]),
         ("zzz: 3", ["zzz", "--help"]),
-        ("mtp_num_layers: 8", ["Megatron-LM's mtp_num_layers", "not supported"]),
+        ("fp4_format: e2m1", ["Megatron-LM's fp4_format", "not supported"]),
         ("num_layers: two", ["num_layers='two'", "a whole number"]),
         ("num_layers: 2.5", ["num_layers=2.5", "a whole number"]),
         ("num_layers: true", ["num_layers=True", "a whole number"]),
