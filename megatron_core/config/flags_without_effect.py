@@ -44,12 +44,12 @@ ACCEPTED: dict[str, str] = {
         log_memory_to_tensorboard log_progress log_throughput log_timers_to_tensorboard
         log_validation_ppl_to_tensorboard""",
     "not logged": """
-        log_world_size_to_tensorboard log_device_memory_used log_memory_interval= log_energy log_straggler
-        log_params_norm log_num_zeros_in_grad straggler_ctrlr_port= straggler_minmax_count=
+        log_world_size_to_tensorboard log_device_memory_used log_memory_interval= log_energy
+        log_params_norm log_num_zeros_in_grad straggler_ctrlr_port=
         disable_straggler_on_startup no_log_loss_scale_to_tensorboard
         disable_log_loss_scale_to_tensorboard""",
     "not used": """
-        logging_level= tensorboard_queue_size= timing_log_level= timing_log_option= no_barrier_with_level_1_timing
+        logging_level= tensorboard_queue_size= no_barrier_with_level_1_timing
         no_mmap_bin_files nvtx_ranges config_logger_dir= enable_gpt_oss modelopt_enabled test_mode""",
     "every step is logged": "tensorboard_log_interval=",
     "a service of NVIDIA's clusters that is not contacted": """

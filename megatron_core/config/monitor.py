@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,5 +33,22 @@ class MonitorConfig:
     trace_pipeline: str | None = None
     """Folder to which each rank writes the times of its forwards and backwards in the first 20 steps; draw them with
     tools/show_schedule.py --measured. On GPUs these steps are slower, because each measurement synchronises."""
+    record_times: bool = True
+    """Record where each step's time and each rank's memory go, in the console line, the metrics and the folder
+    metrics.ranks beside the metrics file; --no-record-times: do not."""
+    peak_tflops: float | None = None
+    """Rate of matrix products of a rank in TFLOP/s, against which utilisation is given; by default it is measured for
+    30 ms at the start."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Print times of all ranks every log_interval steps. 0: none; 1: phases of the step; 2: waiting for each kind of
+    collective, too."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Which ranks' times are printed: the longest; the shortest and the longest; all."""
+    log_straggler: bool = False
+    """Print the ranks that compute longest and shortest every log_interval steps."""
+    straggler_minmax_count: int = 1
+    """How many of each --log-straggler names."""
+    prometheus_file: str | None = None
+    """File of the last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
     poison_buffers: bool = False
     """Fill new and outdated buffers with NaN, so that reading one too early gives NaN; slow, for debugging."""

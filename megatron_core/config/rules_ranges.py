@@ -44,6 +44,7 @@ _AT_LEAST_ONE = (
     "powersgd_rank",
     "num_distributed_optimizer_instances",
     "micro_batch_size",
+    "straggler_minmax_count",
     "global_batch_size",
     "eval_global_batch_size",
     "train_iters",

@@ -19,7 +19,8 @@ def build_sinks(
     start_iteration: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
-    """Console; a metrics file where one is named or checkpoints are saved; TensorBoard where it has a folder; Weights &
+    """Console; a metrics file where one is named or checkpoints are saved; Prometheus and
+    TensorBoard where they have a file or a folder; Weights &
     Biases where a project is named, with the ``settings`` of the run.
 
     Call it on the rank that reports. ``start_iteration`` is the iteration from which the run continues.
@@ -28,6 +29,10 @@ def build_sinks(
     path = metrics_path(config, save_dir)
     if path is not None:
         sinks.append(JsonLinesSink(path))
+    if config.prometheus_file is not None:
+        from megatron_core.monitor.prometheus import PrometheusSink
+
+        sinks.append(PrometheusSink(config.prometheus_file))
     if config.tensorboard_dir is not None:
         from megatron_core.monitor.tensorboard import TensorBoardSink
 

@@ -13,6 +13,9 @@ from tqdm import tqdm
 
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 
+LARGEST_SHARES = 4
+"""Phases of a step that its line names."""
+
 
 def step_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Megatron-LM's line for the steps since the last one; other values are the last step's.
@@ -28,6 +31,7 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
         f"elapsed time per iteration (ms): {_mean([event.elapsed_ms for event in events]):.1f}",
         _throughput(_mean([event.model_flops_per_second for event in events])),
         f"tokens per second: {_digits(_mean([event.tokens_per_second for event in events]))}",
+        *_shares(events),
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {_scientific(_mean(losses))}",
@@ -117,6 +121,25 @@ class ConsoleSink:
             refresh=False,
         )
         self._bar.update()
+
+
+def _shares(events: Sequence[StepEvent]) -> list[str]:
+    """Utilisation, goodput, and the largest shares of the reporting rank's time, as far as they are known."""
+    last, fields = events[-1], []
+    if last.product_rate:
+        rate = _mean([event.model_flops_per_second for event in events]) / last.product_rate
+        fields.append(f"utilisation: {rate:.1%}")
+    if last.goodput is not None:
+        fields.append(f"goodput: {last.goodput:.1%}")
+    total: dict[str, float] = {}
+    for event in events:
+        for name, seconds in event.phases.items():
+            total[name] = total.get(name, 0.0) + seconds
+    whole = sum(total.values())
+    largest = sorted(total, key=lambda name: -total[name])[:LARGEST_SHARES] if whole else []
+    if largest:
+        fields.append("time: " + ", ".join(f"{name} {total[name] / whole:.1%}" for name in largest))
+    return fields
 
 
 def _throughput(flops: float) -> str:

@@ -45,8 +45,21 @@ class StepEvent:
     dropped (``monitor.expert_load``)."""
     skipped: bool = False
     """Whether the weights were left as they were because gradients were not finite."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the reporting rank in this step by phase and by kind of collective (``parallel.meter``)."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the reporting rank by kind."""
+    goodput: float | None = None
+    """Share of the time since the first start in which training went forward."""
+    product_rate: float | None = None
+    """FLOP/s of matrix products on the reporting rank, given or measured."""
     layout: str | None = None
     """The layout, such as ``tp2 pp2 dp1``; plots mark where it changes."""
+
+    @property
+    def utilisation(self) -> float | None:
+        """Model FLOP/s over the rate of matrix products (Chowdhery et al. 2022, appendix B), if that is known."""
+        return self.model_flops_per_second / self.product_rate if self.product_rate else None
 
     @property
     def is_nan(self) -> bool:

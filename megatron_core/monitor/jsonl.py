@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
@@ -25,17 +25,15 @@ class JsonLinesSink:
         """Open ``path`` for appending, with its folder."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        incomplete = _ends_within_line(path)
-        self._file = path.open("a", encoding="utf-8")
-        if incomplete:
-            self._file.write("\n")
+        self._file = open_lines(path)
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
         record = asdict(event)
         losses, loads = record.pop("auxiliary_losses"), record.pop("expert_load")
         experts = {"experts": {str(layer): ExpertLoad.of(load).record() for layer, load in loads.items()}}
-        self._write({"kind": "step", **record, **losses, **(experts if loads else {})})
+        shares = {"utilisation": event.utilisation}
+        self._write({"kind": "step", **record, **shares, **losses, **(experts if loads else {})})
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""
@@ -48,6 +46,15 @@ class JsonLinesSink:
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
         self._file.flush()
+
+
+def open_lines(path: Path) -> TextIO:
+    """``path`` for appending lines; one that was cut off when a run was killed is ended first."""
+    incomplete = _ends_within_line(path)
+    file = path.open("a", encoding="utf-8")
+    if incomplete:
+        file.write("\n")
+    return file
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

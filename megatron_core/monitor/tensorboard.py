@@ -48,5 +48,9 @@ def scalars(event: StepEvent) -> dict[str, float | None]:
         "throughput": event.model_flops_per_second / 1e12,
         "tokens-per-second": event.tokens_per_second,
         "mem-max-allocated-bytes": event.memory_bytes,
+        "utilisation": event.utilisation,
+        "goodput": event.goodput,
+        **{f"time/{name}": seconds for name, seconds in event.phases.items()},
+        **{f"memory/{kind}": size for kind, size in event.memory.items()},
         **event.auxiliary_losses,
     }

@@ -8,6 +8,7 @@ The pairs are f, g and their sequence-parallel forms of Shoeybi et al. 2019 (fig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.meter import METER, Waited
 
 # torch renamed both; older releases have only the second names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +42,12 @@ class All:
             work.wait()
 
 
-Handle = dist.Work | Done | All
+Handle = dist.Work | Done | All | Waited
+
+
+def _share(group: Group) -> float:
+    """The part of the whole that each of n ranks sends around a ring: (n - 1) / n."""
+    return 1.0 - 1.0 / group.size()
 
 
 def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> Handle:
@@ -48,27 +55,31 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
     if group.size() == 1:
         return Done()
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    return dist.all_reduce(x, op=op, group=group, async_op=async_op) or Done()
+    sent = 2 * _share(group) * x.nbytes
+    call = partial(dist.all_reduce, x, op=op, group=group, async_op=async_op)
+    return METER.run("all_reduce", group, sent, call) or Done()
 
 
 def broadcast_(x: Tensor, source: int, group: Group) -> None:
     """Fill ``x`` with its value on the global rank ``source``."""
     if group.size() > 1:
-        dist.broadcast(x, src=source, group=process_group(group))
+        METER.run("broadcast", group, x.nbytes, partial(dist.broadcast, x, src=source, group=process_group(group)))
 
 
 def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> Handle:
     """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
     if group.size() == 1:
         return Done()
-    return _all_gather(full, shard, group=group, async_op=async_op) or Done()
+    call = partial(_all_gather, full, shard, group=group, async_op=async_op)
+    return METER.run("all_gather", group, _share(group) * full.nbytes, call) or Done()
 
 
 def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> Handle:
     """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
     if group.size() == 1:
         return Done()
-    return _reduce_scatter(shard, full, group=group, async_op=async_op) or Done()
+    call = partial(_reduce_scatter, shard, full, group=group, async_op=async_op)
+    return METER.run("reduce_scatter", group, _share(group) * full.nbytes, call) or Done()
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -86,8 +97,12 @@ def start_all_to_all_rows(
     if group.size() == 1:
         return x, Done()
     x, received = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
-    ranks = process_group(group)
-    return received, All([dist.all_to_all_single(received, x, list(receive), list(send), ranks, async_op=True)], x)
+    members, sent = process_group(group), x.nbytes * (1.0 - send[group.rank()] / max(sum(send), 1))
+
+    def call() -> All:
+        return All([dist.all_to_all_single(received, x, list(receive), list(send), members, async_op=True)], x)
+
+    return received, METER.run("all_to_all", group, sent, call)
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -96,7 +111,7 @@ def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
         return x, Done()
     x = x.contiguous()
     full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    return full, _all_gather(full, x, group=group, async_op=True)
+    return full, all_gather_flat_(full, x, group, async_op=True)
 
 
 def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -105,7 +120,7 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Hand
         return x, Done()
     x = x.contiguous()
     part = x.new_empty((_part(x.shape[0], group), *x.shape[1:]))
-    return part, _reduce_scatter(part, x, group=group, async_op=True)
+    return part, reduce_scatter_flat_(part, x, group, async_op=True)
 
 
 def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -115,7 +130,7 @@ def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     x, arriving, ring = x.contiguous(), torch.empty_like(x), process_group(group)
     after, before = (dist.get_global_rank(ring, (group.rank() + step) % group.size()) for step in (1, -1))
     operations = [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, arriving, before, ring)]
-    return arriving, All(dist.batch_isend_irecv(operations), x)
+    return arriving, METER.run("ring", group, x.nbytes, lambda: All(dist.batch_isend_irecv(operations), x))
 
 
 def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -174,7 +189,8 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     x = x.contiguous()
     result = torch.empty_like(x)
-    dist.all_to_all_single(result, x, group=process_group(group))
+    call = partial(dist.all_to_all_single, result, x, group=process_group(group))
+    METER.run("all_to_all", group, _share(group) * x.nbytes, call)
     return result
 
 

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.schedules.actions import Action, Plan
 
 ForwardStep = Callable[[int, int, "Tensor | None"], Tensor]
+
+PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+"""What the time of an action is charged to; what lies between actions is waiting for other stages: ``pipeline``."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Executor:
     def run(self) -> dict[int, Tensor]:
         """Run all actions; the last stage's outputs by micro-batch (empty on ranks without it)."""
         results: dict[int, Tensor] = {}
-        with self._queue.attached(self._parameters):
+        with METER.phase("pipeline"), self._queue.attached(self._parameters):
             for at, action in enumerate(self.actions):
                 if not self.message.variable:
                     for coming in self.actions[at : at + 1 + self._receive_lookahead]:
@@ -108,13 +112,14 @@ class Executor:
                 elif output is not None:
                     self._send_output(action, output)
                 self._release_sends(wait=not self.overlap)
-        self._release_sends(wait=True)
+            self._release_sends(wait=True)
         return results
 
     def _run_action(self, action: Action) -> Tensor | None:
         """Do what ``action`` says; what another stage needs of it, or on the last stage the loss."""
         received = self._take_input(action)
         output = None
+        METER.switch(PHASES[action.kind], action)
         self.listener.on_begin(action)
         if action.kind == "F":
             output = self._run_forward(action, received)
@@ -123,6 +128,7 @@ class Executor:
         else:
             output = self._run_backward(action, received)
         self.listener.on_end(action)
+        METER.switch("pipeline")
         return output
 
     def _run_forward(self, action: Action, received: Tensor | None) -> Tensor:

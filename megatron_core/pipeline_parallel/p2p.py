@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.parallel.groups import ParallelGroups, process_group
+from megatron_core.parallel.meter import METER
 
 
 class Links:
@@ -29,6 +30,7 @@ class Links:
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
         """Begin to send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is done."""
         group = process_group(self._up if receiver > self.index else self._down)
+        METER.sent("pp send", tensor.nbytes)
         handle = dist.isend(tensor, dst=self._ranks[receiver], group=group)
         assert handle is not None, "None is for ranks outside the group"
         return handle

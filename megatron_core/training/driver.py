@@ -18,6 +18,7 @@ from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import Links
@@ -99,10 +100,12 @@ def take_step(
     """
     data, optimizer = model.data_parallel, model.optimizer
     scale = optimizer.loss_scale.scale
+    METER.switch("gradients")
     data.zero_grad()
     losses = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
     data.finish_grad_sync()
     hooks.before_update()
+    METER.switch("optimizer")
     auxiliary = auxiliary or AuxiliaryLosses((), 0)
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
@@ -115,6 +118,7 @@ def take_step(
     if model.fp8 is not None:
         model.fp8.update()
     data.start_param_sync()
+    METER.switch("other")
     return StepOutcome(
         loss,
         norm,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_core.config.flops import flops_per_token
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.parallel.meter import METER
 from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.memory_report import describe_memory
@@ -17,6 +19,7 @@ from megatron_core.training.setup import Run
 from megatron_core.training.state import save_state
 from megatron_core.training.step import StepResult, evaluate, train_step
 from megatron_core.training.stop import StopRequest
+from megatron_core.training.watch import Watch
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
@@ -24,6 +27,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
     stop = StopRequest(run.config.training.exit_duration_in_mins)
     checks = RunChecks(run)
     checks.start()
+    watch = Watch(run)
     confirm_layout_change(run, sinks)
     first = saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
@@ -32,7 +36,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             run.fp8.count(wanted=watched)
         began = time.perf_counter()
         result = train_step(run, stop=stop.wanted)
-        report_step(run, sinks, result, time.perf_counter() - began)
+        report_step(run, sinks, result, time.perf_counter() - began, watch.after_step(result))
         if watched:
             report_fp8(run)
         refuse_nan(run, result)
@@ -56,6 +60,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         save(run, checks)
     if run.state.iteration < run.total_iterations:
         report_early_end(run)
+    watch.close()
     stop.restore()
 
 
@@ -81,19 +86,22 @@ def is_due(iteration: int, interval: int | None) -> bool:
 def save(run: Run, checks: RunChecks) -> None:
     """Write a checkpoint, after the replica check."""
     checks.compare()
-    save_state(
-        run.config,
-        run.state,
-        run.data_parallel,
-        run.optimizer,
-        vocab_size=run.vocab_size,
-        tokenizer=run.tokenizer,
-        fp8=run.fp8,
-    )
+    with METER.phase("checkpoint", whole=True):
+        save_state(
+            run.config,
+            run.state,
+            run.data_parallel,
+            run.optimizer,
+            vocab_size=run.vocab_size,
+            tokenizer=run.tokenizer,
+            fp8=run.fp8,
+        )
 
 
-def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float) -> None:
-    """Tell the sinks about a step."""
+def report_step(
+    run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float, watched: Mapping[str, Any]
+) -> None:
+    """Tell the sinks about a step; ``watched`` is what ``Watch.after_step`` says of it."""
     tokens = result.size.tokens
     flops = tokens * flops_per_token(run.config.model, result.size.sequence_length, run.vocab_size)
     event = StepEvent(
@@ -114,6 +122,7 @@ def report_step(run: Run, sinks: Sequence[Sink], result: StepResult, seconds: fl
         expert_load=result.expert_load,
         skipped=result.skipped,
         layout=run.layout,
+        **watched,
     )
     for sink in sinks:
         sink.on_step(event)
@@ -134,7 +143,8 @@ def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
     dataset = run.splits.valid if split == "validation" else run.splits.test
     if dataset is None or run.config.training.eval_iters == 0:
         return
-    loss = evaluate(run, dataset, run.config.training.eval_iters)
+    with METER.phase("evaluation", whole=True):
+        loss = evaluate(run, dataset, run.config.training.eval_iters)
     if split == "validation":
         run.state.validation_loss = loss
     event = ValidationEvent(

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_core.datasets import Dataset
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_plan, sum_of, take_step
@@ -36,7 +37,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     """Take the next step of ``run`` and advance its counters; ``stop`` is this rank's wish to end afterwards."""
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
-    batches = load_batches(run, size)
+    with METER.phase("data"):
+        batches = load_batches(run, size)
     step = (
         state.consumed_samples - state.skipped_samples + size.batch_size
         if run.schedule.by_samples

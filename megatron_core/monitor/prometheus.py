@@ -1,0 +1,52 @@
+"""The last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from megatron_core.errors import ConfigError
+from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.monitor.tensorboard import scalars
+
+
+class PrometheusSink:
+    """Rewrites its file after each step; a reader finds the old or the new one, never a part."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._values = Path(path), dict[str, float]()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except OSError as error:
+            raise ConfigError(f"prometheus_file={str(path)!r} cannot be written: {error}; give another file") from None
+
+    def on_step(self, event: StepEvent) -> None:
+        """Write one step."""
+        counted = {"iteration": event.iteration, "consumed-samples": event.consumed_samples}
+        self._values |= {name: v for name, v in (scalars(event) | counted).items() if v is not None}
+        self._write()
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Write one evaluation."""
+        self._values[f"lm loss {event.split}"] = event.loss
+        self._write()
+
+    def close(self) -> None:
+        """Leave the last values in the file."""
+
+    def _write(self) -> None:
+        lines = [f"{metric_name(name)} {_number(value)}" for name, value in self._values.items()]
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        new.replace(self._path)
+
+
+def metric_name(name: str) -> str:
+    """A legal name: letters, digits and underscores, as ``megatron_lm_loss``."""
+    return "megatron_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
+
+
+def _number(value: float) -> str:
+    return repr(float(value)) if math.isfinite(value) else {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")

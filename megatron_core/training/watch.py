@@ -1,0 +1,146 @@
+"""The times and the memory of a run's steps: written by each rank, told to the sinks, printed as Megatron's timers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_core.monitor.build import metrics_path
+from megatron_core.monitor.goodput import Goodput
+from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes
+from megatron_core.monitor.product_rate import measure_product_rate
+from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
+from megatron_core.monitor.timers import slowest_ranks, timer_lines
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes
+from megatron_core.parallel.texts import gather_texts
+from megatron_core.training.memory_report import found_bytes
+from megatron_core.training.setup import Run
+from megatron_core.training.step import StepResult
+
+
+class Watch:
+    """Takes the times of a run's steps from ``METER``; every rank has one and calls ``after_step`` after each step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.settings = run, run.config.monitor
+        self.goodput = Goodput()
+        self.product_rate: float | None = None
+        self._writer: RankWriter | None = None
+        self._first = run.state.iteration + 1
+        self._steps = self._skipped = 0
+        self._stretch, self._interval = StepTimes(), StepTimes()
+        if not self.settings.record_times:
+            return
+        self.product_rate = self._rate()
+        about = self._about()
+        metrics = metrics_path(self.settings, run.config.checkpoint.save)
+        if metrics is not None:
+            earlier = rank_file(metrics, run.world.rank)
+            for record in read_rank_file(earlier, []) if earlier.is_file() else ():
+                self.goodput.add(record)
+            self._writer = RankWriter(metrics, run.world.rank, about)
+        self.goodput.add({"kind": "start", **about})
+        METER.start(run.groups, run.world.device)
+
+    def after_step(self, result: StepResult) -> dict[str, Any]:
+        """Take the times of the step that has just ended; what an event says of it."""
+        if not self.settings.record_times:
+            return {}
+        times, iteration = METER.take(), self.run.state.iteration
+        self._steps += 1
+        self._skipped += result.skipped
+        self._stretch.add(times)
+        self._interval.add(times)
+        memory = self.memory()
+        logged = iteration % self.settings.log_interval == 0
+        if self._steps <= DETAILED or logged:
+            self._write(iteration, memory)
+        if logged:
+            self._print_timers()
+        exposed = {name: traffic.exposed for name, traffic in times.traffic.items()}
+        return {
+            "phases": {name: float(f"{s:.4g}") for name, s in (times.phases | exposed).items()},
+            "memory": memory,
+            "goodput": self.goodput.share,
+            "product_rate": self.product_rate,
+        }
+
+    def close(self) -> None:
+        """Write what has happened since the last stretch: the last evaluation and checkpoint."""
+        if METER.on:
+            self._stretch.add(METER.take())
+            METER.stop()
+            self._write(self.run.state.iteration, self.memory())
+        if self._writer is not None:
+            self._writer.close()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank by kind. ``activations and buffers`` are what the peak has above the present; ``process``
+        is the rest: of the present on a CPU, where libraries and data are a part of it."""
+        state, now, peak = found_bytes(self.run), current_memory_bytes(), peak_memory_bytes()
+        known = sum(size for kind, size in state.items() if kind != "units whole")
+        rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
+        return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
+
+    def _rate(self) -> float:
+        if self.settings.peak_tflops is not None:
+            return 1e12 * self.settings.peak_tflops
+        return measure_product_rate(self.run.world.device, getattr(torch, self.run.config.training.compute_dtype))
+
+    def _about(self) -> dict[str, Any]:
+        """The first line of this process's records."""
+        run = self.run
+        about = {
+            "world_size": run.world.size,
+            "coordinates": dict(run.groups.coordinates),
+            "host": platform.node(),
+            "device": run.world.device.type,
+            "began": PROCESS_BEGAN,
+            "iteration": run.state.iteration,
+            "layout": run.layout,
+            "product_rate": self.product_rate,
+        }
+        if run.world.rank == 0:
+            about |= {"config": run.config.flat(), "environment": _environment(run)}
+        return about
+
+    def _write(self, iteration: int, memory: Mapping[str, int]) -> None:
+        stretch = (self._first, iteration, time.time(), self._stretch, memory, self._skipped)
+        if self._writer is not None:
+            self.goodput.add(self._writer.write(*stretch))
+        self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()
+
+    def _print_timers(self) -> None:
+        """Megatron's timers and the report of stragglers, if they are wanted; all ranks call it together."""
+        settings, interval = self.settings, self._interval
+        self._interval = StepTimes()
+        if not settings.timing_log_level and not settings.log_straggler:
+            return
+        exposed = {name: traffic.exposed for name, traffic in interval.traffic.items()}
+        own = {"prefix": self.run.groups.prefix, "host": platform.node(), "phases": interval.phases, "exposed": exposed}
+        texts = gather_texts(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
+        if self.run.world.rank == 0:
+            ranks = [json.loads(text) for text in texts]
+            lines = timer_lines(ranks, settings.timing_log_level, settings.timing_log_option)
+            if settings.log_straggler:
+                lines += slowest_ranks(ranks, settings.straggler_minmax_count)
+            print("\n".join(lines), flush=True)
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """What the run runs on."""
+    device = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else platform.processor()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "device": device or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "vocab_size": run.vocab_size,
+    }
