@@ -90,6 +90,7 @@ _ABOVE_ZERO = (
     "distributed_timeout_minutes",
     "exit_duration_in_mins",
     "adam_eps",
+    "peak_tflops",
     "decoupled_lr",
     "loss_scale",
     "initial_loss_scale",

@@ -55,14 +55,14 @@ class Goodput:
         """What was done after the checkpoint that a process resumes from was done for nothing."""
         while self._useful and self._useful[-1][1] > iteration:
             first, last, seconds = self._useful.pop()
-            kept = max(iteration - first + 1, 0) / (last - first + 1)
+            kept = max(iteration - first + 1, 0) / max(last - first + 1, 1)
             self._total_useful -= seconds * (1 - kept)
             self.lost["repeated"] += seconds * (1 - kept)
             if kept:
                 self._useful.append((first, iteration, seconds * kept))
 
     def _stretch(self, record: dict[str, Any]) -> None:
-        phases, steps = record["phases"], record["last"] - record["first"] + 1
+        phases, steps = record["phases"], max(record["last"] - record["first"] + 1, 1)  # none: what follows the last
         if self._fresh:
             self.lost["start"] += max(record["at"] - record["seconds"] - self._at, 0.0)
             self._fresh = False

@@ -125,7 +125,7 @@ def read_run(run: str | Path) -> RunRecords:
 def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
     """The lines of one file that can be read; what cannot is added to ``notes``."""
     found, torn, other = [], 0, set()
-    version = VERSION
+    version: Any = VERSION
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)

@@ -157,8 +157,10 @@ class Meter:
             work = call()
         finally:
             self.switch(before)
-        transfer.ended = self.last_mark
-        return None if work is None else Waited(self, work, transfer)
+        if work is None:
+            transfer.ended = self.last_mark
+            return None
+        return Waited(self, work, transfer)
 
     def sent(self, kind: str, size: float) -> None:
         """Count a message for which this rank does not wait here."""

@@ -99,7 +99,7 @@ def save(run: Run, checks: RunChecks) -> None:
 
 
 def report_step(
-    run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float, watched: Mapping[str, Any]
+    run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float, watched: Mapping[str, Any] | None = None
 ) -> None:
     """Tell the sinks about a step; ``watched`` is what ``Watch.after_step`` says of it."""
     tokens = result.size.tokens
@@ -122,7 +122,7 @@ def report_step(
         expert_load=result.expert_load,
         skipped=result.skipped,
         layout=run.layout,
-        **watched,
+        **(watched or {}),
     )
     for sink in sinks:
         sink.on_step(event)

@@ -21,6 +21,7 @@ from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world
+from megatron_core.parallel.meter import METER
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.training.compatibility import model_and_tokenizer, stored_config, with_stored_schedule
 from megatron_core.training.data import DatasetsProvider
@@ -76,6 +77,7 @@ def pretrain(
     try:
         (evaluate_splits if config.training.skip_train else train)(run, sinks)
     finally:
+        METER.stop()
         for sink in sinks:
             sink.close()
 

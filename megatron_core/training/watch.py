@@ -63,7 +63,7 @@ class Watch:
             self._write(iteration, memory)
         if logged:
             self._print_timers()
-        exposed = {name: traffic.exposed for name, traffic in times.traffic.items()}
+        exposed = {name: traffic.exposed for name, traffic in times.traffic.items() if traffic.exposed}
         return {
             "phases": {name: float(f"{s:.4g}") for name, s in (times.phases | exposed).items()},
             "memory": memory,
@@ -122,7 +122,7 @@ class Watch:
         self._interval = StepTimes()
         if not settings.timing_log_level and not settings.log_straggler:
             return
-        exposed = {name: traffic.exposed for name, traffic in interval.traffic.items()}
+        exposed = {name: traffic.exposed for name, traffic in interval.traffic.items() if traffic.exposed}
         own = {"prefix": self.run.groups.prefix, "host": platform.node(), "phases": interval.phases, "exposed": exposed}
         texts = gather_texts(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
         if self.run.world.rank == 0:

@@ -1,0 +1,180 @@
+"""Where the time of a rank goes: the meter, a run's records, goodput and the lines of timers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core.monitor import rank_records
+from megatron_core.monitor.goodput import Goodput
+from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
+from megatron_core.monitor.timers import slowest_ranks, timer_lines
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
+from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.meter import METER, Meter, StepTimes
+from megatron_core.training.loop import train
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+CPU = torch.device("cpu")
+
+
+def test_phases_sum_to_the_whole() -> None:
+    meter = Meter()
+    assert meter.switch("data") == "data", "nothing is charged before the start"
+    meter.start(ParallelGroups.single(), CPU)
+    with meter.phase("data"):
+        time.sleep(0.02)
+        with meter.phase("checkpoint", whole=True), meter.phase("forward"):
+            time.sleep(0.01)
+    meter.keep_spans = True
+    times = meter.take()
+    assert times.phases["data"] >= 0.02 and times.phases["checkpoint"] >= 0.01 and "forward" not in times.phases
+    assert sum(times.phases.values()) == pytest.approx(times.seconds, rel=1e-9)
+    assert [span.phase for span in meter.spans] == ["other", "data", "checkpoint", "data", "other"]
+    assert all(a.end == b.start for a, b in zip(meter.spans, meter.spans[1:], strict=False))
+
+
+def _collectives() -> StepTimes:
+    groups = ParallelGroups(Grid(tp=2, dp=1), torch.distributed.get_rank())
+    tp, x = groups.group("tp"), torch.ones(1024)
+    METER.start(groups, CPU)
+    all_reduce_(x, tp)
+    all_gather_flat_(torch.empty(2048), x, tp)
+    handle = start_gather_sequence(x.view(64, 16), tp)[1]
+    if torch.distributed.get_rank() == 0:
+        time.sleep(0.05)
+    first = METER.take()
+    handle.wait()
+    late = METER.take()
+    METER.stop()
+    assert "tp all_gather" in late.traffic and first.traffic["tp all_gather"].calls == 1
+    first.add(late)
+    return first
+
+
+def test_collectives_are_counted_by_group() -> None:
+    """Bytes of a ring: 2 (n-1)/n of the data for an all-reduce, (n-1)/n of the whole for gathering."""
+    for rank, times in enumerate(run_ranks(2, _collectives)):
+        reduced, gathered = times.traffic["tp all_reduce"], times.traffic["tp all_gather"]
+        assert (reduced.calls, reduced.bytes) == (1, 4096.0)
+        assert (gathered.calls, gathered.bytes) == (2, 2 * 4096.0)
+        assert 0 < reduced.exposed <= reduced.in_flight
+        if rank == 0:
+            assert gathered.in_flight > 0.05 > gathered.exposed, "it travelled while this rank slept"
+        exposed = sum(traffic.exposed for traffic in times.traffic.values())
+        assert sum(times.phases.values()) + exposed == pytest.approx(times.seconds, rel=1e-9)
+
+
+def _trained(folder: str, settings: dict) -> list[float]:
+    run = tiny_run(**settings, save=folder)
+    sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if run.world.rank == 0 else []
+    try:
+        train(run, sinks)
+    finally:
+        METER.stop()
+    return [float(p.sum()) for stage in run.stages.values() for p in stage.parameters()]
+
+
+def test_every_rank_records_its_steps(tmp_path: Path) -> None:
+    """A pipeline of two stages; what is recorded changes nothing of the training."""
+    settings = {"pipeline_model_parallel_size": 2, "train_iters": 4, "eval_iters": 1, "log_interval": 2}
+    weights = run_ranks(2, _trained, str(tmp_path / "a"), settings | {"log_straggler": True, "timing_log_level": 2})
+    assert weights == run_ranks(2, _trained, str(tmp_path / "b"), settings | {"record_times": False})
+    found = read_run(tmp_path / "a")
+    assert found.notes == [] and sorted(found.ranks) == [0, 1] and len(found.steps()) == 4
+    for rank, lines in found.ranks.items():
+        header, *stretches = lines
+        assert header["coordinates"]["pp"] == rank and header["product_rate"] > 0
+        assert [(line["first"], line["last"]) for line in stretches] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)]
+        for line in stretches:
+            exposed = sum(traffic["exposed"] for traffic in line["traffic"].values())
+            assert sum(line["phases"].values()) + exposed == pytest.approx(line["seconds"], rel=1e-4)
+        step = stretches[1]
+        assert step["phases"]["forward"] > 0 and step["phases"]["backward"] > 0 and step["phases"]["pipeline"] > 0
+        assert step["traffic"]["pp send"]["bytes"] == 4 * 16 * 2 * 32 * 4, "4 micro-batches [s, b, h] in float32"
+        assert step["memory"]["weights"] > 0 and step["memory"]["current"] > step["memory"]["optimizer"] > 0
+        assert stretches[-1]["phases"]["checkpoint"] > 0 and stretches[-1]["phases"]["evaluation"] > 0
+    assert "config" in found.header(0) and "config" not in found.header(1)
+    event = found.steps()[-1]
+    assert event["utilisation"] > 0 and 0 < event["goodput"] <= 1 and event["phases"]["forward"] > 0
+    without = read_run(tmp_path / "b")
+    assert without.ranks == {} and "no rank has recorded" in without.notes[0]
+
+
+def _records(folder: Path, ranks: int) -> Path:
+    metrics = folder / "metrics.jsonl"
+    for rank in range(ranks):
+        writer = RankWriter(metrics, rank, {"world_size": 2, "began": 0.0, "iteration": 0})
+        writer.write(1, 1, 1.0, StepTimes({"forward": 0.5}, {}, 0.5), {}, 0)
+        writer.close()
+    return metrics
+
+
+def test_records_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    metrics = _records(tmp_path, 1)
+    path = rank_file(metrics, 0)
+    path.write_text(path.read_text() + '{"kind": "times", "first": 2, "la')
+    found = read_run(tmp_path)
+    assert len(found.ranks[0]) == 2
+    notes = "\n".join(found.notes)
+    assert "metrics.jsonl is missing" in notes and "1 line cut off" in notes
+    assert "records of 1 of 2 ranks are missing (1)" in notes
+    RankWriter(metrics, 0, {"world_size": 1}).close()
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "start", "the line cut off before it was ended"
+
+
+def test_other_versions_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_records, "VERSION", 7)
+    _records(tmp_path, 2)
+    monkeypatch.undo()
+    found = read_run(tmp_path)
+    assert found.ranks == {} and any("records of version 7, this program reads 1" in note for note in found.notes)
+
+
+def _stretch(first: int, last: int, at: float, seconds: float, skipped: int = 0, **phases: float) -> dict:
+    return {"kind": "times", "first": first, "last": last, "at": at, "seconds": seconds, "phases": phases,
+            "skipped": skipped}  # fmt: skip
+
+
+def test_goodput_by_hand() -> None:
+    """100 s: 10 of start, 40 of steps (4 to save, 8 done again), 30 away, 10 of start, 10 of steps."""
+    goodput = Goodput()
+    for line in (
+        {"kind": "start", "began": 0.0, "iteration": 0},
+        _stretch(1, 2, 30.0, 20.0),
+        _stretch(3, 4, 50.0, 20.0, checkpoint=4.0),
+        {"kind": "start", "began": 80.0, "iteration": 3},
+        _stretch(4, 5, 100.0, 10.0, skipped=1),
+    ):
+        goodput.add(line)
+    assert goodput.seconds == 100.0
+    assert goodput.lost == {
+        "start": 20.0, "restart": 30.0, "repeated": 8.0, "skipped": 5.0, "checkpoint": 4.0, "evaluation": 0.0,
+    }  # fmt: skip
+    assert goodput.useful == 20.0 + 8.0 + 5.0 and goodput.share == 0.33
+    assert goodput.useful + sum(goodput.lost.values()) == goodput.seconds
+
+
+RANKS = [
+    {"prefix": "[pp0]", "host": "a", "phases": {"forward": 0.1, "data": 0.5}, "exposed": {"tp all_reduce": 0.02}},
+    {"prefix": "[pp1]", "host": "b", "phases": {"forward": 0.3}, "exposed": {"tp all_reduce": 0.01}},
+]
+
+
+def test_timers_as_megatron_prints_them() -> None:
+    assert timer_lines(RANKS, 0, "minmax") == []
+    one = timer_lines(RANKS, 1, "minmax")
+    assert one[0] == "(min, max) time across ranks (ms):" and one[1].endswith(": (100.00, 300.00)")
+    assert not any("tp all_reduce" in line for line in one)
+    assert timer_lines(RANKS, 2, "max")[-1].endswith(": 20.00")
+    assert timer_lines(RANKS, 1, "all")[1:4] == ["  forward:", "     rank  0: 100.00", "     rank  1: 300.00"]
+    slow, fast = slowest_ranks(RANKS, 1)
+    assert "rank 1 [pp1] on b 300 ms (1.50 of the median)" in slow and "rank 0" in fast
