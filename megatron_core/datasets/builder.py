@@ -103,6 +103,12 @@ class TokenWriter:
             self._documents.write(ends.astype("<i8").tobytes())
         self._grow(documents=len(ends))
 
+    def noted(self, name: str, kind: str) -> list[int]:
+        """The numbers of one of the files beside the tokens."""
+        for file in self._files():
+            file.flush()
+        return [number for block in _blocks(self._spill(name), kind) for number in block.tolist()]
+
     def sync(self) -> Extent:
         """Put all of it on the disk; from the extent that is returned a later process can go on."""
         for file in self._files():
@@ -288,6 +294,16 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: str) -> None:
         """Write the index and give both files their names."""
         self._writer.finalize(idx_path)
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """The lengths of all sequences appended up to now, read from their file."""
+        return self._writer.noted("lengths", "<i4")
+
+    @property
+    def sequence_modes(self) -> list[int] | None:
+        """The modes of all sequences appended up to now; None unless multimodal."""
+        return self._writer.noted("modes", "i1") if self._multimodal else None
 
     @property
     def num_tokens(self) -> int:

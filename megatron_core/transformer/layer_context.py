@@ -158,7 +158,8 @@ def sequence_context(
     positions = split.positions(length * split.cp_size, hidden.device)
     rotary = None
     if rotary_pos_emb is not None:
-        angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]
+        once = slice(None, None, 2) if context.config.rotary_interleaved else slice(rotary_pos_emb.shape[-1] // 2)
+        angles = rotary_pos_emb[:, :, 0, once]
         rotary = angles.cos(), angles.sin()
     return SequenceContext(
         rotary=rotary,

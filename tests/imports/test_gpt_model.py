@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron_core.models.gpt import GPTModel
 from megatron_core.models.gpt import model as own
 from megatron_core.models.gpt.gpt_layer_specs import (
@@ -137,6 +138,7 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
         (lambda: gpt(config(fp8="hybrid", use_mup=True)), "fp8='hybrid', use_mup=True"),
         (lambda: gpt(position_embedding_type="mrope"), "none of learned_absolute, rope, none"),
         (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec is not supported"),
+        (lambda: gpt(config(num_moe_experts=4, moe_aux_loss_coeff=0.1)), "moe_aux_loss_coeff is not supported"),
         (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
         (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
         (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
@@ -153,6 +155,8 @@ def test_what_is_not_supported_is_said(make: Any, message: str) -> None:
 def test_experts_where_the_configuration_has_them() -> None:
     settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False)
     model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=False))
+    model(IDS, labels=IDS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
     assert ["router" in dict(layer.mlp.named_children()) for layer in model.decoder.layers.values()] == [False, True]
 
 
@@ -196,3 +200,13 @@ def test_a_block_is_the_models_decoder() -> None:
     }
     twin.set_input_tensor(hidden)
     torch.testing.assert_close(block.final_layernorm(twin(IDS)), block(hidden, None), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_angles_of_a_block_are_the_models(interleaved: bool) -> None:
+    settings = config(rotary_interleaved=interleaved)
+    model = gpt(settings, position_embedding_type="rope", post_process=False)
+    block = TransformerBlock(settings, get_gpt_layer_local_spec(), post_process=False)
+    angles = RotaryEmbedding(4, 1.0, rotary_interleaved=interleaved)(LENGTH)
+    embedded = model.embedding.word_embeddings(IDS).transpose(0, 1)
+    torch.testing.assert_close(block(embedded, None, rotary_pos_emb=angles), model(IDS), rtol=0, atol=1e-12)

@@ -56,6 +56,11 @@ class GPTModel(model.GPTModel):
             "logit_dtype": logit_dtype,
             "scatter_embedding_sequence_parallel=False": not scatter_embedding_sequence_parallel,
             "mtp_block_spec": mtp_block_spec,
+            "mtp_num_layers": config.mtp_num_layers,
+            # A training loop of this package counts them over the whole batch; the caller's has no place for them.
+            "moe_aux_loss_coeff": config.num_moe_experts and config.moe_aux_loss_coeff,
+            "moe_z_loss_coeff": config.num_moe_experts and config.moe_z_loss_coeff,
+            "moe_router_enable_expert_bias": config.num_moe_experts and config.moe_router_enable_expert_bias,
         }
         if wrong := [name for name, value in refused.items() if value]:
             raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")

@@ -1,0 +1,1 @@
+"""For Megatron Core's users: positions."""
