@@ -26,7 +26,8 @@ class Placement:
     """Beside the weights, or with ``host`` in the host's memory."""
 
     def __init__(self, device: torch.device, *, host: bool = False) -> None:
-        self.device = torch.device("cpu") if host else device
+        self.is_offloaded = host
+        self.device = torch.device("cpu") if host and device.type != "meta" else device
         self.pinned = host and device.type == "cuda"
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:

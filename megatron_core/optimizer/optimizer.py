@@ -84,6 +84,11 @@ class Shard:
         return self.main.device != self.bucket.weights.device
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the state, and of main weights that are not the model's own."""
+        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
+
+    @property
     def is_rounded(self) -> bool:
         """Whether some of what is updated is stored in bfloat16."""
         return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
@@ -239,7 +244,7 @@ def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> It
         if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
             yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
         else:
-            yield Placement(bucket.weights.device, host=not bucket.weights.is_meta)
+            yield Placement(bucket.weights.device, host=True)
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

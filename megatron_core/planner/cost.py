@@ -15,7 +15,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.pipeline_plan import plan_of
-from megatron_core.planner.footprint import MOMENTS
+from megatron_core.planner.footprint import stored_moments
 from megatron_core.planner.groups import Rings
 from megatron_core.planner.hardware import Hardware
 from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
@@ -247,7 +247,7 @@ class Pipeline:
         config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
         elements, wide = self.shard(rank), max(clock.bytes, 4)
         # Gradient, main weight, moments (read and written), and the weight itself if it is another number.
-        moved = wide * (1 + 2 + 2 * MOMENTS[config.optimizer]) + (clock.bytes if clock.bytes < wide else 0)
+        moved = wide * (1 + 2 + 2 * stored_moments(config)) + (clock.bytes if clock.bytes < wide else 0)
         away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
         found = elements * (1 - away) * moved / hardware.memory_bandwidth
         found += away * elements * (moved / hardware.host_memory_bandwidth + (wide + clock.bytes) / hardware.host_link)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_core.config import RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.planner.context import arriving_bytes
 from megatron_core.planner.memory import (
     layer_activations,
@@ -28,8 +28,18 @@ from other context-parallel ranks, ``fragments`` are what a caching allocator ca
 FRAGMENTS = 0.05
 """Share of activations and other memory that comes and goes, which lies unused between tensors: reserved over allocated
 memory of published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
-MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1}
-"""Running means of an optimizer, in numbers of a parameter."""
+MOMENTS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
+}
+"""Running means of an optimizer."""
+
+
+def stored_moments(optimizer: OptimizerConfig) -> float:
+    """Numbers of a parameter that the running means are worth: half a one for what is in bfloat16."""
+    return sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in MOMENTS[optimizer.optimizer])
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class Footprint:
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
         total = sum(self.units[rank], Parameters())
         for elements, size in zip((total.dense, total.experts), sizes, strict=True):
-            each = state_by_kind(dtype, size, zero_stage=stage, moments=MOMENTS[optimizer.optimizer])
+            each = self._state_by_kind(size)
             for kind, bytes_ in each.items():
                 found[kind] += elements * bytes_ * ((1 - away) if kind == "optimizer" else 1)
         whole = [
@@ -138,6 +148,18 @@ class Footprint:
         at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
         found["units whole"] = max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
         return found
+
+    def _state_by_kind(self, shard_size: int) -> dict[str, float]:
+        """Bytes of a parameter in memory or on disk; weights that stage 3 keeps on disk are not counted."""
+        config, optimizer = self.config, self.config.optimizer
+        found = state_by_kind(
+            config.training.compute_dtype,
+            shard_size,
+            zero_stage=config.parallel.dp_zero_stage,
+            moments=stored_moments(optimizer),
+            has_main_weight=optimizer.main_params_dtype == "fp32",
+        )
+        return found | ({"weights": 0.0} if config.parallel.zero3_param_offload_dir is not None else {})
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
@@ -173,16 +195,9 @@ class Footprint:
         found = 0.0
         if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
             fraction = optimizer.optimizer_offload_fraction
-            parallel = self.config.parallel
             total = sum(self.units[rank], Parameters())
             for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True):
-                each = state_by_kind(
-                    self.config.training.compute_dtype,
-                    size,
-                    zero_stage=parallel.dp_zero_stage,
-                    moments=MOMENTS[optimizer.optimizer],
-                )
-                found += elements * each["optimizer"] * fraction
+                found += elements * self._state_by_kind(size)["optimizer"] * fraction
         sizes = [offloaded_activations(self.config, run) for run in self.layers]
         return found + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
 

@@ -18,7 +18,12 @@ from megatron_core.schedules.simulate import peak_activations
 
 
 def state_bytes_per_parameter(
-    compute_dtype: str, data_parallel_size: int = 1, *, zero_stage: int = 0, moments: int = 2
+    compute_dtype: str,
+    data_parallel_size: int = 1,
+    *,
+    zero_stage: int = 0,
+    moments: float = 2,
+    has_main_weight: bool = True,
 ) -> float:
     """Bytes of weight, float32 gradient, main weight and two moments: 18 for 16-bit weights, 16 for float32.
 
@@ -26,16 +31,31 @@ def state_bytes_per_parameter(
     (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
     Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
     """
-    return sum(state_by_kind(compute_dtype, data_parallel_size, zero_stage=zero_stage, moments=moments).values())
+    return sum(
+        state_by_kind(
+            compute_dtype,
+            data_parallel_size,
+            zero_stage=zero_stage,
+            moments=moments,
+            has_main_weight=has_main_weight,
+        ).values()
+    )
 
 
 def state_by_kind(
-    compute_dtype: str, data_parallel_size: int = 1, *, zero_stage: int = 0, moments: int = 2
+    compute_dtype: str,
+    data_parallel_size: int = 1,
+    *,
+    zero_stage: int = 0,
+    moments: float = 2,
+    has_main_weight: bool = True,
 ) -> dict[str, float]:
-    """The same by kind: ``optimizer`` (main weight and moments), ``gradients``, ``weights``."""
+    """The same by kind: ``optimizer`` (main weight and moments, half a moment for one in bfloat16), ``gradients``,
+    ``weights``."""
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
-    parts = {"optimizer": wide * moments + (wide if weight < wide else 0), "gradients": wide, "weights": weight}
+    main = wide if weight < wide and has_main_weight else 0
+    parts = {"optimizer": wide * moments + main, "gradients": wide, "weights": weight}
     return {
         kind: part / (data_parallel_size if zero_stage > at else 1) for at, (kind, part) in enumerate(parts.items())
     }

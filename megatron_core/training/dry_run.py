@@ -103,20 +103,21 @@ class RankEstimate:
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer in the buffers that training makes, and of activations by formula.
+        """Bytes of weights, gradients and optimizer in the buffers that training makes, and of activations by formula;
+        ``elsewhere`` is what the optimizer has in the host's memory or on disk.
 
         Call it once: the parameters become views of the buffers.
         """
         data_parallel = data_parallel_of(self.config.parallel, self.config.optimizer, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
-        state = [tensor for _, named in optimizer.tensors() for tensor in named.values()]
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
         world = self.groups.grid.world_size
         formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)
         return {
             **data_parallel.resident_bytes(),
-            "optimizer": sum(tensor.nbytes for tensor in state),
+            "optimizer": sum(shard.nbytes for shard in optimizer.shards if not shard.placement.is_offloaded),
+            "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
             **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},
         }
 
@@ -214,16 +215,18 @@ def _layers(found: RankEstimate) -> str:
 
 
 def _memory(found: RankEstimate) -> str:
-    sizes = found.bytes_by_kind
+    sizes = dict(found.bytes_by_kind)
+    elsewhere = sizes.pop("elsewhere")
     active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
     notes = {
         "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}",
+        "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
         "keys": "of other ranks, and their gradients, in the layer that needs most",
         "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
     for kind, size in (*sizes.items(), ("total", sum(sizes.values()))):
-        if not size:
+        if not size and (kind != "optimizer" or not elsewhere):
             continue
         lines.append(f"  {kind:12} {readable_bytes(size):>9}  {notes.get(kind, '')}".rstrip())
     return "\n".join(lines)

@@ -10,14 +10,15 @@ from megatron_core.training.setup import Run
 
 def planned_bytes(run: Run) -> float:
     """Weights, gradients and optimizer by formula: each parameter with as many ranks as share its bucket."""
-    parallel, dtype = run.config.parallel, run.config.training.compute_dtype
+    config, optimizer = run.config, run.config.optimizer
     return sum(
         sum(parameter.numel() for parameter in shard.bucket.parameters)
         * state_bytes_per_parameter(
-            dtype,
+            config.training.compute_dtype,
             shard.bucket.dp_group.size(),
-            zero_stage=parallel.dp_zero_stage,
-            moments=len(shard.algorithm.names),
+            zero_stage=config.parallel.dp_zero_stage,
+            moments=sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in shard.algorithm.names),
+            has_main_weight=optimizer.main_params_dtype == "fp32",
         )
         for shard in run.optimizer.shards
     )

@@ -219,3 +219,13 @@ def test_a_launch_of_megatrons_own_tests_passes_as_it_is(capsys: pytest.CaptureF
     assert len(notes.splitlines()) == 1
     for flag in ("--async-save", "--log-params-norm", "--transformer-impl", "--dist-ckpt-optim-fully-reshardable"):
         assert flag in notes
+
+
+def test_offloaded_and_narrow_state_is_counted_where_it_is() -> None:
+    settings = {"bf16": True, "zero_stage": 1, "use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
+    here, away = (
+        RankEstimate.of(tiny_config(**settings | own), 2).bytes_by_kind for own in ({}, {"optimizer_cpu_offload": True})
+    )
+    assert (away["optimizer"], away["elsewhere"]) == (here["elsewhere"], here["optimizer"])
+    padded = here["gradients"] // 4
+    assert here["optimizer"] == padded // 2 * (4 + 4 + 2)
