@@ -45,7 +45,7 @@ ACCEPTED: dict[str, str] = {
         log_validation_ppl_to_tensorboard""",
     "not logged": """
         log_world_size_to_tensorboard log_device_memory_used log_memory_interval= log_energy
-        log_params_norm log_num_zeros_in_grad straggler_ctrlr_port=
+        straggler_ctrlr_port=
         disable_straggler_on_startup no_log_loss_scale_to_tensorboard
         disable_log_loss_scale_to_tensorboard""",
     "not used": """
@@ -69,6 +69,13 @@ ACCEPTED: dict[str, str] = {
         exit_signal_handler exit_signal= exit_signal_handler_for_dataloader exit_signal_handler_for_training""",
     "Python's garbage collector is not changed": """
         manual_gc manual_gc_interval= no_manual_gc_eval disable_manual_gc_eval""",
+    "kernels are started one by one: CUDA graphs change speed, not results": """
+        cuda_graph_impl= enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_warmup_steps=
+        cuda_graph_modules= cuda_graph_scope=""",
+    "activations stay on the device: see --cpu-offloading-num-layers and --recompute-modules to save memory": """
+        fine_grained_activation_offloading offload_modules= min_offloaded_tensor_size= delay_offload_until_cuda_graph
+        delta_offload_bytes_across_pp_ranks= activation_offload_fraction=
+        fine_grained_offloading_max_inflight_offloads=""",
     "torch's allocator is not changed": "empty_unused_memory_level=",
     "taken from the environment": "local_rank=",
     "there is one order of initialisation": "lazy_mpu_init",
@@ -165,7 +172,6 @@ ACCEPTED: dict[str, str] = {
 """Reason -> flags that change nothing that is computed or saved, whatever their value."""
 
 DEPENDENT: dict[str, str] = {
-    "cuda_graph_impl": "cuda_graph_warmup_steps= cuda_graph_modules= cuda_graph_scope=",
     "enable_mhc_connections": """
         mhc_num_residual_streams= mhc_sinkhorn_iterations= mhc_init_gating_factor= mhc_recompute_layer_num=""",
     "error_injection_rate": "error_injection_type=",
@@ -180,10 +186,6 @@ DEPENDENT: dict[str, str] = {
         fault_injector_ranks= fault_injector_num_ranks= fault_injector_fault_probabilities=
         fault_injector_fault_delay= fault_injector_delay_start_iteration= fault_injector_mtti_seconds=
         fault_injector_offset_seconds= fault_injector_seed=""",
-    "fine_grained_activation_offloading": """
-        offload_modules= min_offloaded_tensor_size= delay_offload_until_cuda_graph
-        delta_offload_bytes_across_pp_ranks= activation_offload_fraction=
-        fine_grained_offloading_max_inflight_offloads=""",
     "fp4_format": "fp4_recipe= fp4_quantizer_factory= fp4_param_gather",
     "fp8_format": "fp8_quantizer_factory= fp8_output_proj reuse_grad_buf_for_mxfp8_param_ag",
     "is_hybrid_model": """

@@ -81,7 +81,6 @@ LISTS: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq", "moe_
 """Shared flags whose values may be one Python expression of numbers, lists, + and *: ``127,0``, ``([1]*3+[0])*2``."""
 
 ONLY_VALUE: dict[str, tuple[str, ...]] = {
-    "cuda_graph_impl": ("none",),
     "error_injection_rate": ("0",),
     "glu_linear_offset": ("0", "0.0"),
     "main_grads_dtype": ("fp32",),
@@ -97,7 +96,6 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "tensor_parallel_num_weight_shards": ("1",),
     "vocab_extra_ids": ("0",),
     "null_tokenizer_pad_id": ("-1",),
-    "weight_decay_incr_style": ("constant",),
 }
 """Flags with the only values that are supported, which is what this project always does."""
 
@@ -115,12 +113,8 @@ REFUSED: dict[str, str] = {
     "main weights and gradients are float32 (but see --use-precision-aware-optimizer); remove it": """
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
         main_grads_dtype=""",
-    "offloading is not supported yet; use --recompute-granularity to save memory": """
-        fine_grained_activation_offloading""",
     "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """
         muon_scale_mode= muon_coefficient_type= muon_tp_mode= muon_extra_scale_factor= muon_scalar_optimizer=""",
-    "CUDA graphs are not supported; remove it": """
-        cuda_graph_impl= enable_cuda_graph external_cuda_graph optimizer_cuda_graph""",
     "this variant of the layer is not supported; remove it, or write the layer yourself (docs/from_megatron.md)": """
         activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
         fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
@@ -136,8 +130,6 @@ REFUSED: dict[str, str] = {
     "bitwise equality over batch sizes is not offered; use --deterministic-mode": "batch_invariant_mode",
     "precision of matrix products and logits follows --bf16, --fp16 or --fp64; remove it": """
         disable_bf16_reduced_precision_matmul output_logit_dtype= fp16_lm_cross_entropy""",
-    "the schedule of the learning rate and weight decay is by iterations, from the flags; remove it": """
-        start_weight_decay= end_weight_decay= weight_decay_incr_style=""",
     "give batch sizes that divide over the data-parallel ranks; remove it": "decrease_batch_size_if_needed",
     "give --micro-batch-size and --global-batch-size": "batch_size=",
     "evaluation uses the sizes of training and one validation split; remove it": """

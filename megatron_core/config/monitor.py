@@ -25,6 +25,10 @@ class MonitorConfig:
     """User or team that owns the project."""
     wandb_save_dir: str | None = None
     """Folder for its files; default: wandb in the --save folder."""
+    log_params_norm: bool = False
+    """Log the norm of all weights, of those that a step begins with."""
+    log_num_zeros_in_grad: bool = False
+    """Log how many elements of the gradient are 0."""
     progress: bool = True
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
     replica_check_interval: int | None = 100

@@ -105,6 +105,8 @@ _NOT_NEGATIVE = (
     "min_lr",
     "lr_warmup_init",
     "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
     "clip_grad",
     "clip_grad_value",
     "decoupled_min_lr",

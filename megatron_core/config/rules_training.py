@@ -91,6 +91,7 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"decoupled_lr={decoupled.lr} is less than the lowest rate of its schedule (decoupled_min_lr or min_lr "
             f"{decoupled.min_lr}, lr_warmup_init {decoupled.lr_warmup_init}); raise it or lower those"
         )
+    yield from _weight_decay_problems(config)
     decay = _decay_end(config, world_size)
     if decay and optimizer.lr_warmup_fraction is None and warmup >= decay:
         yield (
@@ -98,6 +99,20 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"legal: 0 to {decay - 1}, or a longer training"
         )
     yield from _wsd_problems(config, decay, unit)
+
+
+def _weight_decay_problems(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    changes = optimizer.weight_decay_incr_style != "constant"
+    for name in ("start_weight_decay", "end_weight_decay"):
+        value = getattr(optimizer, name)
+        if value is None and changes:
+            yield f"{name}=None is missing for weight_decay_incr_style={optimizer.weight_decay_incr_style}; give it"
+        elif value not in (None, optimizer.weight_decay) and not changes:
+            yield (
+                f"{name}={value} has no effect with weight_decay_incr_style=constant; give --weight-decay-incr-style "
+                "linear or cosine, or remove it"
+            )
 
 
 _PHASES = tuple(f"lr_{phase}_{unit}" for unit in ("samples", "iters") for phase in ("decay", "warmup", "wsd_decay"))

@@ -124,6 +124,12 @@ class OptimizerConfig:
     """As --lr-wsd-decay-iters, in sequences; with --train-samples."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices and embeddings; not applied to biases and norms."""
+    start_weight_decay: float | None = None
+    """Weight decay at the beginning, for --weight-decay-incr-style linear and cosine."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of training, for the same."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay changes from --start-weight-decay to --end-weight-decay; constant: it is --weight-decay."""
     adam_beta1: float = 0.9
     """Decay rate of the running mean of gradients."""
     adam_beta2: float = 0.999

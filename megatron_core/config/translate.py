@@ -89,6 +89,8 @@ class Translation:
                 else:
                     self.strong.append(flag)
                 return
+            if "tuple[int" in str(kind) and len(values) == 1 and "[" not in values[0]:
+                values = values[0].split()  # in quotes
             if name in megatron_flags.LISTS:
                 values = _numbers(values)
             found = convert(values if _is_list(kind) else _one(values), kind)

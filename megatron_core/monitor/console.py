@@ -38,6 +38,8 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
         *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
         f"loss scale: {last.loss_scale:.1f}",
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
+        *([] if last.num_zeros_in_grad is None else [f"num zeros: {last.num_zeros_in_grad}"]),
+        *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
         f"number of skipped iterations: {sum(event.skipped for event in events):3d}",
         f"number of nan iterations: {sum(event.is_nan for event in events):3d}",
     ]

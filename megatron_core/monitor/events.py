@@ -30,6 +30,10 @@ class StepEvent:
     """What the loss was multiplied by before backward."""
     grad_norm: float | None = None
     """Global gradient norm before clipping; ``None`` where it was not computed."""
+    params_norm: float | None = None
+    """Norm of the weights that the step began with, if asked for."""
+    num_zeros_in_grad: int | None = None
+    """Elements of the gradient that are 0, if asked for."""
     elapsed_ms: float
     """Wall-clock milliseconds of this step."""
     tokens_per_second: float

@@ -44,6 +44,8 @@ def scalars(event: StepEvent) -> dict[str, float | None]:
         "lm loss": event.loss,
         "loss-scale": event.loss_scale,
         "grad-norm": event.grad_norm,
+        "params-norm": event.params_norm,
+        "num-zeros": event.num_zeros_in_grad,
         "iteration-time": event.elapsed_ms / 1000.0,
         "throughput": event.model_flops_per_second / 1e12,
         "tokens-per-second": event.tokens_per_second,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_core.data_parallel import Bucket, DataParallel
@@ -33,6 +34,15 @@ class GradientNorm:
         total = self._sum_of_squares(self.owned) + 0.0 * self._sum_of_squares(self.copies)
         all_reduce_(total, self.group)
         return total.sqrt()
+
+    def statistics(self) -> Tensor:
+        """What this rank adds to the sum of all weights' squares and to the number of gradients that are 0: float64
+        ``[2]``."""
+        weights = [bucket.weight_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
+        squares = squared_norm(weights, backend=self.backend).to(self.device)
+        grads = [bucket.grad_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
+        zeros = [(grad == 0).sum(dtype=torch.float64).to(self.device) for grad in grads]
+        return torch.stack([squares, torch.stack(zeros).sum() if zeros else torch.zeros_like(squares)])
 
     def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
         counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]

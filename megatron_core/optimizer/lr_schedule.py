@@ -33,7 +33,7 @@ class LearningRateSchedule:
 
     def __init__(self, config: OptimizerConfig, total_steps: int, *, by_samples: bool = False) -> None:
         """``total_steps``: optimizer steps of the whole training, or its sequences with ``by_samples``."""
-        self.config, self.by_samples = config, by_samples
+        self.config, self.by_samples, self.total_steps = config, by_samples, max(total_steps, 1)
         decay = config.lr_decay_samples if by_samples else config.lr_decay_iters
         self.decay_steps = total_steps if decay is None else decay
         warmup = config.lr_warmup_samples if by_samples else config.lr_warmup_iters
@@ -60,6 +60,16 @@ class LearningRateSchedule:
         if config.lr_decay_style == "inverse-square-root":
             return max(config.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)), config.min_lr)
         return config.min_lr + self._coefficient(step) * (config.lr - config.min_lr)
+
+    def weight_decay(self, step: int) -> float:
+        """The weight decay of that step: from ``start_weight_decay`` at step 0 to ``end_weight_decay`` at the last one,
+        along a line or a half wave of the cosine, as in Megatron-LM."""
+        config = self.config
+        if config.weight_decay_incr_style == "constant":
+            return config.weight_decay
+        start, end = config.start_weight_decay or 0.0, config.end_weight_decay or 0.0
+        share = min(step / self.total_steps, 1.0)
+        return start + (1.0 - _shape(config.weight_decay_incr_style, share)) * (end - start)
 
     def _coefficient(self, step: int) -> float:
         """(lr - min) / (max - min): 1 at the end of warm-up and 0 at the end of the decay."""

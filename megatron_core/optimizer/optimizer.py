@@ -158,11 +158,13 @@ class Optimizer:
         if any gradient on any rank is."""
         return self.norm.compute() / self.loss_scale.scale
 
-    def step(self, lr: float, grad_norm: float, decoupled_lr: float | None = None) -> bool:
+    def step(
+        self, lr: float, grad_norm: float, decoupled_lr: float | None = None, weight_decay: float | None = None
+    ) -> bool:
         """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; skip if it is not finite.
 
-        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own. Returns whether the
-        step was skipped. The gradients may be scaled in place.
+        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own; ``weight_decay``
+        that of this step, if it changes. Returns whether the step was skipped. The gradients may be scaled in place.
         """
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
@@ -176,7 +178,8 @@ class Optimizer:
             factor = 1.0
         for (decays, embedding, _, _), shards in self._by_kind().items():
             own_lr = lr if decoupled_lr is None or not embedding else decoupled_lr
-            self._update(shards, Rates(self.steps_taken, own_lr, self.config.weight_decay * decays, factor))
+            decay = (self.config.weight_decay if weight_decay is None else weight_decay) * decays
+            self._update(shards, Rates(self.steps_taken, own_lr, decay, factor))
         return False
 
     def _by_kind(self) -> dict[tuple[bool, bool, torch.dtype, int], list[Shard]]:

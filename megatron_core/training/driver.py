@@ -52,6 +52,8 @@ class StepHooks:
 
     around_plan: Callable[[Listener], AbstractContextManager[Listener]] = nullcontext
     """Entered for forward and backward, with the executor's listener; its value is the listener to use."""
+    statistics: Callable[[], Tensor] | None = None
+    """What this rank adds to further sums over all ranks, asked for when gradients are complete and not yet clipped."""
     before_update: Callable[[], None] = lambda: None
     """Called when gradients are complete and summed over all ranks, and not yet clipped."""
 
@@ -73,6 +75,8 @@ class StepOutcome:
     """Whether some rank asked to stop."""
     auxiliary_losses: Mapping[str, float]
     """The means of the losses that layers added, over the global batch, without their coefficients."""
+    statistics: Sequence[float]
+    """The sums of ``StepHooks.statistics``."""
     expert_load: Mapping[int, Sequence[int]]
     """By layer with experts: how often each of them was chosen in the global batch, and, last, how many choices were
     dropped."""
@@ -88,6 +92,7 @@ def take_step(
     lengths: Mapping[int, int] | None = None,
     auxiliary: AuxiliaryLosses | None = None,
     decoupled_lr: float | None = None,
+    weight_decay: float | None = None,
     stop: bool = False,
     hooks: StepHooks = NO_HOOKS,
 ) -> StepOutcome:
@@ -95,8 +100,9 @@ def take_step(
 
     ``forward(stage, micro, hidden)`` gives the sum of a micro-batch's losses on the last stage; ``terms`` is a float64
     scalar, how many terms the losses of this rank's micro-batches have. ``lengths`` are those of messages by
-    micro-batch; ``decoupled_lr`` is that of embeddings and output layer; ``auxiliary`` collects the losses that layers
-    add, and has the same names on every rank; ``stop`` is this rank's wish, which all ranks learn.
+    micro-batch; ``decoupled_lr`` is that of embeddings and output layer, ``weight_decay`` this step's if it changes;
+    ``auxiliary`` collects the losses that layers add, and has the same names on every rank; ``stop`` is this rank's
+    wish, which all ranks learn.
     """
     data, optimizer = model.data_parallel, model.optimizer
     scale = optimizer.loss_scale.scale
@@ -110,11 +116,13 @@ def take_step(
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
     own = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop))])
-    report = torch.cat([own, added, load.flatten()])
+    further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
+    report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
     found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
     norm, loss, wishes, *means = found[: 3 + len(added)]
-    skipped = optimizer.step(lr, norm, decoupled_lr)
+    at = 3 + len(added) + len(further)
+    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)
     if model.fp8 is not None:
         model.fp8.update()
     data.start_param_sync()
@@ -125,7 +133,8 @@ def take_step(
         skipped,
         wishes > 0.0,
         dict(zip(auxiliary.names, means, strict=True)),
-        dict(zip(auxiliary.expert_layers, _in_rows(found[3 + len(added) :], load.shape[1]), strict=True)),
+        found[3 + len(added) : at],
+        dict(zip(auxiliary.expert_layers, _in_rows(found[at:], load.shape[1]), strict=True)),
     )
 
 

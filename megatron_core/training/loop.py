@@ -121,6 +121,8 @@ def report_step(
         auxiliary_losses=result.auxiliary_losses,
         expert_load=result.expert_load,
         skipped=result.skipped,
+        params_norm=math.sqrt(result.statistics[0]) if run.config.monitor.log_params_norm else None,
+        num_zeros_in_grad=round(result.statistics[1]) if run.config.monitor.log_num_zeros_in_grad else None,
         layout=run.layout,
         **(watched or {}),
     )

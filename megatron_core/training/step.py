@@ -48,6 +48,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
         hooks = replace(hooks, around_plan=trace)
+    if run.config.monitor.log_params_norm or run.config.monitor.log_num_zeros_in_grad:
+        hooks = replace(hooks, statistics=run.optimizer.norm.statistics)
     model = run.config.model
     auxiliary = AuxiliaryLosses(
         run.auxiliary_loss_names,
@@ -64,6 +66,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         lr,
         lengths=message_lengths(batches),
         auxiliary=auxiliary,
+        weight_decay=run.schedule.weight_decay(step),
         decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
         stop=stop,
         hooks=hooks,

@@ -66,6 +66,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("recompute_modules=norm", "core_attn, layernorm"),
     ),
     ({"recompute_modules": ("mlp",)}, 1, ("recompute_modules=mlp", "--recompute-granularity selective")),
+    ({"end_weight_decay": 0.3}, 1, ("end_weight_decay=0.3", "--weight-decay-incr-style")),
+    (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
+        1,
+        ("end_weight_decay=None is missing", "weight_decay_incr_style=linear"),
+    ),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

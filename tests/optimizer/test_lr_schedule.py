@@ -134,3 +134,13 @@ def test_wsd_by_samples():
     expect([rates.lr(30), rates.lr(35), rates.lr(40)], [1.0, 0.5, 0.0])
     with pytest.raises(ConfigError):
         LearningRateSchedule(replace(settings, lr_wsd_decay_samples=None), 40, by_samples=True)
+
+
+def test_weight_decay_grows_as_megatrons() -> None:
+    """Ratio r = n / N: start + r (end - start), or with (cos(pi (1 - r)) + 1) / 2 in place of r."""
+    ends = {"start_weight_decay": 0.1, "end_weight_decay": 0.5}
+    linear, cosine = (schedule(4, weight_decay_incr_style=style, **ends) for style in ("linear", "cosine"))
+    assert [linear.weight_decay(n) for n in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    shares = [(math.cos(math.pi * (1 - n / 4)) + 1) / 2 for n in range(5)]
+    assert [cosine.weight_decay(n) for n in range(5)] == pytest.approx([0.1 + 0.4 * share for share in shares])
+    assert schedule(4, weight_decay=0.3).weight_decay(2) == 0.3
