@@ -9,10 +9,11 @@ from megatron_core.config.validate import problems
 from megatron_core.verify.compare import Bounds, relative_errors
 from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.fp8_rows import FP8_ROWS, MORE_FP8_ROWS
-from tests.parity.rows import BASE, baseline_of, compare
+from tests.parity.rows import BASE, UNTIED, baseline_of, compare, noise_of
 from tests.parity.test_matrix import faults
 
 ROWS = FP8_ROWS | MORE_FP8_ROWS
+CALM = {"adam_eps": 1e-3}  # else elements whose true gradient is 0 move by rounding alone
 RECIPES = ["tensorwise, tp2 sp", "delayed, tp2", "rowwise, tp2", "blockwise, tp2", "mxfp8, tp2"]
 
 
@@ -41,3 +42,23 @@ def test_recipes_are_not_one_another() -> None:
         ]
         assert errors and all(1e-3 < error < 0.5 for error in errors), row
     assert len({trace.losses[2] for trace in found.values()}) == len(found)
+
+
+@pytest.mark.parametrize("row", ["rowwise, pp2 zb_h1", "blockwise, pp2", "tensorwise, pp2", "delayed, pp2 zb_h1"])
+def test_a_pipeline_changes_no_bit_in_bf16(row: str) -> None:
+    """Its sums have the order of one process, but for a tied embedding's."""
+    size, model, layout = ROWS[row]
+    found, baseline = compare(size, model | UNTIED, layout, {"fp64": False, "bf16": True})
+    assert found.faults == [] and found.losses == baseline.losses
+    assert [name for name, values in baseline.tensors.items() if (found.tensors[name] != values).any()] == []
+
+
+@pytest.mark.skipif(not WHOLE_MATRIX, reason="five runs of each recipe; a part of the whole matrix")
+@pytest.mark.parametrize("row", RECIPES)
+def test_layout_in_bf16(row: str) -> None:
+    """No quantity is much further from float64 than one process in bfloat16 with FP8 is."""
+    size, model, layout = ROWS[row]
+    narrow = {"fp64": False, "bf16": True}
+    found, _ = compare(size, model, layout, narrow | CALM)
+    bounds = Bounds("bfloat16", noise_of(BASE | model | CALM, narrow))
+    assert faults(found, baseline_of(BASE | model | CALM), bounds) == []
