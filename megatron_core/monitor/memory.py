@@ -26,3 +26,12 @@ def current_memory_bytes() -> int:
     if not counts.exists():
         return peak_memory_bytes()
     return int(counts.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def total_memory_bytes() -> int:
+    """Bytes that this rank's device has, which on a CPU all ranks of the host share; 0 if that is unknown."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.goodput import Goodput
-from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes
+from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.product_rate import measure_product_rate
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
@@ -104,6 +105,8 @@ class Watch:
             "began": PROCESS_BEGAN,
             "iteration": run.state.iteration,
             "layout": run.layout,
+            "work": _work(run),
+            "memory_total": total_memory_bytes(),
             "product_rate": self.product_rate,
         }
         if run.world.rank == 0:
@@ -131,6 +134,16 @@ class Watch:
             if settings.log_straggler:
                 lines += slowest_ranks(ranks, settings.straggler_minmax_count)
             print("\n".join(lines), flush=True)
+
+
+def _work(run: Run) -> float:
+    """Forward FLOPs of a token in this rank's stages, before they are split over other axes: equal layers, and the
+    output layer."""
+    terms = forward_flops_per_token(run.config.model, run.config.data.seq_length, run.vocab_size)
+    layers = sum(len(run.layers[stage]) for stage in run.stages)
+    logits = terms.pop("logits")
+    last = len(run.layers) - 1 in run.stages
+    return sum(terms.values()) * layers / run.config.model.num_layers + logits * last
 
 
 def _environment(run: Run) -> dict[str, Any]:

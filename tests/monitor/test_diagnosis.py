@@ -1,0 +1,194 @@
+"""The first cause that a diagnosis names is the planted one: in records by synthesis, and in short real runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_core.monitor.diagnosis import Diagnosis, diagnose
+from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.rank_records import rank_file, read_run
+from megatron_core.monitor.summary import Summary
+from megatron_core.parallel.meter import METER, Traffic
+from megatron_core.training import loop
+from megatron_core.training.loop import train
+from megatron_core.verify.ranks import run_ranks
+from tests.monitor.planted import write_run
+from tests.runs import tiny_run
+from tools.diagnose import main
+
+WORK = {"forward": 0.1, "backward": 0.2}
+PP = [{"pp": 0}, {"pp": 1}]
+
+
+def _diagnosis(folder: Path) -> Diagnosis:
+    return diagnose(Summary.of(read_run(folder)))
+
+
+def _sent(exposed: float, size: float = 1e9, in_flight: float | None = None) -> Traffic:
+    return Traffic(4, size, exposed, exposed if in_flight is None else in_flight)
+
+
+def _expert(*tokens: int) -> dict[str, Any]:
+    return {"expert_load": {0: [*tokens, 0]}, "config": {"expert_model_parallel_size": 2}}
+
+
+PLANTED: dict[str, tuple[dict[str, Any], str]] = {
+    "slow rank": (
+        {"ranks": [WORK, {k: 2 * v for k, v in WORK.items()}, WORK],
+         "traffic": [{"dp all_reduce": _sent(0.32)}, {"dp all_reduce": _sent(0.02)}, {"dp all_reduce": _sent(0.32)}]},
+        "test or replace",
+    ),
+    "data loading": (
+        {"ranks": [WORK | {"data": 0.2}] * 2, "config": {"num_workers": 0}}, "--num-workers 2",
+    ),
+    "checkpoint": (
+        {"ranks": [WORK | {"checkpoint": 0.1}] * 2, "config": {"save_interval": 5}}, "--save-interval 10",
+    ),
+    "evaluation": ({"ranks": [WORK | {"evaluation": 0.2}] * 2}, "--eval-interval"),
+    "optimizer": ({"ranks": [WORK | {"optimizer": 0.3}] * 2}, "--use-distributed-optimizer"),
+    "exposed communication over tp": (
+        {"ranks": [WORK] * 2, "coordinates": [{"tp": 0}, {"tp": 1}], "traffic": [{"tp all_reduce": _sent(0.3)}] * 2,
+         "config": {"tensor_model_parallel_size": 2}},
+        "--tensor-model-parallel-size to 1",
+    ),
+    "exposed communication over dp": (
+        {"ranks": [WORK] * 2, "traffic": [{"dp all_reduce": _sent(0.2)}] * 2}, "--overlap-grad-reduce",
+    ),
+    "exposed communication over ep": (
+        {"ranks": [WORK] * 2, "coordinates": [{"ep": 0}, {"ep": 1}], "traffic": [{"ep all_to_all": _sent(0.2)}] * 2},
+        "--expert-model-parallel-size",
+    ),
+    "slow link": (
+        {"ranks": [WORK] * 6, "coordinates": [{"tp": i % 2, "dp": i // 2} for i in range(6)],
+         "traffic": [{"tp all_gather": _sent(0.4 if i > 3 else 0.02)} for i in range(6)]},
+        "cables",
+    ),
+    "pipeline bubble": (
+        {"ranks": [WORK | {"pipeline": 0.15}] * 2, "coordinates": PP, "global_batch_size": 8,
+         "config": {"pipeline_model_parallel_size": 2}},
+        "--pipeline-schedule zb_h1",
+    ),
+    "slow messages between stages": (
+        {"ranks": [WORK | {"pipeline": 0.4}] * 2, "coordinates": PP, "global_batch_size": 64,
+         "config": {"pipeline_model_parallel_size": 2}},
+        "links between stages",
+    ),
+    "imbalanced stage": (
+        {"ranks": [WORK | {"pipeline": 0.3}, {"forward": 0.2, "backward": 0.4}], "coordinates": PP,
+         "about": [{"work": 1.0}, {"work": 2.0}], "global_batch_size": 64,
+         "config": {"pipeline_model_parallel_size": 2}},
+        "--pipeline-model-parallel-layout",
+    ),
+    "small micro-batches": (
+        {"ranks": [WORK] * 2, "config": {"micro_batch_size": 1, "seq_length": 128},
+         "model_flops_per_second": 1e13, "product_rate": 1e15},
+        "--micro-batch-size 2",
+    ),
+    "unfused operations": ({"ranks": [WORK] * 2, "config": {"kernel_backend": "reference"}}, "--kernel-backend auto"),
+    "full recomputation": ({"ranks": [WORK] * 2, "config": {"recompute_granularity": "full"}}, "selective"),
+    "memory pressure": ({"ranks": [WORK] * 2, "memory": {"peak": 78 * 2**30}}, "selective"),
+    "starving expert": (_expert(100, 100, 100, 1) | {"ranks": [WORK] * 2}, "--moe-aux-loss-coeff"),
+    "unequal experts": (_expert(100, 20, 20, 20) | {"ranks": [WORK] * 2}, "--moe-aux-loss-coeff"),
+    "compute": ({"ranks": [WORK] * 2}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_planted_in_synthetic_records(cause: str, tmp_path: Path) -> None:
+    planted, change = PLANTED[cause]
+    found = _diagnosis(write_run(tmp_path, **planted))
+    first = found.findings[0]
+    assert first.cause == cause, found.text()
+    assert change in " ".join(c.text for c in first.changes)
+    assert 0 < first.share <= 1 + 1e-9 and all(0 <= c.gain <= first.share for c in first.changes)
+    assert [c.gain for c in first.changes] == sorted((c.gain for c in first.changes), reverse=True)
+
+
+def test_shares_and_gains_by_hand(tmp_path: Path) -> None:
+    """Rank 1 takes 0.6 s instead of 0.3 of a step of 0.62; the links take 0.02 of it."""
+    found = _diagnosis(write_run(tmp_path, **PLANTED["slow rank"][0]))
+    assert found.findings[0].share == pytest.approx(0.3 / 0.62, rel=1e-6)
+    assert "rank 1 [" in found.findings[0].evidence and "on node1" in found.findings[0].evidence
+    summary = Summary.of(read_run(tmp_path))
+    sending, waiting = summary.communication()["dp all_reduce"]
+    assert sending == pytest.approx(0.02 / 0.62, rel=1e-6) and waiting == pytest.approx(0.6 / 3 / 0.62, rel=1e-6)
+    assert summary.rates("dp all_reduce") == {(0, 1, 2): pytest.approx(1e9 / 0.02)}
+
+
+def test_restarts_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path, [WORK])
+    path = rank_file(tmp_path / "metrics.jsonl", 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    later = [lines[0] | {"began": 20.0, "iteration": 3}, *({**line, "at": line["at"] + 20} for line in lines[4:])]
+    path.write_text("\n".join(map(json.dumps, lines + later)))
+    first = _diagnosis(tmp_path).findings[0]
+    assert first.cause == "restarts and skipped steps" and "repeated" in first.evidence
+
+
+def test_missing_records_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_run(tmp_path, [WORK] * 3)
+    (tmp_path / "metrics.ranks" / "rank00001.jsonl").unlink()
+    assert main([str(tmp_path), "--json", str(tmp_path / "found.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "note: records of 1 of 3 ranks are missing (1)" in shown and "1. compute: 100.0% of the time" in shown
+    assert json.loads((tmp_path / "found.json").read_text())["findings"][0]["cause"] == "compute"
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "has no records of a run" in capsys.readouterr().err
+    for file in (tmp_path / "metrics.ranks").iterdir():
+        file.unlink()
+    found = _diagnosis(tmp_path)
+    assert found.findings == () and "nothing can be said" in found.notes[-1]
+
+
+def _slow(function: Any, seconds: float) -> Any:
+    def slower(*args: Any, **settings: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **settings)
+
+    return slower
+
+
+def _run_with(folder: str, fault: str, settings: dict[str, Any]) -> None:
+    run = tiny_run(**settings, save=folder, train_iters=7, eval_iters=0, peak_tflops=0.1)
+    rank = run.world.rank
+    if fault == "compute" and rank == 1:
+        stage = next(iter(run.stages.values()))
+        stage.register_forward_pre_hook(lambda module, args: time.sleep(0.03))
+    if fault == "data":
+        run.train_loader.step = _slow(run.train_loader.step, 0.1)  # type: ignore[method-assign]
+    if fault == "disk":
+        loop.save_state = _slow(loop.save_state, 0.15)
+    sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
+    try:
+        train(run, sinks)
+    finally:
+        METER.stop()
+
+
+REAL = {
+    "slow rank": ("compute", {}),
+    "data loading": ("data", {"num_workers": 0}),
+    "checkpoint": ("disk", {"save_interval": 1}),
+    "pipeline bubble": (
+        "", {"pipeline_model_parallel_size": 2, "global_batch_size": 2, "num_layers": 8, "hidden_size": 128},
+    ),
+    "imbalanced stage": (
+        "",
+        {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1, "num_layers": 8, "hidden_size": 128,
+         "seq_length": 64, "global_batch_size": 32},
+    ),
+    "exposed communication over tp": ("", {"tensor_model_parallel_size": 2, "num_layers": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", REAL)
+def test_planted_in_real_runs(cause: str, tmp_path: Path) -> None:
+    fault, settings = REAL[cause]
+    run_ranks(2, _run_with, str(tmp_path), fault, settings)
+    found = _diagnosis(tmp_path)
+    assert found.findings[0].cause == cause, found.text()
