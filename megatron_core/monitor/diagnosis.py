@@ -254,6 +254,7 @@ def slow_link(summary: Summary) -> Iterator[Finding]:
 
 def waiting_phases(summary: Summary) -> Iterator[Finding]:
     """Data, checkpoints, evaluations and the optimizer take more of the time than they need to."""
+    changes: tuple[Change, ...]
     share, rank = summary.worst_share("data")
     if share >= 0.05:
         workers = _setting(summary, "num_workers", 0)
