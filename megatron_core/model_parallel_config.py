@@ -53,6 +53,8 @@ class ModelParallelConfig:
     cpu_offloading: bool = False
     cpu_offloading_num_layers: int = 0
     calculate_per_token_loss: bool = False
+    tp_comm_overlap: bool = True
+    """Reduce input gradients while weight gradients are computed."""
     kernel_backend: Backend = "auto"
     """As ``--kernel-backend``; no field of Megatron's."""
 
@@ -66,6 +68,11 @@ class ModelParallelConfig:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
             raise ConfigError("pipeline_dtype=None: give the dtype of messages between stages, such as params_dtype")
+
+    @property
+    def fp8_precision(self) -> None:
+        """None: parallel layers that are built from it multiply in the weights' dtype."""
+        return None
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,8 @@ from megatron_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron_core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron_core.tensor_parallel.mappings import (
@@ -51,6 +53,8 @@ __all__ = [
     "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
     "linear_cross_entropy",
+    "linear_with_frozen_weight",
+    "linear_with_grad_accumulation_and_async_allreduce",
     "model_parallel_cuda_manual_seed",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",

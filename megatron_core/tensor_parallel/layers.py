@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,13 +31,41 @@ def _divide(name: str, extent: int, size: int) -> int:
     return extent // size
 
 
+# Megatron Core's other arguments: what each has to be, or that it changes nothing.
+_WITHOUT_EFFECT = ("keep_master_weight_for_test", "tp_comm_buffer_name", "name")
+_REQUIRED = {
+    "stride": 1,
+    "is_expert": False,
+    "embedding_activation_buffer": None,
+    "grad_output_buffer": None,
+    "disable_grad_reduce": False,
+    "output_dtype": None,
+}
+
+
+def _group_of(tp_group: Group | None, megatron: Mapping[str, Any]) -> Group | None:
+    """The group that Megatron Core's arguments name; LayoutError for one of them that is not supported."""
+    for name, value in megatron.items():
+        if name not in (*_WITHOUT_EFFECT, *_REQUIRED, "pg_collection"):
+            raise TypeError(f"a parallel layer got an unexpected keyword argument {name!r}")
+        if name in _REQUIRED and value != _REQUIRED[name]:
+            raise LayoutError(f"{name}={value!r} is not supported by parallel layers; leave it out")
+    return tp_group or getattr(megatron.get("pg_collection"), "tp", None)
+
+
 class _ParallelLayer(nn.Module):
     """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
 
-    def __init__(self, config: ModelParallelConfig | None, init_method: InitMethod | None, tp_group: Group | None):
+    def __init__(
+        self,
+        config: ModelParallelConfig | None,
+        init_method: InitMethod | None,
+        tp_group: Group | None,
+        megatron: Mapping[str, Any],
+    ) -> None:
         super().__init__()
         self.config = config or ModelParallelConfig()
-        self.tp_group = tensor_parallel_group(tp_group)
+        self.tp_group = tensor_parallel_group(_group_of(tp_group, megatron))
         self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
         self.init_method = init_method or Normal(0.02)
 
@@ -89,8 +118,9 @@ class ColumnParallelLinear(_ParallelLayer):
         skip_weight_param_allocation: bool = False,
         tp_group: Group | None = None,
         spec: Callable[[tuple[int, ...]], ShardSpec] | None = None,
+        **megatron: Any,
     ) -> None:
-        super().__init__(config, init_method, tp_group)
+        super().__init__(config, init_method, tp_group, megatron)
         if spec is None:
             _divide("output_size", output_size, self.tp_size)
         spec = spec or (lambda shape: split(shape, 0, self.tp_index, self.tp_size))
@@ -141,8 +171,9 @@ class RowParallelLinear(_ParallelLayer):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         tp_group: Group | None = None,
+        **megatron: Any,
     ) -> None:
-        super().__init__(config, init_method, tp_group)
+        super().__init__(config, init_method, tp_group, megatron)
         _divide("input_size", input_size, self.tp_size)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
@@ -185,8 +216,9 @@ class VocabParallelEmbedding(_ParallelLayer):
         config: ModelParallelConfig | None = None,
         tp_group: Group | None = None,
         padded_size: int | None = None,
+        **megatron: Any,
     ) -> None:
-        super().__init__(config, init_method, tp_group)
+        super().__init__(config, init_method, tp_group, megatron)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         padded_size = padded_size or num_embeddings
@@ -210,6 +242,50 @@ def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int)
     elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
     local = (tokens - first).masked_fill(elsewhere, 0)
     return nn.functional.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: Group | None = None,
+) -> Tensor:
+    """The product of a column-parallel layer, y = x A^T + b, with Megatron Core's arguments.
+
+    ``sequence_parallel`` gathers the input and reduce-scatters its gradient, ``allreduce_dgrad`` sums it over ranks.
+    Gradients are added to ``weight.main_grad`` where there is one, whatever ``gradient_accumulation_fusion`` says.
+    """
+    if grad_output_buffer is not None:
+        raise LayoutError("grad_output_buffer is not supported by parallel layers; leave it out")
+    comm = LinearComm(
+        tensor_parallel_group(tp_group), gather_sequence=sequence_parallel, reduce_input_grad=allreduce_dgrad
+    )
+    return parallel_linear(input, weight, bias, comm)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Group | None = None,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: None = None,
+) -> Tensor:
+    """The same with gradients of the input alone, for weights that are not trained."""
+    frozen = nn.Parameter(weight.detach(), requires_grad=False)
+    shift = None if bias is None else bias.detach()
+    flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input, frozen, shift, *flags, grad_output_buffer, tp_group=tp_group
+    )
 
 
 def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int:

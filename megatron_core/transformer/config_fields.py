@@ -18,7 +18,7 @@ WITHOUT_EFFECT: dict[str, object] = {
     **_named(
         False,
         """
-        deterministic_mode gradient_accumulation_fusion use_te_rng_tracker tp_comm_overlap
+        deterministic_mode gradient_accumulation_fusion use_te_rng_tracker
         tp_comm_overlap_rs_dgrad tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv
         tp_comm_overlap_disable_fc1 overlap_p2p_comm deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush
         test_mode init_model_with_meta_device disable_bf16_reduced_precision_matmul bias_activation_fusion

@@ -191,6 +191,7 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         return ParallelOptions(
             sequence_parallel=self.sequence_parallel,
             params_dtype=self.params_dtype,
+            tp_comm_overlap=self.tp_comm_overlap,
             cp_comm_type=(kinds,) if isinstance(kinds, str) else tuple(kinds),
             perform_initialization=self.perform_initialization,
             variable_seq_lengths=self.variable_seq_lengths,
@@ -224,11 +225,11 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         name = getattr(function, "__name__", str(function))
         if self.gated_linear_unit and name in ("silu", "gelu"):
             return {"swiglu": name == "silu", "geglu": name == "gelu"}
-        if not self.gated_linear_unit and name in ("gelu", "squared_relu"):
-            return {"squared_relu": name == "squared_relu"}
+        if not self.gated_linear_unit and name in ("gelu", "openai_gelu", "squared_relu"):
+            return {"squared_relu": name == "squared_relu", "openai_gelu": name == "openai_gelu"}
         raise ConfigError(
             f"activation_func={name} with gated_linear_unit={self.gated_linear_unit} is not supported; legal: gelu, "
-            "squared_relu, and gated silu, gelu"
+            "openai_gelu, squared_relu, and gated silu, gelu"
         )
 
 

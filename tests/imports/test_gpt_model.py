@@ -20,12 +20,19 @@ from megatron_core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron_core.packed_seq_params import PackedSeqParams
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.identity_op import IdentityOp
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron_core.transformer.transformer_config import TransformerConfig
 from megatron_core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron_core.transformer.utils import (
+    attention_mask_func,
+    get_default_causal_mask,
+    get_sliding_window_causal_mask,
+    openai_gelu,
+)
 from megatron_core.verify.ranks import run_ranks
 
 VOCABULARY, LENGTH = 48, 12
@@ -210,3 +217,35 @@ def test_rotary_angles_of_a_block_are_the_models(interleaved: bool) -> None:
     angles = RotaryEmbedding(4, 1.0, rotary_interleaved=interleaved)(LENGTH)
     embedded = model.embedding.word_embeddings(IDS).transpose(0, 1)
     torch.testing.assert_close(block(embedded, None, rotary_pos_emb=angles), model(IDS), rtol=0, atol=1e-12)
+
+
+def product_of_parallel_layers() -> tuple[bool, ...]:
+    parallel_state.initialize_model_parallel(2)
+    settings = config(tensor_model_parallel_size=2)
+    given = {"config": settings, "init_method": settings.init_method, "bias": True}
+    up = ColumnParallelLinear(16, 32, **given, is_expert=False, tp_comm_buffer_name="fc1", stride=1)
+    down = RowParallelLinear(32, 16, **given, input_is_parallel=True, skip_bias_add=False, name="fc2")
+    x = torch.randn(3, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out, _ = down(up(x)[0])
+    out.sum().backward()
+    trained, x.grad = x.grad, None
+    inner = linear_with_frozen_weight(x, up.weight, up.bias, False, True, False)
+    before = up.weight.grad.clone()
+    down(inner)[0].sum().backward()
+    return torch.equal(trained, x.grad), torch.equal(before, up.weight.grad), out.shape == x.shape
+
+
+def test_parallel_layers_take_megatrons_arguments() -> None:
+    assert run_ranks(2, product_of_parallel_layers) == [(True, True, True)] * 2
+    with pytest.raises(LayoutError, match="is_expert=True is not supported"):
+        ColumnParallelLinear(4, 4, is_expert=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strides'"):
+        ColumnParallelLinear(4, 4, strides=1)
+
+
+def test_masks_and_forms_of_gelu() -> None:
+    window = get_sliding_window_causal_mask(3, 4, (1, 0))
+    assert (~window).int().tolist() == [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    scores = attention_mask_func(torch.zeros(2, 2), get_default_causal_mask(2))
+    assert scores.tolist() == [[0.0, -10000.0], [0.0, 0.0]]
+    assert config(activation_func=openai_gelu).model_config().openai_gelu
