@@ -1,0 +1,250 @@
+"""One HTML page about a run, from its records alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from megatron_core.errors import ConfigError
+from megatron_core.monitor.diagnosis import Diagnosis, diagnose
+from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.goodput import LOST
+from megatron_core.monitor.page import bars, chart, digits, page, paragraph, picture, table, tiles
+from megatron_core.monitor.plot_experts import plot_expert_load
+from megatron_core.monitor.plot_pipeline import plot_timelines
+from megatron_core.monitor.rank_records import find_metrics, read_run
+from megatron_core.monitor.summary import Summary
+from megatron_core.schedules.simulate import simulate
+from megatron_core.schedules.trace import measured_costs, read_trace
+
+MOST_RANKS = 64
+"""Ranks that are shown one by one; of more, those that compute longest and shortest."""
+
+
+def write_report(run: str | Path, out: str | Path, other: str | Path | None = None) -> None:
+    """Write the page about ``run``, beside the run ``other`` if it is given, to the file ``out``."""
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(report(run, other), encoding="utf-8")
+
+
+def report(run: str | Path, other: str | Path | None = None) -> str:
+    """The page as text."""
+    summary = Summary.of(read_run(run))
+    compared = None if other is None else Summary.of(read_run(other))
+    diagnosis = diagnose(summary)
+    metrics = find_metrics(run)
+    name = metrics.resolve().parent.name if metrics.stem == "metrics" else metrics.stem
+    sections = [
+        ("summary", "Summary", _summary(summary, diagnosis)),
+        ("diagnosis", "Diagnosis", _diagnosis(diagnosis)),
+        ("loss", "Loss and validation", _loss(summary, compared)),
+        ("throughput", "Throughput and utilisation", _throughput(summary, compared)),
+        ("time", "Where the time goes", _time(summary)),
+        ("memory", "Where the memory goes", _memory(summary)),
+        ("collectives", "Collectives", _collectives(summary)),
+        ("imbalance", "Imbalance", _imbalance(summary)),
+        ("pipeline", "Pipeline", _pipeline(summary)),
+        ("experts", "Load of the experts", _experts(summary, metrics)),
+        ("goodput", "Goodput", _goodput(summary)),
+    ]
+    if compared is not None:
+        sections.append(("comparison", "Comparison of two runs", _comparison(summary, compared)))
+    sections.append(("config", "Configuration and environment", _config(summary)))
+    return page(f"Training run {name}", sections)
+
+
+def _summary(summary: Summary, diagnosis: Diagnosis) -> str:
+    steps, header = summary.records.steps(), summary.records.header()
+    values: dict[str, str] = {}
+    if steps:
+        last = steps[-1]
+        values |= {"steps": f"{last['iteration']} of {last['total_iterations']}", "last loss": f"{last['loss']:.4f}"}
+        values["tokens"] = digits(float(last["consumed_tokens"]))
+        for label, field, scale in (("tokens per second", "tokens_per_second", 1.0), ("step (s)", "elapsed_ms", 1e-3)):
+            values[label] = digits(scale * (summary.mean(field) or 0.0))
+    used = summary.mean("utilisation")
+    values |= {} if used is None else {"utilisation": f"{used:.1%}"}
+    values |= {"goodput": f"{summary.goodput.share:.1%}"} if summary.ranks else {}
+    values |= {"layout": str(header.get("layout", "unknown")), "ranks": str(header.get("world_size", "unknown"))}
+    if diagnosis.findings:
+        first = diagnosis.findings[0]
+        values["bottleneck"] = f"{first.cause} ({first.share:.0%})"
+    return tiles(values) + "".join(paragraph(f"Note: {note}", "note") for note in diagnosis.notes)
+
+
+def _diagnosis(diagnosis: Diagnosis) -> str:
+    if not diagnosis.findings:
+        return paragraph("Without times of steps nothing can be said.", "soft")
+    items = []
+    for finding in diagnosis.findings:
+        changes = "".join(f"<li>{escape(c.text)} (predicted gain {c.gain:.1%})</li>" for c in finding.changes)
+        listed = f"<ul>{changes}</ul>" if changes else ""
+        head = f"<b>{escape(finding.cause)}: {finding.share:.1%} of the time.</b>"
+        items.append(f"<li>{head} {escape(finding.evidence)}{listed}</li>")
+    return f"<ol>{''.join(items)}</ol>"
+
+
+def _curve(summary: Summary, field: str, kind: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
+    chosen = [r for r in summary.records.metrics if r["kind"] == kind and r.get(field) is not None]
+    stride = max(len(chosen) // 1500, 1)
+    return [(float(r["iteration"]), scale * float(r[field])) for r in chosen[::stride]]
+
+
+def _loss(summary: Summary, other: Summary | None) -> str:
+    curves = {"training": _curve(summary, "loss"), "validation": _curve(summary, "loss", "validation")}
+    if other is not None:
+        curves |= {"training of the other run": _curve(other, "loss")}
+    rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
+    norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
+    shown = {name: curve for name, curve in curves.items() if curve}
+    return chart(shown, "iteration", "loss per token") + f"<details><summary>More</summary>{rates}{norms}</details>"
+
+
+def _throughput(summary: Summary, other: Summary | None) -> str:
+    curves = {"tokens/s": _curve(summary, "tokens_per_second")}
+    if other is not None:
+        curves["the other run"] = _curve(other, "tokens_per_second")
+    used = {"utilisation": _curve(summary, "utilisation"), "goodput": _curve(summary, "goodput")}
+    shown = chart(curves, "iteration", "tokens per second") + chart(used, "iteration", "utilisation and goodput")
+    rate = summary.records.header().get("product_rate")
+    return shown + (paragraph(f"Utilisation is against {rate / 1e12:.3g} TFLOP/s of a rank.", "soft") if rate else "")
+
+
+def _shown_ranks(summary: Summary) -> list[int]:
+    ranks = sorted(summary.ranks)
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    by_time = sorted(ranks, key=lambda rank: summary.ranks[rank].compute / summary.ranks[rank].steps)
+    return sorted(by_time[: MOST_RANKS // 2] + by_time[-MOST_RANKS // 2 :])
+
+
+def _time(summary: Summary) -> str:
+    if not summary.ranks:
+        return paragraph("No rank has recorded its times.", "soft")
+    rows = {}
+    for rank in _shown_ranks(summary):
+        times = summary.ranks[rank]
+        parts = times.phases | {name: traffic["exposed"] for name, traffic in times.traffic.items()}
+        rows[summary.name(rank)] = {name: 1000 * s / times.steps for name, s in parts.items() if s}
+    text = "Milliseconds of a step by rank; waiting for collectives is named by group and kind."
+    return paragraph(text, "soft") + bars(rows, "ms")
+
+
+def _memory(summary: Summary) -> str:
+    rows, peaks = {}, []
+    for rank in _shown_ranks(summary):
+        kinds = dict(summary.records.ranks[rank][-1].get("memory", {}))
+        peak, now = kinds.pop("peak", 0), kinds.pop("current", 0)
+        peaks.append((summary.name(rank), now / 2**20, peak / 2**20))
+        rows[summary.name(rank)] = {kind: size / 2**20 for kind, size in kinds.items() if size}
+    if not any(rows.values()):
+        return paragraph("No memory was recorded.", "soft")
+    return bars(rows, "MiB") + table(("rank", "now (MiB)", "peak (MiB)"), peaks)
+
+
+def _collectives(summary: Summary) -> str:
+    rows = []
+    for kind, (sending, waiting) in summary.communication().items():
+        own = [t for t in (times.traffic.get(kind) for times in summary.ranks.values()) if t]
+        steps = next(iter(summary.ranks.values())).steps
+        rates = summary.rates(kind)
+        rate = f"{median(rates.values()) / 1e9:.3g}" if rates else "not waited for here"
+        sent = float(median(t["bytes"] for t in own)) / steps / 1e6
+        rows.append((kind, round(own[0]["calls"] / steps, 1), sent, rate, f"{sending:.1%}", f"{waiting:.1%}"))
+    if not rows:
+        return paragraph("One rank alone: there are none.", "soft")
+    head = ("group and kind", "calls a step", "MB sent a step and rank", "GB/s", "exposed", "waiting for others")
+    note = "Bytes are those of a ring; exposed and waiting are shares of all ranks' time."
+    return table(head, rows) + paragraph(note, "soft")
+
+
+def _imbalance(summary: Summary) -> str:
+    ranks = _shown_ranks(summary)
+    if not ranks:
+        return paragraph("No rank has recorded its times.", "soft")
+    times = {rank: 1000 * summary.ranks[rank].compute / summary.ranks[rank].steps for rank in ranks}
+    middle = median(times.values())
+    slowest = max(times, key=lambda rank: times[rank])
+    share = times[slowest] / middle if middle else 1.0
+    text = f"Slowest: {summary.name(slowest)}, {digits(times[slowest])} ms a step, {share:.2f} times the median."
+    rows = [(summary.name(rank), time, time / middle if middle else 1.0) for rank, time in times.items()]
+    return paragraph(text) + table(("rank", "forward and backward (ms a step)", "over the median"), rows)
+
+
+def _pipeline(summary: Summary) -> str:
+    folder = summary.config.get("trace_pipeline")
+    if (summary.config.get("pipeline_model_parallel_size") or 1) == 1:
+        return paragraph("One stage: there is no pipeline.", "soft")
+    if folder is None:
+        return paragraph("Not traced; record the first 20 steps with --trace-pipeline FOLDER.", "soft")
+    try:
+        measured = read_trace(folder)
+    except ConfigError as error:
+        return paragraph(str(error), "note")
+    timeline = measured.timelines[measured.typical]
+    planned = simulate(timeline.plan, measured_costs(timeline))
+    with tempfile.TemporaryDirectory() as place:
+        png = Path(place) / "pipeline.png"
+        plot_timelines([("measured", timeline), (f"planned: {measured.schedule}", planned)], png, unit="ms")
+        shown = picture(png, "timelines of the pipeline, measured and planned")
+    text = f"Step {measured.typical}: idle {timeline.idle:.1%} measured, {planned.idle:.1%} planned."
+    return paragraph(text) + shown
+
+
+def _experts(summary: Summary, metrics: Path) -> str:
+    steps = [step["experts"] for step in summary.records.steps() if step.get("experts")]
+    if not steps:
+        return paragraph("No layer has experts.", "soft")
+    rows = []
+    for layer, numbers in steps[-1].items():
+        load = ExpertLoad(tuple(numbers["tokens"]), numbers["dropped"])
+        rows.append((f"layer {layer}", load.max_over_mean, load.entropy, load.dropped))
+    with tempfile.TemporaryDirectory() as place:
+        png = Path(place) / "experts.png"
+        plot_expert_load(metrics, png)
+        shown = picture(png, "load of every expert over the steps")
+    return shown + table(("last step", "busiest over mean", "entropy", "dropped"), rows)
+
+
+def _goodput(summary: Summary) -> str:
+    good = summary.goodput
+    if not good.seconds:
+        return paragraph("No rank has recorded its times.", "soft")
+    parts = {"useful": good.useful} | {name: good.lost[name] for name in LOST if good.lost[name]}
+    text = f"{digits(good.seconds)} s since the first start, {good.share:.1%} of them useful."
+    return paragraph(text) + bars({"since the first start": parts}, "s")
+
+
+def _comparison(summary: Summary, other: Summary) -> str:
+    rows: list[tuple[str, Any, Any, Any]] = []
+    for label, field in (
+        ("step (ms)", "elapsed_ms"), ("tokens per second", "tokens_per_second"), ("utilisation", "utilisation"),
+    ):  # fmt: skip
+        a, b = summary.mean(field), other.mean(field)
+        rows.append((label, a if a is not None else "-", b if b is not None else "-", a / b if a and b else "-"))
+    for phase in dict.fromkeys(p for s in (summary, other) for t in s.ranks.values() for p in t.phases):
+        a, b = summary.share(phase), other.share(phase)
+        rows.append((f"{phase} (share)", f"{a:.1%}", f"{b:.1%}", a / b if b else "-"))
+    changed = list(_differences(summary.config, other.config))
+    settings = table(("setting", "this run", "the other run"), changed) if changed else paragraph("The same settings.")
+    return table(("", "this run", "the other run", "ratio"), rows) + settings
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name in sorted(set(a) | set(b)):
+        if a.get(name) != b.get(name):
+            yield name, str(a.get(name)), str(b.get(name))
+
+
+def _config(summary: Summary) -> str:
+    header = summary.records.header(0)
+    environment = {**header.get("environment", {}), "host": header.get("host", "unknown")}
+    text = yaml.safe_dump(summary.config, sort_keys=True) if summary.config else "unknown: rank 0 has left no records"
+    shown = f"<details><summary>All settings</summary><pre>{escape(text)}</pre></details>"
+    return table(("environment", ""), [(name, str(value)) for name, value in environment.items()]) + shown

@@ -1,0 +1,46 @@
+"""Write one HTML page about a training run: it needs no network, and fits a phone, a screen and paper.
+
+python tools/report.py runs/mine --out report.html
+python tools/report.py runs/mine --compare runs/before --out report.html
+
+RUN is the folder of --save, or the file of --metrics-file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.report import write_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to write about, and where to."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of --save, or metrics file, of a run."""
+    out: str = "report.html"
+    """File to write."""
+    compare: str | None = None
+    """Another run to compare with."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, write the page and exit."""
+    settings = tyro.cli(Settings, args=arguments, description=__doc__)
+    try:
+        write_report(settings.run, settings.out, settings.compare)
+    except (MegatronError, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {settings.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
