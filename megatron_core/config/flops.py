@@ -76,7 +76,7 @@ def _qkv_weights(model: ModelConfig) -> int:
     """Elements of the matrices from the hidden state to queries, keys and values of a layer."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
-        return hidden * (heads + 2 * model.query_groups) * model.head_size
+        return hidden * (heads * (1 + model.attention_output_gate) + 2 * model.query_groups) * model.head_size
     query, rank, q_rank = heads * model.query_head_size, model.kv_lora_rank, model.q_lora_rank
     queries = hidden * query if q_rank is None else q_rank * (hidden + query)
     up = rank * heads * (model.qk_head_dim + model.v_head_dim)

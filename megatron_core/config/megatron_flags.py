@@ -116,12 +116,12 @@ REFUSED: dict[str, str] = {
     "Muon's updates have the scale of AdamW's, and AdamW for what is no hidden matrix; remove it": """
         muon_scale_mode= muon_coefficient_type= muon_tp_mode= muon_extra_scale_factor= muon_scalar_optimizer=""",
     "this variant of the layer is not supported; remove it, or write the layer yourself (docs/from_megatron.md)": """
-        activation_func_clamp_value= apply_residual_connection_post_layernorm attention_output_gate
+        activation_func_clamp_value= apply_residual_connection_post_layernorm
         fp32_residual_connection glu_linear_offset= init_method_xavier_uniform qk_l2_norm qk_clip quick_geglu
         softmax_type= no_rope_freq= log_max_attention_logit experimental_attention_variant=
         enable_mhc_connections spec=
         heterogeneous_layers_config_path= heterogeneous_layers_config_encoded_json= use_mup
-        use_grouped_gemm_for_dense_mlp apply_wd_to_qk_layernorm freeze_all_layers mlp_chunks_for_training=
+        use_grouped_gemm_for_dense_mlp freeze_all_layers mlp_chunks_for_training=
         distribute_saved_activations export_qk_l2_norm export_moe_apply_probs_on_input
         tensor_parallel_num_weight_shards=""",
     "models with other layers than attention are not supported; use Megatron-LM's pretrain_hybrid.py": """

@@ -37,6 +37,7 @@ TRAINING_SETTINGS = (
     "moe_input_jitter_eps",
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
+    "apply_wd_to_qk_layernorm",
 )
 """Settings of the model that do not change what trained weights compute in evaluation."""
 
@@ -77,6 +78,10 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     """Normalize queries and keys, separately for each head."""
     qk_layernorm_over_heads: bool = False
     """With --qk-layernorm: over all heads together (OLMo 2); RMSNorm only."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay for the weights of these norms, too."""
+    attention_output_gate: bool = False
+    """Multiply attention's output, channel by channel, by a sigmoid of the layer's input (Qwen3-Next)."""
     swiglu: bool = False
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = False

@@ -63,6 +63,11 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         )
     elif model.group_query_attention:
         yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
+    if model.apply_wd_to_qk_layernorm and not model.qk_layernorm:
+        yield "apply_wd_to_qk_layernorm=True has no effect without qk_layernorm; add --qk-layernorm or remove it"
+    if model.attention_output_gate:
+        size = config.parallel.tensor_model_parallel_size
+        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
     if model.qk_layernorm_over_heads:
         if not model.qk_layernorm or model.normalization != "RMSNorm":
             yield (
@@ -86,7 +91,7 @@ def _latent_problems(config: RunConfig) -> Iterator[str]:
         return
     for name in (
         *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
-        *("add_qkv_bias", "rotary_base_of_windows"),
+        *("add_qkv_bias", "rotary_base_of_windows", "attention_output_gate"),
     ):
         if value := getattr(model, name):
             yield f"{name}={value} cannot be used with multi_latent_attention, which has its own projections; remove it"

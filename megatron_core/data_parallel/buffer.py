@@ -27,7 +27,9 @@ class BucketKind:
 
     dtype: torch.dtype
     decay: bool
-    """Whether weight decay applies: matrices and tables yes, biases and norms no."""
+    """Whether weight decay applies: matrices and tables yes, biases and norms no, but for those marked ``decays``."""
+    matrix: bool
+    """Whether it is a matrix or a table, or several of them."""
     replica_axes: tuple[str, ...]
     """Data axes over which gradients are summed."""
     partial_axes: tuple[str, ...] = ()
@@ -46,7 +48,8 @@ class BucketKind:
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
             dtype=parameter.dtype,
-            decay=len(spec.global_shape) > 1,
+            decay=len(spec.global_shape) > 1 or getattr(parameter, "decays", False),
+            matrix=len(spec.global_shape) > 1,
             replica_axes=spec.replica_axes,
             partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),

@@ -35,7 +35,7 @@ class Muon:
     @staticmethod
     def fits(bucket: Bucket) -> bool:
         """Whether a bucket's parameters are hidden matrices; embeddings, heads, biases and norms are AdamW's."""
-        return bucket.kind.decay and not bucket.kind.embedding
+        return bucket.kind.matrix and not bucket.kind.embedding
 
     def update_bucket(self, bucket: Bucket, part: Part, rates: Rates) -> None:
         """Update the shard of ``bucket`` that ``part`` is; all ranks that share the bucket's tensors call this."""

@@ -90,7 +90,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         width = 0
     if model.recomputes("mla_up_proj"):
         queries = keys = values = 0
-    outputs = model.num_attention_heads * model.value_head_size
+    outputs = model.num_attention_heads * model.value_head_size * (3 if model.attention_output_gate else 1)
     split: float = n * (queries + keys + values + outputs) + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
         whole += 2 * n * model.hidden_size

@@ -19,7 +19,8 @@ from megatron_core.transformer.recompute import recomputed
 class SelfAttention(nn.Module):
     """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel).
 
-    One matrix holds, group by group, the query heads, the key head and the value head (Megatron's order). With fewer
+    One matrix holds, group by group, the query heads, with ``attention_output_gate`` as many heads g of gates, the key
+    head and the value head (Megatron's order); gates turn attention(...) into attention(...) * sigmoid(g). With fewer
     key-value groups than ranks, the ranks of a group each hold its key and value. ``core_attention`` makes the part
     without weights, ``qk_layernorm`` the norms of each head's queries and keys.
     """
@@ -38,10 +39,10 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         self.groups = max(config.query_groups // size, 1)
-        self.head_size = d
+        self.head_size, self.gated = d, config.attention_output_gate
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            (config.num_attention_heads + 2 * config.query_groups) * d,
+            (config.num_attention_heads * (1 + self.gated) + 2 * config.query_groups) * d,
             config=parallel,
             init_method=context.init_method,
             bias=config.has_qkv_bias,
@@ -59,6 +60,10 @@ class SelfAttention(nn.Module):
         head_norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, d, partial_grad=True)
         self.q_layernorm = head_norm(heads=config.num_attention_heads)
         self.k_layernorm = head_norm(heads=config.query_groups)
+        if config.apply_wd_to_qk_layernorm:
+            for parameter in (self.q_layernorm.weight, self.k_layernorm.weight):
+                assert isinstance(parameter, nn.Parameter), "validated: there are norms"
+                parameter.decays = True
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = RowParallelLinear(
@@ -79,7 +84,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """-> (output, the bias to be added to it, or None). Keys and values of earlier positions come from the cache in
         generation."""
-        query, key, value = self._query_key_value(hidden)
+        query, gate, key, value = self._query_key_value(hidden)
         if self.query_factor is not None:
             query = query * self.query_factor
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
@@ -91,12 +96,15 @@ class SelfAttention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer_number, key, value)
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-        return self.linear_proj(attend(query, key, value, context))
+        attended = attend(query, key, value, context)
+        return self.linear_proj(attended * gate.flatten(2).sigmoid() if self.gated else attended)
 
-    def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query ``[s, b, groups, heads of each, d]``, key and value ``[s, b, groups, d]``, views of one tensor."""
+    def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query and gate (empty without one) ``[s, b, groups, heads of each, d]``, key and value ``[s, b, groups, d]``,
+        views of one tensor."""
         mixed, _ = self.linear_qkv(hidden)
         queries = self.heads // self.groups
-        mixed = mixed.unflatten(-1, (self.groups, queries + 2, self.head_size))
-        query, key, value = mixed.split([queries, 1, 1], dim=-2)
-        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)
+        gates = queries * self.gated
+        mixed = mixed.unflatten(-1, (self.groups, queries + gates + 2, self.head_size))
+        query, gate, key, value = mixed.split([queries, gates, 1, 1], dim=-2)
+        return self.q_layernorm(query), gate, self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)

@@ -72,6 +72,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("end_weight_decay=None is missing", "weight_decay_incr_style=linear"),
     ),
+    ({"apply_wd_to_qk_layernorm": True}, 1, ("apply_wd_to_qk_layernorm=True", "--qk-layernorm")),
+    (
+        {"attention_output_gate": True, "group_query_attention": True, "tensor_model_parallel_size": 2},
+        2,
+        ("num_query_groups=1 cannot be split", "tensor_model_parallel_size=2"),
+    ),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

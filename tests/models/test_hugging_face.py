@@ -213,3 +213,20 @@ def test_another_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match=r"differ by 1.0e-03 of the largest one.*nothing was written"):
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Path) -> None:
+    """DeepSeek's files have them behind the others; without the count in config.json they are tensors without a use."""
+    save_model("deepseek_v3", tmp_path / "theirs")
+    weights, settings = tmp_path / "theirs" / "model.safetensors", tmp_path / "theirs" / "config.json"
+    further = {"model.layers.4.enorm.weight": torch.ones(32), "model.layers.4.eh_proj.weight": torch.ones(32, 64)}
+    save_file(load_file(weights) | further, weights, {"format": "pt"})
+    config = json.loads(settings.read_text())
+    config.pop("num_mtp_layers", None)
+    settings.write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+    if layers:
+        assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
+    else:
+        with pytest.raises(CheckpointError, match=r"without a use: model\.layers\.4\.eh_proj"):
+            import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

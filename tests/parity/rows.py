@@ -64,6 +64,7 @@ GQA1 = {
     "position_embedding_type": "rope",
 }
 GQA2 = {"group_query_attention": True, "num_query_groups": 2}
+GATED = {"attention_output_gate": True, "apply_wd_to_qk_layernorm": True}
 FULL_UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 FULL_BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 WINDOW = {"window_size": (2, 0), "window_attn_skip_freq": (1, 0, 0, 1)}
@@ -166,6 +167,13 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "modern, tp2 sp": (2, MODERN, TP2 | SP),
     "modern, tp2 pp2": (4, MODERN, TP2 | PP2),
     "modern, 2 groups, tp4 sp": (4, MODERN | GQA2, TP4 | SP),
+    "gated attention, decay of query and key norms, tp2 sp": (2, MODERN | GQA2 | GATED, TP2 | SP),
+    "gated attention, dp2 pp2 zb_h1 zero1": (4, MODERN | GATED, PP2 | ZB_H1 | ZERO | OVERLAP),
+    "muon, gated attention, decay of query and key norms, dp2 tp2 zero3": (
+        4,
+        MODERN | GQA2 | GATED | {"optimizer": "muon"},
+        TP2 | ZERO3,
+    ),
     "geglu, tp2": (2, {"geglu": True, "ffn_hidden_size": 64}, TP2),
     "squared relu, tp2": (2, {"squared_relu": True}, TP2),
     "full recompute, uniform, tp2 sp": (2, {}, TP2 | SP | FULL_UNIFORM),  # C27

@@ -75,7 +75,12 @@ class HuggingFaceReader:
         # Some files repeat the embedding as the output layer's weight.
         head = self.architecture.source("output_layer.weight").names
         tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
-        unused = sorted(name for name in set(self._where) - used - tied if not name.endswith(DERIVED))
+        further = tuple(f"layers.{self.model.num_layers + at}." for at in range(self._predicting_layers()))
+        unused = sorted(
+            name
+            for name in set(self._where) - used - tied
+            if not name.endswith(DERIVED) and not name.removeprefix("model.").startswith(further)
+        )
         missing = sorted(used - set(self._where))
         if missing or unused:
             faults = {"missing": missing, "without a use": unused}
@@ -83,6 +88,10 @@ class HuggingFaceReader:
             raise CheckpointError(f"{self.folder}: its tensors and {CONFIG} do not agree; {told}")
         for name, shape in ours.items():
             self._source(name, shape)
+
+    def _predicting_layers(self) -> int:
+        """Layers of multi-token prediction, which stand behind the others and are left out."""
+        return int(self.theirs.get("num_nextn_predict_layers") or self.theirs.get("num_mtp_layers") or 0)
 
     def dtype(self) -> torch.dtype:
         """Of the stored weights: that of the first one."""
