@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops.activation import bias_swiglu
 
-__all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu"]
+__all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu", "weighted_bias_swiglu_impl"]
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -22,3 +22,13 @@ def bias_swiglu_impl(
     if fp8_input_store or cpu_offload_input:
         raise ConfigError("fp8_input_store and cpu_offload_input are not supported; leave them out")
     return bias_swiglu(input, bias)
+
+
+def weighted_bias_swiglu_impl(
+    input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
+) -> Tensor:
+    """``swiglu(input)`` times a weight for each token, ``[tokens, 1]``, in the dtype of ``input``. ConfigError with a
+    bias, as in Megatron Core."""
+    if bias is not None:
+        raise ConfigError("weighted_bias_swiglu_impl takes no bias; pass None")
+    return (bias_swiglu_impl(input, None, fp8_input_store) * weights).to(input.dtype)

@@ -63,6 +63,10 @@ class FusedScaleMaskSoftmax(nn.Module):
         weights = torch.softmax(scores, dim=-1) if softmax_offset is None else SoftmaxOne(-1, softmax_offset)(scores)
         return weights.to(input.dtype) if self.input_in_float16 else weights
 
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """False: this is plain torch."""
+        return False
+
     def _causal(self, scores: Tensor) -> Tensor | None:
         if self.attn_mask_type != AttnMaskType.causal or scores.shape[2] == 1:
             return None

@@ -2,9 +2,9 @@
 
 from enum import Enum
 
-from megatron_core.enums import LayerType
+from megatron_core.enums import LayerType, ModelType
 
-__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType"]
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 
 
 class AttnType(Enum):

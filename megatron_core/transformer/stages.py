@@ -6,10 +6,10 @@ from fractions import Fraction
 
 from torch import nn
 
+from megatron_core import parallel_state
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.current import current, has_current
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.transformer.transformer_config import TransformerConfig
 
@@ -22,7 +22,7 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank
     """
     ranks, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     if pp_rank is None:
-        pp_rank = current().index("pp") if has_current() and ranks > 1 else 0
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank() if ranks > 1 else 0
     if not 0 <= pp_rank < ranks or not 0 <= (vp_stage or 0) < chunks:
         raise LayoutError(f"pp_rank={pp_rank}, vp_stage={vp_stage} is outside of {ranks} ranks with {chunks} chunks")
     return _all_stages(config, ranks * chunks)[(vp_stage or 0) * ranks + pp_rank]

@@ -21,7 +21,7 @@ from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron_core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron_core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron_core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron_core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron_core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron_core.hyper_comm_grid import HyperCommGrid
 from megatron_core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
@@ -220,6 +220,8 @@ def test_activations_with_bias() -> None:
     gate, value = (x + bias).chunk(2, -1)
     functional = torch.nn.functional
     torch.testing.assert_close(bias_swiglu_impl(x, bias), functional.silu(gate) * value)
+    weights = torch.rand(3, 1)
+    torch.testing.assert_close(weighted_bias_swiglu_impl(x, None, weights), bias_swiglu_impl(x, None) * weights)
     torch.testing.assert_close(bias_geglu_impl(x, bias), functional.gelu(gate, approximate="tanh") * value)
     torch.testing.assert_close(bias_gelu_impl(x, bias), functional.gelu(x + bias, approximate="tanh"))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_core import parallel_state
 from megatron_core.enums import LayerType
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.getters import getters
 from megatron_core.schedules.pipeline_layout import LETTERS, parse_layout
 
+_pipeline_rank = getters("pp", "that share the layers")[2]
 _TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss, "m": LayerType.mtp}
 
 
@@ -92,7 +93,7 @@ class PipelineParallelLayerLayout:
             raise LayoutError(
                 f"vp_stage=None, but each rank has {self.virtual_pipeline_model_parallel_size} chunks; say which one"
             )
-        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        rank = _pipeline_rank() if pp_rank is None else pp_rank
         return rank, vp_stage or 0
 
 
