@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     with HuggingFaceReader(source) as reader:
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes)
-        difference = compare_logits(reader, config, source, reader.dtype()) if verify else 0.0
+        verified = partial(HuggingFaceReader, source)
+        difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0
         write_native(reader, config, shapes, save, dtype or reader.dtype())
     return difference
 
@@ -108,25 +110,24 @@ def export_hugging_face(
         raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
     config = stored_config(found)
     architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
-    partial = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(partial, ignore_errors=True)
+    incomplete = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        incomplete.mkdir(parents=True)
         with CheckpointReader(found) as reader:
             kept = stored_dtype(reader) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
-            write_hugging_face(reader, partial, architecture, model, dtype=kept, further=special_tokens(config))
+            write_hugging_face(reader, incomplete, architecture, model, dtype=kept, further=special_tokens(config))
             for path in sorted((found / "tokenizer").glob("*")):
-                shutil.copyfile(path, partial / path.name)
-        with CheckpointReader(found) as reader:  # another one: what the first has mapped would count as memory
-            difference = compare_logits(reader, config, partial, kept) if verify else 0.0
+                shutil.copyfile(path, incomplete / path.name)
+        difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()
-        partial.rename(folder)
+        incomplete.rename(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
     return difference
 
 
@@ -137,17 +138,20 @@ def special_tokens(config: RunConfig) -> dict[str, int | None]:
 
 
 def compare_logits(
-    reader: CheckpointReader | HuggingFaceReader, config: RunConfig, folder: Path, dtype: torch.dtype
+    open_reader: Callable[[], CheckpointReader | HuggingFaceReader], config: RunConfig, folder: Path, dtype: torch.dtype
 ) -> float:
-    """The largest difference of logits between the weights of ``reader``, rounded to ``dtype``, here and those in a
+    """The largest difference of logits between the weights of a reader, rounded to ``dtype``, here and those in a
     folder of Hugging Face in `transformers`, over the largest logit, in float32 on fixed prompts.
+
+    The reader is closed before `transformers` loads all weights: what it has mapped would count as memory, too.
 
     Errors: ``CheckpointError`` if it is above ``TOLERANCE``, and without transformers.
     """
     learned = config.model.position_embedding_type == "learned_absolute"
-    prompts = fixed_prompts(reader.state["vocab_size"], config.max_positions if learned else max(PROMPT_LENGTHS))
+    with open_reader() as reader:
+        prompts = fixed_prompts(reader.state["vocab_size"], config.max_positions if learned else max(PROMPT_LENGTHS))
+        ours = our_logits(reader, config, prompts, dtype)
     theirs = their_logits(folder, prompts)
-    ours = our_logits(reader, config, prompts, dtype)
     scale = max(logits.abs().max().item() for logits in theirs)
     difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
     if not difference <= TOLERANCE:
