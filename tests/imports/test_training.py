@@ -176,6 +176,24 @@ def test_steps_and_checkpoints_are_those_of_one_process(alone: Any, layout: str,
     np.testing.assert_allclose(next_step, more, rtol=0, atol=1e-9)
 
 
+def by_hand() -> tuple[float, float]:
+    """The norm of the first step's gradients, and that of the mean loss by autograd alone."""
+    training = Training()
+    plain, batches = training._stage(0, 1), training.batches(0)
+    total = sum(
+        (plain(b["tokens"][:, :-1], labels=b["tokens"][:, 1:], sample_index=b["number"]) * b["mask"]).sum()
+        for b in batches
+    )
+    (total / sum(b["mask"].sum() for b in batches)).backward()
+    squares = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
+    return training.take(0)[1], squares**0.5
+
+
+def test_gradients_are_those_of_the_mean_over_tokens() -> None:  # C3
+    ours, expected = run_ranks(1, by_hand)[0]
+    assert ours == pytest.approx(expected, abs=1e-12)
+
+
 def test_a_step_begins_with_the_next_forward() -> None:  # C35
     """An optimizer of torch clears ``grad`` alone; what was collected must not stay."""
     model = DistributedDataParallel(None, DistributedDataParallelConfig(), torch.nn.Linear(3, 2))
