@@ -55,7 +55,7 @@ class Settings:
     """Layers of the model."""
     hidden: int = 256
     """Width of the model: two blocks of 128."""
-    length: int = 128
+    length: int = 64
     """Tokens of a sequence."""
     batch: int = 4
     """Sequences of a step."""

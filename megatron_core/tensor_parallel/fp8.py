@@ -43,7 +43,7 @@ from megatron_core.ops.fp8 import (
     product,
     scale_of,
 )
-from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group
 
 Role = Literal["input", "weight", "grad"]
@@ -113,14 +113,18 @@ class FP8Products:
         along = Blocks(1, BLOCK if recipe == "blockwise" else SMALL_BLOCK)
         return along if summed == 1 else along.t()
 
-    def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
-        """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history."""
+    def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE) -> Tensor:
+        """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history; ``sequence``: more
+        ranks that share its rows."""
         amax = block_amax(x, blocks)
         record = record and not (role == "weight" and self.weight_is_narrow)
-        return self.scale_of_amax(role, amax.to(torch.promote_types(amax.dtype, torch.float32)), blocks, record=record)
+        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+        return self.scale_of_amax(role, amax, blocks, record=record, sequence=sequence)
 
-    def scale_of_amax(self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
-        """The scales of a matrix from the amaxes of its blocks on this rank, which may be changed."""
+    def scale_of_amax(
+        self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE
+    ) -> Tensor:
+        """The scales of a matrix from the amaxes of its blocks on this rank, which may change; else as ``scale``."""
         if record and self.is_delayed and amax.numel():
             self._record(role, amax)
         if self.knows_scales and blocks == WHOLE:
@@ -128,6 +132,7 @@ class FP8Products:
         rows, columns = self.splits[role]
         if blocks.rows is None:
             all_reduce_(amax, rows, maximum=True)
+            all_reduce_(amax, sequence, maximum=True)
         if blocks.columns is None:
             all_reduce_(amax, columns, maximum=True)
         return scale_of(amax, self.dtypes[role], power_of_two=self.power_of_two)
@@ -163,11 +168,22 @@ class FP8Products:
         """Whether a matrix has the same scales whichever dim is summed over."""
         return self.blocks(role, 0) == self.blocks(role, 1)
 
-    def output(self, x: Tensor, weight: Tensor, *, record: bool) -> tuple[Tensor, dict[Role, Tensor]]:
-        """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``."""
-        a = self.quantise("input", x.reshape(-1, x.shape[-1]), 1, record=record)
+    def output(
+        self, x: Tensor, weight: Tensor, *, record: bool, gather: Group = ALONE
+    ) -> tuple[Tensor, dict[Role, Tensor]]:
+        """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``.
+
+        ``gather`` are the ranks that hold parts of x along its first dim, which travel in FP8: for a scale of all x.
+        """
+        flat = x.reshape(-1, x.shape[-1])
+        scale = self.scale("input", flat, self.blocks("input", 1), record=record, sequence=gather)
+        a = self.quantise("input", flat, 1, scale)
+        if gather.size() > 1:
+            x, gathering = start_gather_sequence(a.data.view(torch.uint8).reshape(x.shape), gather)
+            gathering.wait()
+            a = Quantised(x.view(a.data.dtype).reshape(-1, x.shape[-1]), scale, a.blocks)
         b = self.quantise("weight", weight, 1, record=record)
-        y = product(a, b.t(), x.dtype, fast_accumulation=True)
+        y = product(a, b.t(), weight.dtype, fast_accumulation=True)
         made: dict[Role, Quantised] = {"input": a, "weight": b}
         kept = {role: quantised.scale for role, quantised in made.items() if self.keeps_scale(role)}
         return y.view(*x.shape[:-1], len(weight)), kept
@@ -193,7 +209,19 @@ class FP8Gradients:
         weight = self.fp8.quantise("weight", self.weight.detach(), 0, self.scales.get("weight"))
         return product(self._grad(1), weight, self.grad_y.dtype).view(*self.shape[:-1], -1)
 
+    def takes_bytes(self) -> bool:
+        """Whether ``of_weight`` takes x in FP8: its scale is one that forward has found."""
+        return self.fp8.per_tensor and self.fp8.multiplies_weight_grad()
+
+    def input_bytes(self, x: Tensor) -> Tensor:
+        """``x`` in FP8, as bytes."""
+        return self.fp8.quantise("input", x, 0, self.scales["input"]).data.view(torch.uint8)
+
     def of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dL/dW ``[O, I]`` from ``x`` ``[..., I]`` in ``out_dtype``."""
-        quantised = self.fp8.quantise("input", x.reshape(-1, x.shape[-1]), 0, self.scales.get("input"))
+        """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]``, or from its bytes in FP8."""
+        if x.dtype == torch.uint8:
+            data = x.view(self.fp8.dtypes["input"]).reshape(-1, x.shape[-1])
+            quantised = Quantised(data, self.scales["input"], WHOLE)
+        else:
+            quantised = self.fp8.quantise("input", x.reshape(-1, x.shape[-1]), 0, self.scales.get("input"))
         return product(self._grad(0).t(), quantised, out_dtype)

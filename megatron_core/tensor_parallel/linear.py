@@ -65,7 +65,10 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.weight, ctx.comm, ctx.backend, ctx.has_bias, ctx.fp8 = weight, comm, backend, bias is not None, fp8
         if fp8 is None:
             return nn.functional.linear(gather_input(x, comm), weight, bias)
-        y, ctx.scales = fp8.output(gather_input(x, comm), weight, record=training)
+        if comm.gather_sequence and fp8.per_tensor:
+            y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
+        else:
+            y, ctx.scales = fp8.output(gather_input(x, comm), weight, record=training)
         return y if bias is None else y + bias
 
     @staticmethod
@@ -95,8 +98,14 @@ class Gradients:
         """dL/dx = dL/dy W, not summed over ranks yet."""
         return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
 
+    def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
+        """Begin to make the input whole along the sequence, for ``of_weight``; in FP8 if that is what it needs."""
+        if comm.gather_sequence and self.narrow is not None and self.narrow.takes_bytes():
+            x = self.narrow.input_bytes(x)
+        return start_gather_sequence(x, comm.group) if comm.gather_sequence else (x, Done())
+
     def of_weight(self, x: Tensor) -> Tensor | None:
-        """As ``weight_grad``, for the whole input."""
+        """As ``weight_grad``, for what ``start_gather`` returned."""
         if self.narrow is None or not self.narrow.fp8.multiplies_weight_grad():
             return weight_grad(self.weight, x, self.grad_y, self.backend)
         main_grad = main_grad_of(self.weight)
@@ -110,9 +119,7 @@ def _input_and_weight_grads(
     gradients: Gradients, x: Tensor, comm: LinearComm, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients; the communication of each overlaps with the computation of the other."""
-    gathering: Handle = Done()
-    if comm.gather_sequence and needs_weight:
-        x, gathering = start_gather_sequence(x, comm.group)
+    x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
     grad_x, reducing = _start_input_grad(gradients, comm) if needs_x else (None, Done())
     gathering.wait()
     if not comm.overlap:
@@ -131,7 +138,9 @@ def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
         return False
 
     def job() -> None:
-        grad = gradients.of_weight(gather_input(x, comm))
+        whole, gathering = gradients.start_gather(x, comm)
+        gathering.wait()
+        grad = gradients.of_weight(whole)
         if grad is not None:  # no main_grad: accumulate as autograd does
             weight.grad = grad if weight.grad is None else weight.grad + grad
 

@@ -1,0 +1,86 @@
+"""What linear layers in FP8 send, and that they use the scales of whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.config.fp8 import FP8Config
+from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, linear
+from megatron_core.tensor_parallel import fp8 as fp8_products
+from megatron_core.tensor_parallel.fp8 import FP8Precision
+from megatron_core.verify.ranks import run_ranks
+
+S, B, IN, OUT = 8, 2, 32, 16
+
+
+def _gathered(recipe: str | None, wgrad: bool) -> list[tuple[torch.dtype, int]]:
+    """Data type and elements of each gather along the sequence, of one forward and backward."""
+    seen = []
+    start = linear.start_gather_sequence
+
+    def counted(x, group):
+        seen.append((x.dtype, x.numel()))
+        return start(x, group)
+
+    linear.start_gather_sequence = fp8_products.start_gather_sequence = counted  # in a forked rank
+    settings = FP8Config(fp8_format="hybrid", fp8_recipe=recipe or "delayed", fp8_wgrad=wgrad)
+    precision = FP8Precision(settings, range(1)) if recipe else None
+    config = ModelParallelConfig(sequence_parallel=True, params_dtype=torch.bfloat16, fp8_precision=precision)
+    layer = ColumnParallelLinear(IN, OUT, config=config, tp_group=dist.group.WORLD)
+    x = torch.randn(S // 2, B, IN, dtype=torch.bfloat16, requires_grad=True)
+    layer(x)[0].float().sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wgrad", "dtypes"),
+    [
+        (None, True, [torch.bfloat16, torch.bfloat16]),
+        ("tensorwise", True, [torch.uint8, torch.uint8]),
+        ("delayed", True, [torch.uint8, torch.uint8]),
+        ("tensorwise", False, [torch.uint8, torch.bfloat16]),
+        ("rowwise", True, [torch.bfloat16, torch.bfloat16]),
+    ],
+)
+def test_sequences_are_gathered_in_fp8(recipe: str | None, wgrad: bool, dtypes: list[torch.dtype]) -> None:
+    """Where one scale belongs to all of it: half the bytes of bfloat16, forward and backward."""
+    for seen in run_ranks(2, _gathered, recipe, wgrad):
+        assert seen == [(dtype, S // 2 * B * IN) for dtype in dtypes]
+
+
+def _outputs(recipe: str) -> None:
+    """Both kinds of layers on two ranks against one: outputs of a column-parallel one are equal to the bit."""
+    settings = FP8Config(fp8_format="e4m3", fp8_recipe=recipe)
+    config = ModelParallelConfig(params_dtype=torch.bfloat16, fp8_precision=FP8Precision(settings, range(1)))
+    x, full = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((S, B, 256), (512, 256)))
+    x *= 10.0 ** torch.linspace(-2, 2, 256)
+
+    def column(group):
+        layer = ColumnParallelLinear(
+            256, 512, bias=False, config=config, tp_group=group, init_method=lambda w: w.copy_(full)
+        )
+        return layer(x.bfloat16())[0]
+
+    def row(group):
+        layer = RowParallelLinear(
+            256,
+            512,
+            bias=False,
+            config=config,
+            tp_group=group,
+            input_is_parallel=False,
+            init_method=lambda w: w.copy_(full),
+        )
+        return layer(x.bfloat16())[0]
+
+    world, alone = dist.group.WORLD, fp8_products.ALONE
+    assert torch.equal(column(world), column(alone).chunk(2, -1)[dist.get_rank()])
+    expected = row(alone).float()
+    assert (row(world).float() - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_layer_over_two_ranks(recipe: str) -> None:
+    run_ranks(2, _outputs, recipe)
