@@ -37,6 +37,7 @@ td.n, th.n { text-align: right; } .soft { color: var(--soft); }
 .key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; print-color-adjust: exact;
   -webkit-print-color-adjust: exact; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
+@media (max-width: 36rem) { svg text { font-size: 20px; } body { padding: .4rem; } }
 img { max-width: 100%; background: #fff; }
 pre { overflow-x: auto; font-size: .85rem; } details { margin-top: .5rem; }
 """
@@ -121,7 +122,7 @@ def chart(curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -
     if not points:
         return paragraph("nothing was recorded", "soft")
     (left, right), (low, high) = (_span([p[axis] for p in points]) for axis in (0, 1))
-    width, height, margin = 720, 260, 54
+    width, height, margin = 720, 260, 78
 
     def at(point: tuple[float, float]) -> str:
         across = margin + (point[0] - left) / (right - left) * (width - margin - 10)
@@ -149,7 +150,8 @@ def chart(curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -
                 f"<title>{escape(name)}</title></polyline>"
             )
     key = "".join(
-        f'<span class="key" style="background:{COLOURS[n % len(COLOURS)]}"></span>{escape(name)}'
+        f'<span style="white-space:nowrap"><span class="key" style="background:{COLOURS[n % len(COLOURS)]}"></span>'
+        f"{escape(name)}</span> "
         for n, name in enumerate(curves)
     )
     return f"<p><b>{escape(y)}</b> {key}</p>{''.join(drawn)}</svg>"

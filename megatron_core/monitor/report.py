@@ -91,7 +91,8 @@ def _diagnosis(diagnosis: Diagnosis) -> str:
 
 
 def _curve(summary: Summary, field: str, kind: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
-    chosen = [r for r in summary.records.metrics if r["kind"] == kind and r.get(field) is not None]
+    known = (r for r in summary.records.metrics if r["kind"] == kind and r.get("split") in (None, "validation"))
+    chosen = [r for r in known if r.get(field) is not None]
     stride = max(len(chosen) // 1500, 1)
     return [(float(r["iteration"]), scale * float(r[field])) for r in chosen[::stride]]
 
