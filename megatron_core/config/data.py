@@ -59,6 +59,10 @@ class DataConfig:
     seq_length_warmup: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: sequences are truncated to START tokens at first; over the first SAMPLES samples their
     length grows by INCREMENT in equal steps up to --seq-length (Li et al. 2021)."""
+    sft: bool = False
+    """Fine-tune on conversations: paths name files of JSON lines with messages, the loss counts answers alone."""
+    chat_template: str | None = None
+    """File with the chat template for --sft, in Jinja; default: the one in the folder of the tokenizer."""
     mock_data: bool = False
     """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = False

@@ -228,7 +228,6 @@ DEPENDENT: dict[str, str] = {
     "qk_clip": "qk_clip_alpha= qk_clip_threshold=",
     "record_memory_history": "memory_snapshot_path=",
     "replication": "replication_jump= replication_factor=",
-    "sft": "sft_tokenizer_prompt_format=",
     "use_kitchen_attention": "kitchen_attention_backend=",
     "use_mup": """
         mup_width_mult= mup_base_hidden_size= mup_embedding_mult= mup_output_mult= mup_base_head_dim=

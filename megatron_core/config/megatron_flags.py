@@ -73,7 +73,7 @@ SAME_VALUE: dict[str, dict[str, str]] = {
     "cross_entropy_fusion_impl": {"te": "native"},
     # Kernels that send tokens as alltoall does.
     "moe_token_dispatcher_type": {"flex": "alltoall"},
-    "tokenizer_type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
+    "tokenizer_type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "SFTTokenizer": "HuggingFaceTokenizer"},
 }
 """Values of a shared flag that have another name here."""
 
@@ -92,6 +92,7 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "muon_scale_mode": ("spectral",),
     "moe_combine_bwd_dtype": ("bf16",),
     "moe_dispatch_fwd_dtype": ("bf16",),
+    "sft_tokenizer_prompt_format": ("default",),
     "softmax_type": ("vanilla",),
     "tensor_parallel_num_weight_shards": ("1",),
     "vocab_extra_ids": ("0",),
@@ -108,8 +109,9 @@ REFUSED: dict[str, str] = {
         moe_routing_trace_path= save_tokens_per_expert_interval=""",
     "this way of context parallelism is not supported yet; remove it": """
         hybrid_context_parallel max_seqlen_per_dp_cp_rank=""",
-    "fine-tuning on conversations is not supported yet; prepare token files with tools/preprocess_data.py": """
-        sft chat_template= phase_transition_iterations=""",
+    "give --data-phases for data that changes during training; remove it": "phase_transition_iterations=",
+    "the chat template of the tokenizer is used; remove it, or give another one with --chat-template": """
+        sft_tokenizer_prompt_format=""",
     "main weights and gradients are float32 (but see --use-precision-aware-optimizer); remove it": """
         megatron_fsdp_main_params_dtype= megatron_fsdp_main_grads_dtype= megatron_fsdp_grad_comm_dtype=
         main_grads_dtype=""",

@@ -58,6 +58,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
     yield from _fim_problems(config)
+    yield from _sft_problems(config)
 
 
 def _shown(value: object) -> str:
@@ -128,6 +129,20 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
             yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"
+
+
+def _sft_problems(config: RunConfig) -> Iterator[str]:
+    """Conversations, whose samples are made in one way."""
+    data = config.data
+    if data.chat_template is not None and not data.sft:
+        yield f"chat_template={data.chat_template} has no effect without sft; add --sft or remove it"
+    others = ("mock_data", "fim_data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "data_phases")
+    if data.sft:
+        said = [f"{name}={getattr(data, name)}" for name in (*others, "seq_length_warmup") if getattr(data, name)]
+        said += [f"data_order={data.data_order}"] * (data.data_order != "keyed")
+        said += [f"dataloader_type={data.dataloader_type}"] * (data.dataloader_type != "single")
+        if said:
+            yield f"sft=True cannot be used with {' and '.join(said)}; conversations are documents of their own already"
 
 
 def _fim_problems(config: RunConfig) -> Iterator[str]:

@@ -17,6 +17,16 @@ class Sample(TypedDict):
     loss_mask: np.ndarray
 
 
+class PackedSample(Sample):
+    """A sample whose documents the data set itself has packed.
+
+    position_ids: int64 [L], the positions in their documents. document_lengths: int64 [d], their sum L.
+    """
+
+    position_ids: np.ndarray
+    document_lengths: np.ndarray
+
+
 class Dataset(Protocol):
     """Samples in an order: item i is a pure function of i, for every i >= 0 or until a DataError names the end."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_core.datasets.base import Dataset
-from megatron_core.datasets.packing import Packing
+from megatron_core.datasets.packing import DOCUMENT_LENGTHS, Packing
 from megatron_core.errors import ConfigError, DataError
 
 Batch = dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ class BatchLoader:
 
         Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels
         int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the number of each sample in the global order.
-        With `packing`, position_ids and document_lengths as `Packing.entries` makes them.
+        With `packing`, position_ids and document_lengths as `Packing.entries` makes them; also where samples have them.
         DataError: a token id that the model's vocabulary does not have.
         """
         asked = self._asked(consumed_samples, num_microbatches, length)
@@ -99,6 +99,10 @@ class BatchLoader:
         if self._packing is not None:
             entries = self._packing.entries(batch["tokens"])
             tensors |= {name: torch.from_numpy(array) for name, array in entries.items()}
+        if DOCUMENT_LENGTHS in samples[0]:  # the data set has packed its documents itself
+            tensors["position_ids"] = torch.from_numpy(np.stack([sample["position_ids"] for sample in samples]))
+            lengths = [torch.from_numpy(sample[DOCUMENT_LENGTHS]) for sample in samples]
+            tensors[DOCUMENT_LENGTHS] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
         return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self._pin_memory else tensors
 
     def _check(self, ids: np.ndarray, first: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
+from megatron_core.datasets.conversations import build_conversations
 from megatron_core.datasets.megatron_order import samples_wanted
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import Tokenizer
@@ -55,6 +56,8 @@ def _sources(
     if data.mock_data:
         train, valid, test = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
         return Splits(train, valid, test)
+    if data.sft:
+        return build_conversations(data, seed=seed, tokenizer=tokenizer)
     return build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
 
 

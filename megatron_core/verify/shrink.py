@@ -153,6 +153,8 @@ def small_run() -> dict[str, Any]:
         "test_data_path": (),
         "split": None,
         "eod_mask_loss": False,
+        "sft": False,
+        "chat_template": None,
         "fim_data": False,
         "fim_split_sample": None,
         "fim_fragment_rate": None,

@@ -78,6 +78,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("num_query_groups=1 cannot be split", "tensor_model_parallel_size=2"),
     ),
+    ({"sft": True, "tokenizer_type": "NullTokenizer"}, 1, ("sft=True", "mock_data=True")),
+    ({"chat_template": "x"}, 1, ("chat_template=x", "--sft")),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     ({"multi_latent_attention": True, "add_qkv_bias": True}, 1, ("add_qkv_bias=True", "multi_latent_attention")),
     (

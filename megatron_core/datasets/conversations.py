@@ -1,0 +1,186 @@
+"""Conversations as training data: chat template, loss on the assistant's answers alone, one sample for each line."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_core.config import DataConfig
+from megatron_core.datasets.base import PackedSample
+from megatron_core.datasets.blend import parse_blend
+from megatron_core.datasets.build import Splits
+from megatron_core.datasets.keyed_dataset import KeyedPermutation
+from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
+
+Message = Mapping[str, Any]
+
+
+class ConversationFile:
+    """Lines of JSON with ``messages``, a list of ``{"role", "content"}``; where each line begins is kept in memory."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self._begins = Path(path), array("q")
+        try:
+            with self.path.open("rb") as file:
+                at = 0
+                for line in file:
+                    if line.strip():
+                        self._begins.append(at)
+                    at += len(line)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}; --sft reads lines of JSON with messages") from None
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, line: int) -> list[list[Message]]:
+        """The conversations of a line: a message of the system begins another one."""
+        with self.path.open("rb") as file:
+            file.seek(self._begins[line])
+            text = file.readline()
+        try:
+            messages = json.loads(text)["messages"]
+            conversations: list[list[Message]] = []
+            for message in messages:
+                if not conversations or message["role"] == "system":
+                    conversations.append([])
+                conversations[-1].append({**message, "content": message["content"]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self.path}, line {line}: {error!r}; a line is an object with messages") from None
+        return conversations
+
+
+@dataclass(frozen=True)
+class ConversationTokenizer:
+    """From messages to tokens, and to which of them answers consist of."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Tokens and True for those of the assistant's answers, up to their end as the template writes it.
+
+        What comes before an answer is one text, as it is when the model generates, and so is the answer.
+        """
+        tokens: list[int] = []
+        answers: list[bool] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = self._text(messages[:number], done, add_generation_prompt=True)
+                whole = self._text(messages[: number + 1], asked, add_generation_prompt=False)
+                for text, is_answer in ((asked[len(done) :], False), (whole[len(asked) :], True)):
+                    new = self.tokenizer.tokenize(text) if text else []
+                    tokens += new
+                    answers += [is_answer] * len(new)
+                done = whole
+        rest = self._text(messages, done, add_generation_prompt=False)[len(done) :]
+        new = self.tokenizer.tokenize(rest) if rest else []
+        return tokens + new, answers + [False] * len(new)
+
+    def _text(self, messages: Sequence[Message], begin: str, *, add_generation_prompt: bool) -> str:
+        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        if not text.startswith(begin):
+            raise DataError(
+                "the chat template changes earlier messages when later ones follow, so that answers cannot be told "
+                "from what was asked; give another one with --chat-template"
+            )
+        return text
+
+
+class ConversationDataset:
+    """Some lines of files, in a new keyed order each round: item i is line KeyedPermutation(lines, (seed, round))[k].
+
+    A line is a sample: its conversations one after another, each a document with positions of its own, cut or filled
+    up to ``sequence_length``. Labels count that are tokens of an answer. Source: Megatron-LM's ``SFTDataset``.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[ConversationFile],
+        lines: Sequence[int],
+        encoder: ConversationTokenizer,
+        sequence_length: int,
+        seed: int,
+    ) -> None:
+        self.sequence_length = sequence_length
+        self._files, self._lines, self._encoder, self._seed = files, lines, encoder, seed
+        own = encoder.tokenizer
+        self._padding = next((i for i in (getattr(own, "pad", None), own.eod) if i is not None), 0)
+
+    def __getitem__(self, index: int) -> PackedSample:
+        """The sample at a position of the endless order."""
+        number, position = divmod(index, len(self._lines))
+        line = self._lines[KeyedPermutation(len(self._lines), (self._seed, number))[position]]
+        for file in self._files:
+            if line < len(file):
+                return self._sample(file[line])
+            line -= len(file)
+        raise IndexError(f"sample {index}")
+
+    def _sample(self, conversations: Sequence[Sequence[Message]]) -> PackedSample:
+        length = self.sequence_length
+        lengths: list[int] = []
+        tokens: list[int] = []
+        counted: list[bool] = []
+        for conversation in conversations:
+            ids, answers = self._encoder.encode(conversation)
+            # The first token has nothing before it in its own conversation that it could be predicted from.
+            tokens += ids
+            counted += [False, *answers[1:]][: len(ids)]
+            lengths.append(min(len(ids), length - sum(lengths)))
+        missing = max(length + 1 - len(tokens), 0)
+        filled = np.array(tokens[: length + 1] + [self._padding] * missing, dtype=np.int64)
+        mask = np.array(counted[: length + 1] + [False] * missing, dtype=np.float32)
+        lengths = [each for each in lengths if each]
+        if (rest := length - sum(lengths)) > 0:
+            lengths.append(rest)
+        positions = np.concatenate([np.arange(each, dtype=np.int64) for each in lengths])
+        return {
+            "tokens": filled[:-1],
+            "labels": filled[1:],
+            "loss_mask": mask[1:],
+            "position_ids": positions,
+            "document_lengths": np.array(lengths, dtype=np.int64),
+        }
+
+
+def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | None) -> Splits:
+    """The data sets of ``--sft``: files of ``data_path``, whose lines ``split`` divides, or those of each split."""
+    template = None if tokenizer is None else chat_template_of(tokenizer, data.chat_template)
+    if tokenizer is None or template is None:
+        raise ConfigError(
+            "sft=True needs a chat template, which is a part of many tokenizers of Hugging Face; give its folder as "
+            "--tokenizer-model, or a template as --chat-template FILE"
+        )
+    encoder, paths = ConversationTokenizer(tokenizer, template), read_paths(data)
+
+    def dataset(files: Sequence[ConversationFile], lines: Sequence[int]) -> ConversationDataset | None:
+        return ConversationDataset(files, lines, encoder, data.seq_length, seed) if len(lines) else None
+
+    if paths.phases:
+        files = _files(paths.phases[-1].data_path)
+        ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
+        train, valid, test = (dataset(files, lines) for lines in ranges)
+        return Splits(train, valid, test)
+    own = [_files(each) for each in paths.own]
+    train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
+    return Splits(train, valid, test)
+
+
+def _files(paths: Sequence[str]) -> list[ConversationFile]:
+    if not paths:
+        return []
+    weights, files = parse_blend(paths)
+    if weights is not None and len(files) > 1:
+        raise ConfigError(f"{' '.join(paths)}: --sft takes each line of its files once a round; remove the weights")
+    return [ConversationFile(path) for path in files]

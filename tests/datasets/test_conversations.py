@@ -1,0 +1,112 @@
+"""Fine-tuning on conversations: which tokens count, where documents lie, and a run from a file of messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_core.config import DataConfig, RunConfig
+from megatron_core.datasets.conversations import ConversationTokenizer, build_conversations
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers.chat import ChatTemplate
+from megatron_core.training.step import evaluate, train_step
+from tests.runs import TINY, tiny_run
+
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+TEMPLATE = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
+BYTES = {"tokenizer_type": "ByteLevelTokenizer"}
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "xyz"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "w"},
+]
+SHORT = [{"role": "system", "content": ""}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
+
+
+def _write(folder: Path, *lines: list[dict]) -> dict:
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    return BYTES | {"sft": True, "chat_template": str(folder / "chat.jinja")}
+
+
+def _dataset(folder: Path, *lines: list[dict], length: int):
+    data = DataConfig(**_write(folder, *lines), train_data_path=(str(folder / "talks.jsonl"),), seq_length=length)
+    return build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
+
+
+def _text(ids: np.ndarray) -> str:
+    return tokenizer_of(DataConfig(**BYTES)).detokenize(ids.tolist())
+
+
+def test_answers_alone_count() -> None:
+    encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate(TEMPLATE, {}))
+    tokens, answers = encoder.encode(TALK)
+    assert _text(np.array(tokens)) == "<system>S</><user>ab</><assistant>xyz</><user>c</><assistant>w</>"
+    assert _text(np.array(tokens)[np.array(answers)]) == "xyz</>w</>"
+
+
+def test_labels_follow_and_conversations_are_documents(tmp_path: Path) -> None:
+    """A system's message begins another conversation; the rest of the sequence is padding of the last document."""
+    sample = _dataset(tmp_path, TALK + SHORT, length=120)[0]
+    whole = "<system>S</><user>ab</><assistant>xyz</><user>c</><assistant>w</>"
+    second = "<system></><user>q</><assistant>r</>"
+    assert _text(sample["tokens"][: len(whole + second)]) == whole + second
+    assert _text(sample["labels"][sample["loss_mask"] == 1]) == "xyz</>w</>r</>"
+    assert (sample["labels"][:-1] == sample["tokens"][1:]).all()
+    assert sample["document_lengths"].tolist() == [len(whole), len(second), 120 - len(whole + second)]
+    starts = [0, len(whole), len(whole + second)]
+    assert sample["position_ids"][starts].tolist() == [0, 0, 0] and sample["position_ids"][len(whole) - 1] > 0
+
+
+@pytest.mark.parametrize("length", [8, 40, 65, 66])
+def test_long_conversations_are_cut(tmp_path: Path, length: int) -> None:
+    sample = _dataset(tmp_path, TALK + SHORT, length=length)[0]
+    assert {len(sample[key]) for key in ("tokens", "labels", "loss_mask", "position_ids")} == {length}
+    assert sample["document_lengths"].sum() == length and sample["document_lengths"].min() > 0
+
+
+def test_each_round_has_every_line_once(tmp_path: Path) -> None:
+    lines = [[{"role": "user", "content": c}, {"role": "assistant", "content": c}] for c in "abcde"]
+    data = _dataset(tmp_path, *lines, length=40)
+    rounds = [[_text(data[i]["tokens"][6:7]) for i in range(n * 5, n * 5 + 5)] for n in range(3)]
+    assert all(sorted(each) == list("abcde") for each in rounds) and len({tuple(each) for each in rounds}) > 1
+
+
+def test_a_run_learns_the_answers(tmp_path: Path) -> None:
+    settings = _write(tmp_path, *[TALK] * 6, *[SHORT] * 6)
+    run = tiny_run(
+        **settings,
+        mock_data=False,
+        vocab_size=None,
+        data_path=(str(tmp_path / "talks.jsonl"),),
+        split="2,1,1",
+        seq_length=72,
+        position_embedding_type="rope",
+        train_iters=30,
+        lr_decay_style="constant",
+    )
+    losses = [train_step(run).loss for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+    assert evaluate(run, run.splits.valid, 1) < losses[0]
+
+
+def test_faults_say_what_is_missing(tmp_path: Path) -> None:
+    settings = _write(tmp_path, [{"role": "user"}])
+    with pytest.raises(DataError, match="line 0"):
+        _dataset(tmp_path, [{"role": "user"}], length=8)[0]
+    with pytest.raises(ConfigError, match="chat template"):
+        data = DataConfig(**BYTES, sft=True, data_path=("x",))
+        build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
+    with pytest.raises(DataError, match="cannot be read"):
+        data = DataConfig(**settings, data_path=(str(tmp_path / "absent.jsonl"),))
+        build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
+    changing = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    with pytest.raises(DataError, match="changes earlier messages"):
+        ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), changing).encode(TALK)
+    assert RunConfig.from_flat(TINY | {"sft": True}).data.sft
