@@ -222,9 +222,7 @@ DEPENDENT: dict[str, str] = {
         rl_offload_inference_model_weights_when_idle no_rl_offload_inference_model_weights_when_idle refit_method=
         rl_verify_model_weights_swap no_rl_verify_model_weights_swap rl_skip_bos_token no_rl_skip_bos_token
         rl_profile rl_profile_dir= rl_inference_parsers=""",
-    "profile": """
-        profile_step_start= profile_step_end= use_pytorch_profiler pytorch_profiler_collect_shapes
-        pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra profile_ranks= record_shapes""",
+    "profile": "pytorch_profiler_collect_chakra record_shapes",
     "qk_clip": "qk_clip_alpha= qk_clip_threshold=",
     "record_memory_history": "memory_snapshot_path=",
     "replication": "replication_jump= replication_factor=",

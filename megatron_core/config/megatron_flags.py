@@ -152,8 +152,8 @@ REFUSED: dict[str, str] = {
     "reinforcement learning is not supported; remove it": "perform_rl_step",
     "faults are not injected; remove it": "error_injection_rate= fault_injector_fault_types=",
     "steps are never skipped by number; remove it": "iterations_to_skip=",
-    "profiles are made with --trace-pipeline or with torch.profiler in a script of your own; remove it": """
-        profile record_memory_history""",
+    "the history of memory is recorded with torch.cuda.memory in a script of your own; remove it": """
+        record_memory_history""",
     "this option of the tokenizer is not supported; remove it, or prepare the tokenizer's files accordingly": """
         tokenizer_metadata= tokenizer_special_tokens= tokenizer_sentencepiece_legacy
         no_tokenizer_sentencepiece_ignore_extra_whitespaces

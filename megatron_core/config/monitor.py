@@ -52,6 +52,22 @@ class MonitorConfig:
     """Print the ranks that compute longest and shortest every log_interval steps."""
     straggler_minmax_count: int = 1
     """How many of each --log-straggler names."""
+    profile: bool = False
+    """Write a trace of some steps of all ranks for Perfetto: pipeline actions, collectives and phases."""
+    profile_step_start: int = 10
+    """With --profile: the trace begins after this step."""
+    profile_step_end: int = 12
+    """With --profile: the last step of the trace."""
+    profile_ranks: tuple[int, ...] = ()
+    """With --profile: ranks to trace; default all."""
+    profile_dir: str | None = None
+    """With --profile: folder for the ranks' files and the merged trace.json; default profile in the --save folder."""
+    use_pytorch_profiler: bool = False
+    """With --profile: operations and kernels as torch.profiler sees them, too; these steps are slower."""
+    pytorch_profiler_collect_shapes: bool = False
+    """With --use-pytorch-profiler: shapes of operations' inputs."""
+    pytorch_profiler_collect_callstack: bool = False
+    """With --use-pytorch-profiler: where in the Python code each operation was called."""
     prometheus_file: str | None = None
     """File of the last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
     poison_buffers: bool = False

@@ -11,6 +11,7 @@ from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_p
 from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_layout import parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
+from megatron_core.config.rules_monitor import monitor_problems
 from megatron_core.config.rules_pipeline import schedule_problems
 from megatron_core.config.rules_ramps import ramp_problems
 from megatron_core.config.rules_ranges import range_problems
@@ -52,6 +53,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
+    yield from monitor_problems(config, world_size)
 
 
 def check(config: RunConfig, world_size: int, faults: Sequence[str] = ()) -> None:

@@ -21,6 +21,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes
 from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.memory_report import found_bytes
+from megatron_core.training.profile import Profile
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -48,12 +49,14 @@ class Watch:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         METER.start(run.groups, run.world.device)
+        self.profile = Profile(run)
 
     def after_step(self, result: StepResult) -> dict[str, Any]:
         """Take the times of the step that has just ended; what an event says of it."""
         if not self.settings.record_times:
             return {}
         times, iteration = METER.take(), self.run.state.iteration
+        self.profile.after_step(times)
         self._steps += 1
         self._skipped += result.skipped
         self._stretch.add(times)
@@ -75,6 +78,7 @@ class Watch:
     def close(self) -> None:
         """Write what has happened since the last stretch: the last evaluation and checkpoint."""
         if METER.on:
+            self.profile.finish()
             self._stretch.add(METER.take())
             METER.stop()
             self._write(self.run.state.iteration, self.memory())

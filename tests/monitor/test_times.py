@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_core.config.rules_monitor import monitor_problems
 from megatron_core.monitor import rank_records
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
@@ -20,7 +21,7 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
-from tests.runs import tiny_run
+from tests.runs import tiny_config, tiny_run
 
 CPU = torch.device("cpu")
 
@@ -178,3 +179,40 @@ def test_timers_as_megatron_prints_them() -> None:
     assert timer_lines(RANKS, 1, "all")[1:4] == ["  forward:", "     rank  0: 100.00", "     rank  1: 300.00"]
     slow, fast = slowest_ranks(RANKS, 1)
     assert "rank 1 [pp1] on b 300 ms (1.50 of the median)" in slow and "rank 0" in fast
+
+
+def _profiled(folder: str, settings: dict) -> None:
+    _trained(folder, settings | {"profile": True, "profile_step_start": 1, "profile_step_end": 3})
+
+
+def test_profile_merges_the_traces_of_all_ranks(tmp_path: Path) -> None:
+    settings = {"pipeline_model_parallel_size": 2, "train_iters": 4, "eval_iters": 0, "use_pytorch_profiler": True}
+    run_ranks(2, _profiled, str(tmp_path), settings)
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    assert names[0] == "rank 0" and names[1000] == "rank 1" and any("rank 1: " in name for name in names.values())
+    for rank in (0, 1):
+        own = [event for event in events if event["pid"] == 1000 * rank and event["ph"] == "X"]
+        forwards = [event["args"]["action"] for event in own if event["name"] == "forward" and event["args"]]
+        assert forwards == [f"{rank}F{micro}" for micro in range(4)] * 2, "two steps of four micro-batches"
+        assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in own)
+        assert any("all_reduce" in event["name"] for event in own)
+        kernels = [e for e in events if e["pid"] // 1000 == rank and e.get("cat") == "cpu_op"]
+        assert kernels, "torch.profiler's operations"
+        start, end = min(e["ts"] for e in own), max(e["ts"] + e["dur"] for e in own)
+        inside = [e for e in kernels if start - 1e5 <= e["ts"] <= end + 1e5]
+        assert len(inside) > 0.9 * len(kernels), "both are on one clock"
+
+
+def test_a_profile_of_some_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _profiled, str(tmp_path), {"train_iters": 2, "eval_iters": 0, "profile_ranks": (1,)})
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1000}, "a run that ends before the last step writes what there is"
+
+
+def test_settings_that_leave_nothing_to_trace() -> None:
+    wrong = {"profile": True, "profile_step_start": 5, "profile_step_end": 5, "profile_ranks": (2,)}
+    first, second = monitor_problems(tiny_config(**wrong), 2)
+    assert "profile_step_start=5" in first and "profile_ranks=[2]" in second and "0 to 1" in second
+    (sentence,) = monitor_problems(tiny_config(log_straggler=True, record_times=False), 1)
+    assert "remove --no-record-times" in sentence and not list(monitor_problems(tiny_config(profile=True), 1))

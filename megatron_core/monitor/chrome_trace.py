@@ -1,0 +1,74 @@
+"""Traces of all ranks as one file for Perfetto (ui.perfetto.dev) or chrome://tracing, in Chrome's trace event format.
+
+Each rank is a process with a track of what its time was charged to: pipeline actions, collectives, phases. Events of
+torch.profiler stand below it, with its threads and streams. Times are the hosts' clocks in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_core.parallel.meter import Span
+
+Event = dict[str, Any]
+PIDS = 1000
+"""Numbers of processes that each rank has."""
+
+
+def events_of(spans: Iterable[Span], rank: int, began: float) -> list[Event]:
+    """Complete events of the spans of a step that began at the Unix time ``began``."""
+    return [
+        {
+            "ph": "X", "pid": rank * PIDS, "tid": 0, "cat": "step", "ts": 1e6 * (began + span.start),
+            "dur": 1e6 * (span.end - span.start), "name": span.phase,
+            "args": {} if span.detail is None else {"action": str(span.detail)},
+        }
+        for span in spans
+    ]  # fmt: skip
+
+
+def profiler_events(exported: dict[str, Any], rank: int) -> list[Event]:
+    """The events of what torch.profiler exports, their processes renumbered for this rank, on the hosts' clock."""
+    base = exported.get("baseTimeNanoseconds", 0) / 1e3
+    pids: dict[Any, int] = {}
+    found = []
+    for event in exported.get("traceEvents", []):
+        pid = pids.setdefault(event.get("pid"), rank * PIDS + 1 + len(pids))
+        if event.get("ph") == "M":
+            if event.get("name") == "process_name":
+                event = event | {"args": {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}}
+            found.append(event | {"pid": pid})
+        elif "ts" in event:
+            found.append(event | {"pid": pid, "ts": float(event["ts"]) + base})
+    return found
+
+
+def rank_trace(folder: Path, rank: int) -> Path:
+    """Where a rank's own events are."""
+    return folder / f"rank{rank:05d}.json"
+
+
+def write_events(path: Path, events: Sequence[Event]) -> None:
+    """Write one rank's events, or all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
+    """Put the ranks' files into ``trace.json``, times after the first event; its path, and ranks without a file."""
+    events, missing = list[Event](), []
+    for rank in ranks:
+        path = rank_trace(folder, rank)
+        if not path.is_file():
+            missing.append(rank)
+            continue
+        name = {"ph": "M", "name": "process_name", "pid": rank * PIDS, "args": {"name": f"rank {rank}"}}
+        order = {"ph": "M", "name": "process_sort_index", "pid": rank * PIDS, "args": {"sort_index": rank * PIDS}}
+        events += [name, order, *json.loads(path.read_text(encoding="utf-8"))["traceEvents"]]
+    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    merged = [event | {"ts": round(event["ts"] - first, 3)} if "ts" in event else event for event in events]
+    write_events(folder / "trace.json", merged)
+    return folder / "trace.json", missing
