@@ -64,9 +64,9 @@ class Choice:
         shown = ""
         if progress.token is not None:
             self.written += 1
-        if progress.token is not None and progress.finished != "stop":
-            shown = self.stream.add(progress.token)
-            self.scores.append((progress.token, progress.score))
+            self.scores.append((progress.token, progress.score))  # the end's too: clients count on one for each token
+            if progress.finished != "stop":
+                shown = self.stream.add(progress.token)
         self.finished = "stop" if self.stream.stopped else progress.finished
         return shown + (self.stream.finish() if self.finished else "")
 

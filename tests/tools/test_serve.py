@@ -208,6 +208,9 @@ def test_probabilities_score_a_prompt(server: Client, reference: Reference) -> N
         assert max(scores["top_logprobs"][1].values()) == pytest.approx(own[0].max().item(), abs=1e-4)
         assert len(scores["tokens"]) == len(ids) + tokens == len(scores["text_offset"])
         assert "".join(scores["tokens"]) == choice["text"]
+    ended = server.complete(PROMPTS[0], echo=True, logprobs=1, max_tokens=2000)
+    assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] < 2000
+    assert len(ended["choices"][0]["logprobs"]["token_logprobs"]) == ended["usage"]["total_tokens"], "the end's, too"
     chat = server.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], temperature=0, max_tokens=2, logprobs=True,
         top_logprobs=3,
