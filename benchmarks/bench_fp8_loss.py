@@ -59,6 +59,8 @@ class Settings:
     """Tokens of a sequence."""
     batch: int = 4
     """Sequences of a step."""
+    lr: float = 2e-3
+    """Highest learning rate."""
     last: int = 50
     """Steps at the end over which losses are averaged."""
     processes: int = 2
@@ -105,7 +107,7 @@ def configuration(settings: Settings, own: Mapping[str, object]) -> RunConfig:
         "micro_batch_size": settings.batch,
         "global_batch_size": settings.batch,
         "train_iters": settings.steps,
-        "lr": 2e-3,
+        "lr": settings.lr,
         "lr_decay_style": "cosine",
         "lr_warmup_iters": settings.steps // 20,
         "bf16": True,
