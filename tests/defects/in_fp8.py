@@ -7,7 +7,7 @@ from tests.defects.defect import Defect
 IN_FP8 = (
     Defect(  # C49
         "tensors are scaled by each rank's own columns",
-        "tensor_parallel.fp8:FP8Products.scale",
+        "tensor_parallel.fp8:FP8Products.scale_of_amax",
         "if blocks.columns is None:",
         "if False:",
         "tensorwise, tp2 sp",
@@ -15,7 +15,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "tensors are scaled by each rank's own part of the sequence",
-        "tensor_parallel.fp8:FP8Products.scale",
+        "tensor_parallel.fp8:FP8Products.scale_of_amax",
         "if blocks.rows is None:",
         "if False:",
         "tensorwise, cp2",
@@ -23,7 +23,7 @@ IN_FP8 = (
     ),
     Defect(
         "rows are scaled by each rank's own features",
-        "tensor_parallel.fp8:FP8Products.scale",
+        "tensor_parallel.fp8:FP8Products.scale_of_amax",
         "all_reduce_(amax, columns, maximum=True)",
         "pass",
         "rowwise, tp2",

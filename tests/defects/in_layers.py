@@ -255,8 +255,8 @@ IN_LAYERS = (
     Defect(  # C54
         "dropout is keyed by the number of the layer on its stage",
         "transformer.block:TransformerBlock.__init__",
-        "TransformerLayer(context, layer, ",
-        "TransformerLayer(context, layer - layers[0], ",
+        "TransformerLayer(context.of_layer(layer), layer, ",
+        "TransformerLayer(context.of_layer(layer), layer - layers[0], ",
         "pp2",
         "C54",
     ),

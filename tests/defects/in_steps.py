@@ -159,8 +159,8 @@ IN_STEPS = (
     Defect(  # C3
         "mean of the data-parallel ranks' means",
         "training.driver:forward_backward",
-        'all_reduce_(total, model.groups.group("dp-cp"))',
-        'total *= model.groups.size("dp")',
+        'all_reduce_(totals, model.groups.group("dp-cp"))',
+        'totals *= model.groups.size("dp")',
         "dp2",
         "C3",
     ),
@@ -207,8 +207,9 @@ IN_STEPS = (
     Defect(  # C59
         "weights are gathered before they are updated",
         "training.driver:take_step",
-        "skipped = optimizer.step(lr, norm, decoupled_lr)\n    data.start_param_sync()",
-        "data.start_param_sync()\n    skipped = optimizer.step(lr, norm, decoupled_lr)",
+        "skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)\n    if model.fp8 is not None:\n"
+        "        model.fp8.update()\n    data.start_param_sync()",
+        "data.start_param_sync()\n    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)",
         "dp2 zero1",
         "C59",
     ),
