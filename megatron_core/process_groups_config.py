@@ -62,7 +62,8 @@ class ProcessGroupCollection:
 
     def __repr__(self) -> str:
         """The groups that are there, with their sizes."""
-        sizes = [f"{n}({len(g) if isinstance(g, list) else g.size()})" for n, g in vars(self).items() if g is not None]
+        found = {name: group for name, group in vars(self).items() if group is not None}
+        sizes = [f"{n}({[one.size() for one in g] if isinstance(g, list) else g.size()})" for n, g in found.items()]
         return f"ProcessGroupCollection({', '.join(sizes) or 'empty'})"
 
     @classmethod

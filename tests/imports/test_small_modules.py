@@ -25,6 +25,7 @@ from megatron_core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_b
 from megatron_core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron_core.hyper_comm_grid import HyperCommGrid
 from megatron_core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
+from megatron_core.parallel.groups import LocalGroup
 from megatron_core.process_groups_config import ProcessGroupCollection
 from megatron_core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron_core.tensor_parallel.utils import gather_split_1d_tensor
@@ -163,6 +164,8 @@ def test_groups_as_one_object_and_as_a_grid() -> None:
     assert run_ranks(4, groups_of_four) == [expected] * 4
     empty = ProcessGroupCollection()
     assert (empty.tp, repr(empty)) == (None, "ProcessGroupCollection(empty)")
+    levels = [LocalGroup(2, 0), LocalGroup(4, 1)]
+    assert repr(ProcessGroupCollection(tp=levels[0], hcp=levels)) == "ProcessGroupCollection(tp(2), hcp([2, 4]))"
     with pytest.raises(AttributeError, match="no group 'xyz'"):
         _ = empty.xyz
     with pytest.raises(ConfigError, match="Unknown attribute: xyz"):
