@@ -2,6 +2,8 @@
 
 python tools/diagnose.py runs/mine
 
+python tools/diagnose.py --machine --output machine.json
+
 RUN is the folder of --save, or the file of --metrics-file. Rules and their sources: docs/monitoring.md.
 """
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import tyro
 
-from megatron_core.errors import MegatronError
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.diagnosis import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
@@ -25,14 +27,36 @@ from megatron_core.monitor.summary import Summary
 class Settings:
     """What to look at."""
 
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[str | None] = None
     """Folder of --save, or metrics file, of a run."""
+    machine: bool = False
+    """Instead of a run, measure this machine for the planner: products, memory, collectives by size and group, disk."""
+    output: str = "machine.json"
+    """With --machine: file for the --hardware of tools/plan_layout.py."""
+    ranks: int | None = None
+    """With --machine: ranks that run at once; default: one for each GPU, without GPUs one for each core."""
+    disk: str | None = None
+    """With --machine: folder whose disk is measured; default: that of temporary files."""
+    quick: bool = False
+    """With --machine: smaller tensors and fewer repetitions."""
     json: str | None = None
     """Write the diagnosis to this file, too, for programs."""
 
 
+def measure_machine(settings: Settings) -> None:
+    """Measure, print, and write the planner's file."""
+    from megatron_core.verify.machine import measured_machine, report  # torch takes a while to load
+
+    hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
+    print(report(hardware, found, disk))
+    hardware.write(settings.output)
+    print(f"wrote {settings.output}; python tools/plan_layout.py --hardware {settings.output} uses it")
+
+
 def diagnose_run(settings: Settings) -> None:
     """Read the records, print the diagnosis."""
+    if settings.run is None:
+        raise ConfigError("there is no run to diagnose; give its folder, or --machine")
     found = diagnose(Summary.of(read_run(settings.run)))
     print(found.text())
     if settings.json is not None:
@@ -43,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, diagnose and exit."""
     settings = tyro.cli(Settings, args=arguments, description=__doc__)
     try:
-        diagnose_run(settings)
+        (measure_machine if settings.machine else diagnose_run)(settings)
     except (MegatronError, OSError) as error:
         print(f"diagnose.py: {error}", file=sys.stderr)
         return 1

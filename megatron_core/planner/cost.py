@@ -250,7 +250,9 @@ class Pipeline:
         moved = wide * (1 + 2 + 2 * stored_moments(config)) + (clock.bytes if clock.bytes < wide else 0)
         away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
         found = elements * (1 - away) * moved / hardware.memory_bandwidth
-        found += away * elements * (moved / hardware.host_memory_bandwidth + (wide + clock.bytes) / hardware.host_link)
+        on_disk = config.optimizer_offload_dir is not None
+        place = hardware.disk_bandwidth if on_disk else hardware.host_memory_bandwidth
+        found += away * elements * (moved / place + (wide + clock.bytes) / hardware.host_link)
         whole = sum(self.units[rank], Parameters()).total
         zeroed = whole if self.config.parallel.dp_zero_stage < 2 else elements
         return found + wide * (elements + zeroed) / hardware.memory_bandwidth
@@ -300,6 +302,8 @@ class LayerTimes:
             parts.append(self.end(first=True))
         if at == stages - 1:
             parts.append(self.end(first=False))
+            if model.mtp_num_layers:
+                parts.append(self.clock.ahead())
         return Passes.sum(parts)
 
 

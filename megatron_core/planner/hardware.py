@@ -63,13 +63,14 @@ class Hardware:
     """Bytes a second between a device and its host, one direction."""
     host_memory_bandwidth: float
     """Bytes a second that one device's part of the host's cores reads and writes, for updates there."""
+    disk_bandwidth: float = 1e9
+    """Bytes a second of files, for optimizer state there."""
     step_seconds: float = 0.0
     """Time of a step besides all that: data, logging, waiting for the slowest."""
 
     def __post_init__(self) -> None:
-        numbers = {
-            f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), int | float)
-        }
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_host"}
+        numbers = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
         numbers |= {f"product_flops of {dtype}": rate for dtype, rate in self.product_flops.items()}
         for end in ("intra", "inter"):
             numbers |= {f"{end}.{name}": value for name, value in asdict(getattr(self, end)).items()}

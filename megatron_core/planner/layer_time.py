@@ -67,12 +67,16 @@ class LayerClock:
         parallel, model = config.parallel, config.model
         self.rings = Rings(hardware, parallel, world_size)
         self.rate = hardware.flops(config.training.compute_dtype)
+        self.fast_rate = hardware.product_flops.get("float8", self.rate)  # else the products are emulated
+        self.eight_bit = False
         self.bytes = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
-        self.queries = model.num_attention_heads * model.head_size / self.tp
-        self.keys = max(model.query_groups / self.tp, 1) * model.head_size
+        self.heads = model.num_attention_heads / self.tp
+        self.groups = self.heads if model.multi_latent_attention else max(model.query_groups / self.tp, 1)
+        self.queries, self.outputs = self.heads * model.query_head_size, self.heads * model.value_head_size
+        self.keys, self.values = self.groups * model.query_head_size, self.groups * model.value_head_size
 
     # --- single operations
 
@@ -81,7 +85,16 @@ class LayerClock:
         if min(m, k, n) <= 0:
             return 0.0
         edge, size = self.hardware.product_edge, self.bytes
-        arithmetic = 2 * m * k * n / self.rate * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
+        arithmetic = (
+            2
+            * m
+            * k
+            * n
+            / (self.fast_rate if self.eight_bit else self.rate)
+            * (1 + edge / m)
+            * (1 + edge / k)
+            * (1 + edge / n)
+        )
         moved = size * (m * k + k * n) + (size if result_bytes is None else result_bytes) * m * n
         return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
 
@@ -102,11 +115,17 @@ class LayerClock:
     def linear(self, rows: float, inputs: float, outputs: float, count: float = 1) -> tuple[float, float, float]:
         """Products of a linear layer's forward, input gradient, and weight gradient (added to float32 or wider)."""
         wide = 2 * max(self.bytes, 4)
-        return (
+        found = (
             self.product(rows, inputs, outputs, count=count),
             self.product(rows, outputs, inputs, count=count),
             self.product(outputs, rows, inputs, count=count, result_bytes=wide),
         )
+        if not self.eight_bit:
+            return found
+        # Each matrix is read for its largest value and again to be rounded, and written in 8 bits both ways round.
+        cast = self.elements((2 * self.bytes + 2) * count)
+        forward, backward = cast * inputs * (rows + outputs), cast * rows * outputs
+        return found[0] + forward, found[1] + backward, found[2]
 
     def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
         """A column-parallel linear layer, something between, and a row-parallel one, with their communication.
@@ -139,7 +158,6 @@ class LayerClock:
         """Forward and backward of scores, softmax and weighted values."""
         config, model = self.config, self.config.model
         length, batch = config.data.seq_length, config.training.micro_batch_size
-        heads = model.num_attention_heads / self.tp
         sent = layer_traffic(config, layer)
         ring = self.rings.ring("cp")
         comm = [
@@ -148,15 +166,16 @@ class LayerClock:
         ]
         pairs = max(layer_pairs(config, layer, rank) for rank in range(self.cp)) * batch
         if self._fused:
-            forward = 4 * model.head_size * heads * pairs / (self.rate * self.hardware.attention_efficiency)
-            io = self.elements(self.bytes * self.tokens * (2 * self.queries + 2 * self.keys))
+            flops = 2 * (self.queries + self.outputs) * pairs
+            forward = flops / (self.rate * self.hardware.attention_efficiency)
+            io = self.elements(self.bytes * self.tokens * (self.queries + self.outputs + self.keys + self.values))
             times = [max(forward, io), max(2.5 * forward, 2 * io)]
             kinds = [{"attention": times[0]}, {"attention": times[1]}]
             kernels = (1.0, 3.0)
         else:
-            count, own = batch * heads, length / self.cp
-            scores = self.product(own, model.head_size, length, count=count)
-            values = self.product(own, length, model.head_size, count=count)
+            count, own = batch * self.heads, length / self.cp
+            scores = self.product(own, model.query_head_size, length, count=count)
+            values = self.product(own, length, model.value_head_size, count=count)
             drops = model.attention_dropout > 0
             size = count * own * length
             kinds = [
@@ -168,7 +187,7 @@ class LayerClock:
             ]
             kernels = (5.0, 8.0)
         if self.cp > 1:  # partial outputs and gradients of queries are joined in float32, block by block
-            joined = 4 * self.tokens * self.queries * (self.cp - 1)
+            joined = 4 * self.tokens * self.outputs * (self.cp - 1)
             for each, passes_over in zip(kinds, (3, 2), strict=True):
                 each["elements"] = each.get("elements", 0.0) + self.elements(passes_over * joined)
         kind = config.parallel.cp_comm_type
@@ -190,7 +209,7 @@ class LayerClock:
         model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
-        rotated = self.tokens * (self.queries + self.keys) * (model.position_embedding_type == "rope")
+        rotated = self.tokens * (self.queries + self.keys) * bool(model.rotary_channels)
         normed = self.tokens * (self.queries + self.keys) * model.qk_layernorm
         forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
         backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
@@ -255,18 +274,54 @@ class LayerClock:
 
     # --- whole parts of the model
 
+    def attention(self) -> Passes:
+        """Projections to queries, keys and values, and the one behind attention."""
+        model, hidden = self.config.model, self.config.model.hidden_size
+        if not model.multi_latent_attention:
+            return self.pair(self.tokens, hidden, self.queries + self.keys + self.values, self.outputs, hidden)
+        own, q_rank, rank = self.tokens / self.parts, model.q_lora_rank, model.kv_lora_rank
+        up = self.heads * (model.qk_head_dim + model.v_head_dim)
+        more = [self.linear(own, hidden, rank + model.qk_pos_emb_head_dim), self.linear(self.tokens, rank, up)]
+        if q_rank is not None:
+            more.append(self.linear(own, hidden, q_rank))
+        main = self.pair(self.tokens, q_rank or hidden, self.queries, self.outputs, hidden)
+        each = [{"products": sum(part[at] for part in more), "launches": self.launches(len(more))} for at in range(3)]
+        return Passes.sum([main, Passes(each[0], each[1], each[2])])
+
     def layer(self, number: int) -> Passes:
-        """A layer that keeps its activations, or recomputes its attention with selective recomputation."""
+        """A layer that keeps its activations, or recomputes some of its parts with selective recomputation."""
         model = self.config.model
+        self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
         forward, backward = self.core_attention(number)
-        if model.recompute_granularity == "selective":
-            backward = total([backward, forward])
-        attention = self.pair(
-            self.tokens, model.hidden_size, self.queries + 2 * self.keys, self.queries, model.hidden_size
-        )
+        attention = self.attention()
         mlp = self.experts() if model.has_experts(number) else self.mlp(model.ffn_size)
         before, behind = self.between()
-        return Passes.sum([attention, Passes(forward, backward, {}), mlp, Passes(before, behind, {})])
+        again = [forward] if model.recomputes("core_attn") else []
+        again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
+        again += [before] if model.recomputes("layernorm") else []
+        if model.recomputes("mla_up_proj") and model.multi_latent_attention:
+            again.append({"products": 0.5 * attention.forward["products"]})
+        if model.recomputes("moe_act") and model.has_experts(number):
+            again.append({"elements": 0.3 * mlp.forward["elements"]})
+        self.eight_bit = False
+        parts = [attention, Passes(forward, total([backward, *again]), {}), mlp, Passes(before, behind, {})]
+        return Passes.sum(parts)
+
+    def ahead(self) -> Passes:
+        """The layers of multi-token prediction, each with its projection, look-up, and output."""
+        model = self.config.model
+        size = self.bytes * self.tokens * model.hidden_size
+        joined = self.linear(self.tokens, 2 * model.hidden_size, model.hidden_size / self.tp)
+        gather = 2 * self.rings.ring("tp").gather(size)
+        norms = self.elements(10 * size / self.parts)
+        projection = Passes(
+            {"products": joined[0], "elements": norms, "tp": gather},
+            {"products": joined[1], "elements": 1.5 * norms, "tp": gather},
+            {"products": joined[2]},
+        )
+        full = model.recompute_granularity == "full"
+        layer = self.recomputed(model.num_layers - 1) if full else self.layer(model.num_layers - 1)
+        return Passes.sum([projection, layer, self.embedding(), self.head()] * (model.mtp_num_layers or 0))
 
     def recomputed(self, number: int) -> Passes:
         """A layer whose forward backward does again."""

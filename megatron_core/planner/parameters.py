@@ -43,11 +43,10 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, head = model.hidden_size, model.head_size
     queries, groups = model.num_attention_heads // tp * head, max(model.query_groups // tp, 1) * head
-    dense = (hidden + model.has_qkv_bias) * (queries + 2 * groups)
-    dense += queries * hidden + hidden * model.add_bias_linear
+    dense = _latent_attention(model, tp) if model.multi_latent_attention else _attention(model, queries, groups)
     norm = norm_parameters(model)
     dense += norm * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
-    if model.qk_layernorm:
+    if model.qk_layernorm and not model.multi_latent_attention:
         over_heads = model.qk_layernorm_over_heads
         dense += (queries + groups) if over_heads else 2 * norm_parameters(model, head)
     if not model.has_experts(layer_number):
@@ -94,8 +93,9 @@ def rank_units(
             units.append(Parameters(embedding_parameters(config, vocab_size)))
         units += [each[kinds[layer]] for layer in run]
         if stage == last:
-            head = head_parameters(config, vocab_size, beside_embedding=ends[0] == ends[1])
-            units.append(Parameters(head))
+            beside = ends[0] == ends[1]
+            head = Parameters(head_parameters(config, vocab_size, beside_embedding=beside))
+            units.append(head + ahead_parameters(config, vocab_size, beside_embedding=beside))
     return ranks
 
 
@@ -105,7 +105,8 @@ def layer_kinds(config: RunConfig) -> list[int]:
     seen: dict[object, int] = {}
     found = []
     for layer in range(model.num_layers):
-        kind = model.has_experts(layer), model.window_of_layer(layer), comm[layer if len(comm) > 1 else 0]
+        eight_bit = layer in config.training.fp8_layers(model.num_layers)
+        kind = model.has_experts(layer), model.window_of_layer(layer), comm[layer if len(comm) > 1 else 0], eight_bit
         found.append(seen.setdefault(kind, len(seen)))
     return found
 
@@ -113,6 +114,39 @@ def layer_kinds(config: RunConfig) -> list[int]:
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
     """A weight for each channel, and a bias unless it is RMSNorm."""
     return (model.hidden_size if size is None else size) * (1 if model.normalization == "RMSNorm" else 2)
+
+
+def _attention(model: ModelConfig, queries: int, groups: int) -> int:
+    fused = (model.hidden_size + model.has_qkv_bias) * (queries + 2 * groups)
+    return fused + queries * model.hidden_size + model.hidden_size * model.add_bias_linear
+
+
+def _latent_attention(model: ModelConfig, tp: int) -> int:
+    """Down projections and norms of latents are whole on every rank."""
+    hidden, heads, rank, q_rank = (
+        model.hidden_size,
+        model.num_attention_heads // tp,
+        model.kv_lora_rank,
+        model.q_lora_rank,
+    )
+    queries, up = heads * model.query_head_size, heads * (model.qk_head_dim + model.v_head_dim)
+    found = hidden * queries if q_rank is None else q_rank * (hidden + queries)
+    found += hidden * (rank + model.qk_pos_emb_head_dim) + rank * up
+    if model.qk_layernorm:
+        found += norm_parameters(model, rank) + (0 if q_rank is None else norm_parameters(model, q_rank))
+    return found + heads * model.v_head_dim * hidden + hidden * model.add_bias_linear
+
+
+def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
+    """Elements of the layers of multi-token prediction: of each a layer as the last one, three norms, and 2 h^2 / t; a
+    copy of the embedding on a rank that does not have it."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if not model.mtp_num_layers:
+        return Parameters()
+    own = Parameters(3 * norm_parameters(model) + 2 * model.hidden_size**2 // tp)
+    found = sum([own + layer_parameters(config, model.num_layers - 1)] * model.mtp_num_layers, Parameters())
+    copied = not beside_embedding and model.untie_embeddings_and_output_weights
+    return found + Parameters(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 
 
 def _mlp(model: ModelConfig, width: int, tp: int) -> int:

@@ -21,6 +21,13 @@ LLAMA = {
 }
 GROUPS = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = {"disable_bias_linear": True, "num_experts": 8, "moe_ffn_hidden_size": 48, "moe_router_topk": 2}
+LATENTS = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -35,6 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, tp2 etp1": EXPERTS
     | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
+    "latents, tp2": LLAMA | LATENTS | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "qk_layernorm": True},
+    "latents of keys alone": LLAMA | LATENTS,
+    "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
+    "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "two tokens ahead, zb_v": LLAMA | PIPELINE | {"pipeline_schedule": "zb_v", "mtp_num_layers": 1},
     "zero1": {"zero_stage": 1, "bf16": True},
     "zero2, overlap": PIPELINE | {"zero_stage": 2, "bf16": True, "overlap_grad_reduce": True},
     "zero3, experts": EXPERTS | {"zero_stage": 3, "expert_model_parallel_size": 2},
@@ -70,6 +82,7 @@ def test_published_sizes() -> None:
     from megatron_core.config.presets import preset
 
     sizes = {"llama3-8b": 8_030_261_248, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "gpt2": 124_439_808}
+    sizes["deepseek-v2-lite"] = 15_706_484_224
     for name, published in sizes.items():
         config = RunConfig.from_flat(preset(name) | {"make_vocab_size_divisible_by": 1})
         units = rank_units(config, layers_by_stage(config, 1, 1), (0,), config.data.vocab_size or 0)

@@ -114,7 +114,7 @@ def test_hardware_files() -> None:
     for name in known_hardware():
         found = read_hardware(name)
         assert found.name == name and found.flops("bfloat16") > 1e14 and found.source
-    with pytest.raises(ConfigError, match="'tpu' is not known; legal: a100, b200, h100, h200"):
+    with pytest.raises(ConfigError, match="'tpu' is not known; legal: a100, b200, h100, h100-500w, h200"):
         read_hardware("tpu")
     with pytest.raises(ConfigError, match="memory_bytes=0 must be above 0"):
         replace(read_hardware("h100"), memory_bytes=0)

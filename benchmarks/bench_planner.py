@@ -1,0 +1,252 @@
+"""The planner's predictions beside published and measured steps.
+
+``--published`` predicts the steps of published tables (benchmarks/published_steps.json: each row with its source) and
+prints the errors of both halves: the constants of each kind of GPU were fitted on the first half of each table alone.
+``--fit h100`` fits them again. Without these flags, a small model is trained in many layouts on this machine, each
+predicted beforehand with the file of ``tools/diagnose.py --machine``; the layouts take turns in each round.
+
+    python -m benchmarks.bench_planner --published
+    python -m benchmarks.bench_planner --hardware machine.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from benchmarks.bench_step import time_steps
+from benchmarks.results import Row, append
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.planner.cost import step_cost
+from megatron_core.planner.hardware import Hardware, read_hardware
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+
+PUBLISHED = Path(__file__).with_name("published_steps.json")
+SHAPE = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "seq_length": 128,
+    "vocab_size": 2048,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mock_data": True,
+    "train_iters": 1000,
+    "global_batch_size": 8,
+}
+LAYOUTS = (
+    "1 process",
+    "dp2",
+    "dp2 zero1",
+    "dp2 zero2",
+    "dp2 zero3",
+    "tp2",
+    "tp2 sp",
+    "cp2",
+    "pp2",
+    "pp2 v2",
+    "pp2 gpipe",
+    "pp2 zb_h1",
+    "pp2 zb_v",
+)
+"""With micro-batches of one sequence, and some of these again with four."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Compare predicted and real times of steps."""
+
+    published: bool = False
+    """Predict the steps of published tables."""
+    verbose: bool = False
+    """With --published: print each row."""
+    fit: str | None = None
+    """Fit the constants of this kind of GPU to the first half of each table, and print them as a hardware file."""
+    hardware: str = "machine.json"
+    """What tools/diagnose.py --machine wrote."""
+    rounds: int = 5
+    """Steps of each layout."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A row of a published table."""
+
+    id: str
+    table: str
+    hardware: str
+    world_size: int
+    seconds: float
+    source: str
+    note: str
+    config: RunConfig
+    half: int
+    """0: may be fitted, 1: is predicted alone; of each table every second row."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the algorithm is one that this framework has."""
+        return "not comparable" not in self.note
+
+    def predicted(self, hardware: Hardware) -> float:
+        """Seconds."""
+        return step_cost(self.config, self.world_size, hardware, self.config.data.vocab_size or 0).seconds
+
+
+def published_steps() -> list[Step]:
+    """All rows; from every pair of a table's rows the first may be fitted."""
+    seen: dict[tuple[str, str], int] = {}
+    found = []
+    for row in json.loads(PUBLISHED.read_text(encoding="utf-8")):
+        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in row.pop("settings").items()}
+        key = row["hardware"], row["table"]
+        seen[key] = seen.get(key, -1) + ("not comparable" not in row["note"])
+        found.append(Step(**row, config=RunConfig.from_flat(settings), half=seen[key] % 2))
+    return found
+
+
+def errors(steps: Sequence[Step], hardware: Hardware | None = None) -> list[tuple[Step, float]]:
+    """Each step with its relative error."""
+    known = {name: hardware or read_hardware(name) for name in {step.hardware for step in steps}}
+    return [(step, step.predicted(known[step.hardware]) / step.seconds - 1) for step in steps]
+
+
+def summary(found: Sequence[tuple[Step, float]]) -> Iterator[str]:
+    """Mean and worst error of each half: over all, by kind of GPU, by table."""
+    for half, title in ((0, "fitted half"), (1, "judged half"), (None, "not comparable")):
+        chosen = [(s, e) for s, e in found if (s.half == half and s.comparable) or (half is None and not s.comparable)]
+        groups = {"all": chosen}
+        for step, error in chosen:
+            groups.setdefault(step.hardware, []).append((step, error))
+        for step, error in chosen:
+            groups.setdefault(f"  {step.hardware}, {step.table}", []).append((step, error))
+        yield f"{title:40} {'rows':>4} {'mean error':>10} {'bias':>7} {'worst':>6}" if chosen else ""
+        for name, rows in groups.items():
+            if rows:
+                sizes = [abs(e) for _, e in rows]
+                bias = statistics.mean(e for _, e in rows)
+                yield f"  {name:38} {len(rows):4} {statistics.mean(sizes):10.1%} {bias:+7.1%} {max(sizes):6.0%}"
+
+
+FITTED = {
+    "bfloat16": (0.6, 1.1),
+    "product_edge": (0.2, 6.0),
+    "attention_efficiency": (0.5, 1.4),
+    "memory_bandwidth": (0.5, 1.2),
+    "launch_seconds": (0.3, 4.0),
+    "intra": (0.5, 1.2),
+    "inter": (0.5, 1.2),
+    "step_seconds": (0.1, 3.0),
+}
+"""What is fitted, and between which factors of the file's value."""
+
+
+def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
+    """The machine with each constant times its factor."""
+    changes: dict[str, Any] = {}
+    for name, factor in factors.items():
+        if name == "bfloat16":
+            flops = dict(hardware.product_flops)
+            changes["product_flops"] = flops | {"bfloat16": flops["bfloat16"] * factor}
+        elif name in ("intra", "inter"):
+            link = getattr(hardware, name)
+            changes[name] = replace(link, bandwidth=link.bandwidth * factor)
+        else:
+            changes[name] = getattr(hardware, name) * factor
+    return replace(hardware, **changes)
+
+
+def fit(name: str) -> Hardware:
+    """Coordinate search for the least mean error of the first halves, each table with the root of its rows as weight;
+    a small charge keeps constants that the tables do not decide where they are."""
+    start = read_hardware(name)
+    steps = [step for step in published_steps() if step.hardware == name and step.half == 0 and step.comparable]
+    if not steps:
+        raise ConfigError(f"fit={name!r} has no published steps; legal: a100, h100, h100-500w")
+    weight = {s.table: 1 / math.sqrt(sum(o.table == s.table for o in steps)) for s in steps}
+
+    def loss(factors: dict[str, float]) -> float:
+        found = errors(steps, scaled(start, factors))
+        each = (weight[s.table] * (abs(math.log(1 + e)) + 2 * max(abs(e) - 0.2, 0.0)) for s, e in found)
+        return sum(each) / sum(weight[s.table] for s in steps) + 1e-3 * sum(math.log(f) ** 2 for f in factors.values())
+
+    factors, width = dict.fromkeys(FITTED, 1.0), 0.25
+    least = loss(factors)
+    while width > 0.03:
+        improved = False
+        for key, (low, high) in FITTED.items():
+            for step in (1 + width, 1 / (1 + width)):
+                tried = factors | {key: min(max(factors[key] * step, low), high)}
+                if tried[key] != factors[key] and (found := loss(tried)) < least - 1e-5:
+                    least, factors, improved = found, tried, True
+        print(f"steps of {width:.0%}: {least:.4f}", file=sys.stderr)
+        width = width if improved else width / 2
+    return scaled(start, factors)
+
+
+def measured(world_size: int, config: RunConfig, rounds: int) -> float:
+    """Seconds of a step in a layout: the median of the slowest rank's."""
+    return max(statistics.median(times) for times in run_ranks(world_size, _rank, config, rounds, timeout=300.0))
+
+
+def _rank(config: RunConfig, rounds: int) -> list[float]:
+    torch.set_num_threads(1)
+    run = set_up(config, World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cpu")))
+    return time_steps(lambda: train_step(run), rounds)[0]
+
+
+def on_this_machine(settings: Settings) -> list[Row]:
+    """Predicted beside measured; rank correlation (Spearman) and mean error."""
+    hardware = read_hardware(settings.hardware)
+    points = [(layout, 1) for layout in LAYOUTS] + [(layout, 4) for layout in ("1 process", "dp2", "tp2 sp", "cp2")]
+    rows, pairs = [], []
+    for text, micro in points:
+        layout = Layout.parse(text)
+        config = RunConfig.from_flat(SHAPE | layout.settings() | {"micro_batch_size": micro})
+        expected = step_cost(config, layout.world_size, hardware, int(str(SHAPE["vocab_size"]))).seconds
+        found = measured(layout.world_size, config, settings.rounds)
+        pairs.append((expected, found))
+        name, error = f"{text} mbs{micro}", expected / found - 1
+        print(f"{name:20} predicted {expected:7.3f} s, measured {found:7.3f} s, {error:+.0%}")
+        rows.append(Row(name, found, "s", ratio=expected / found))
+    error = statistics.mean(abs(a / b - 1) for a, b in pairs)
+    print(f"{len(pairs)} layouts: rank correlation {correlation(pairs):.3f}, mean error {error:.1%}")
+    return rows
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's: that of the ranks."""
+    ranks = [[sorted(column).index(value) for value in column] for column in zip(*pairs, strict=True)]
+    return statistics.correlation(*ranks)
+
+
+def main(settings: Settings) -> None:
+    """Run what was asked for."""
+    if settings.fit is not None:
+        print(json.dumps(asdict(fit(settings.fit)), indent=2))
+    elif settings.published:
+        found = errors(published_steps())
+        for step, error in found if settings.verbose else ():
+            print(f"{step.id:28} {step.hardware:10} {step.world_size:5} ranks, {step.seconds:8.3f} s {error:+.0%}")
+        print("\n".join(line for line in summary(found) if line))
+    else:
+        append("planner", on_this_machine(settings))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,275 @@
+"""What this machine can do, measured for the planner: products, memory, collectives, disk."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
+from megatron_core.planner.cost import step_cost
+from megatron_core.planner.explain import readable_bytes, readable_seconds
+from megatron_core.planner.hardware import Hardware, Link
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MESSAGES = tuple(2**power for power in (10, 14, 18, 20, 22, 24))
+"""Bytes of each rank in the collectives that are timed."""
+SMALL_STEP = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 128,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mock_data": True,
+    "global_batch_size": 4,
+    "train_iters": 1000,
+}
+"""A step whose arithmetic takes no time, so that what is left is the cost of each operation."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank measured."""
+
+    products: dict[str, float]
+    edge: float
+    attention: float
+    bandwidth: float
+    host_link: float
+    collectives: dict[int, dict[int, tuple[float, float]]]
+    """By ranks of the group and bytes of a rank: seconds of an all-gather and of an all-reduce."""
+
+
+def best_time(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Seconds of a call: the shortest of some rounds, with the device's work done."""
+    call()
+    times = []
+    for _ in range(rounds):
+        _wait(device)
+        began = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_rank(quick: bool) -> Found:
+    """All rates of a rank, while all ranks measure the same."""
+    gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
+    rounds = 3 if quick else 8
+    large, small = (8192, 1024) if gpu else (512, 64) if quick else (1024, 64)
+    products = {name: product_rate(large, dtype, device, rounds) for name, dtype in DTYPES.items()}
+    # A product of n x n x n runs at 1 / (1 + e / n)^3 of the rate of large ones.
+    ratio = (products["float32"] / product_rate(small, torch.float32, device, 20 * rounds)) ** (1 / 3)
+    edge = min(max((ratio - 1) * small * large / max(large - ratio * small, 1.0), 0.0), 4.0 * small)
+    dist.barrier()
+    return Found(
+        products,
+        edge,
+        attention_share(products["float32" if not gpu else "bfloat16"], device, rounds, gpu),
+        elements_rate(device, rounds, 2**28 if gpu else 2**22),
+        link_rate(device, rounds) if gpu else copy_rate(rounds),
+        collective_times(device, rounds),
+    )
+
+
+def product_rate(size: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
+    """FLOPs a second of a square product."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / best_time(lambda: left @ right, device, rounds)
+
+
+def attention_share(rate: float, device: torch.device, rounds: int, gpu: bool) -> float:
+    """Rate of causal attention over that of products, by the pairs that are seen, forward and backward (3.5 times the
+    forward's arithmetic)."""
+    length, heads, dtype = (4096, 16, torch.bfloat16) if gpu else (512, 4, torch.float32)
+    shape = (1, heads, length, 64)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def both() -> None:
+        functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+    flops = 3.5 * 4 * 64 * heads * length * (length + 1) / 2
+    return flops / best_time(both, device, rounds) / rate
+
+
+def elements_rate(device: torch.device, rounds: int, numel: int) -> float:
+    """Bytes a second of operations on elements: the mean time of a copy, a sum, an activation and a norm."""
+    x, y = (torch.randn(numel // 1024, 1024, device=device) for _ in range(2))
+    operations: list[tuple[Callable[[], Tensor], int]] = [
+        (lambda: y.copy_(x), 2),
+        (lambda: torch.add(x, y), 3),
+        (lambda: functional.gelu(x), 2),
+        (lambda: functional.layer_norm(x, (1024,)), 2),
+    ]
+    seconds = sum(best_time(call, device, rounds) for call, _ in operations)
+    return 4 * numel * sum(tensors for _, tensors in operations) / seconds
+
+
+def copy_rate(rounds: int) -> float:
+    """Bytes a second that a copy in the host's memory moves."""
+    x = torch.zeros(2**22)
+    return 4 * x.numel() / best_time(x.clone, torch.device("cpu"), rounds)
+
+
+def link_rate(device: torch.device, rounds: int) -> float:
+    """Bytes a second from the host's pinned memory to the device."""
+    host, here = torch.zeros(2**26, pin_memory=True), torch.zeros(2**26, device=device)
+    return 4 * host.numel() / best_time(lambda: here.copy_(host, non_blocking=True), device, rounds)
+
+
+def collective_times(device: torch.device, rounds: int) -> dict[int, dict[int, tuple[float, float]]]:
+    """Seconds of collectives among 2, 4, ... and all ranks, the slowest rank's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = sorted({n for n in (2, 4, 8, 16, world) if 1 < n <= world})
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for size in sizes:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            found[size] = {bytes_: _both(bytes_ // 4, group, device, rounds) for bytes_ in MESSAGES}
+        dist.barrier()
+    return found
+
+
+def _both(numel: int, group: dist.ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
+    shard, full = torch.zeros(numel, device=device), torch.zeros(numel * group.size(), device=device)
+    gather = best_time(lambda: all_gather_flat_(full, shard, group), device, 2 * rounds)
+    return gather, best_time(lambda: all_reduce_(shard, group), device, 2 * rounds)
+
+
+def link_of(found: Found) -> Link:
+    """Latency and bandwidth of the largest group: t = latency x steps + bytes sent / bandwidth, through a small and a
+    large message."""
+    if not found.collectives:
+        return Link(bandwidth=found.bandwidth, latency=1e-6)
+    size, times = max(found.collectives.items())
+    few, many = times[MESSAGES[0]][0], times[MESSAGES[-1]][0]
+    sent = (size - 1) * (MESSAGES[-1] - MESSAGES[0])
+    steps = max((size - 1).bit_length(), 1)
+    return Link(bandwidth=sent / max(many - few, 1e-9), latency=few / steps)
+
+
+def disk_rates(folder: str | None, size: int) -> tuple[float, float]:
+    """Bytes a second that are written, with a sync, and read again."""
+    block = os.urandom(2**20)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            began = time.perf_counter()
+            for _ in range(size // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter() - began
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            file.seek(0)
+            while file.read(2**24):
+                pass
+            return size / written, size / (time.perf_counter() - began)
+    except OSError as error:
+        raise ConfigError(f"disk={folder!r} cannot be measured: {error}; give another folder") from None
+
+
+def small_step() -> float:
+    """Seconds of a step of ``SMALL_STEP``: the median of some."""
+    gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
+    run = set_up(RunConfig.from_flat(SMALL_STEP), World(0, 1, local_rank=0, device=device))
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        train_step(run)
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def measured_machine(
+    ranks: int | None, folder: str | None, *, quick: bool
+) -> tuple[Hardware, Found, tuple[float, float]]:
+    """Run all measurements on ``ranks`` ranks at once (default: one for each GPU, or core), and on the disk of
+    ``folder``; ``quick`` with smaller tensors and fewer repetitions. ``ConfigError`` for ranks that are not there."""
+    gpus = torch.cuda.device_count()
+    ranks = ranks if ranks is not None else gpus or len(os.sched_getaffinity(0))
+    if ranks < 1 or (gpus and ranks > gpus):
+        raise ConfigError(f"ranks={ranks} is out of range; legal: 1 to {gpus or os.cpu_count()}")
+    device = "cuda" if gpus else "cpu"
+    every: list[Found] = run_ranks(ranks, measure_rank, quick, timeout=300.0, device=device)
+    mean = every[0]
+    products = {name: statistics.mean(found.products[name] for found in every) for name in DTYPES}
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() / ranks
+    link = link_of(mean)
+    disk = disk_rates(folder, 2**24 if quick else 2**27)
+    hardware = Hardware(
+        name="machine",
+        source="tools/diagnose.py --machine",
+        memory_bytes=memory,
+        reserved_bytes=2e9 if gpus else min(5e8, memory / 4),
+        devices_per_node=ranks,
+        product_flops=products | {"float64": products["float32"] / 2},
+        product_edge=mean.edge,
+        attention_efficiency=min(mean.attention, 1.0),
+        memory_bandwidth=statistics.mean(found.bandwidth for found in every),
+        launch_seconds=1e-6,
+        intra=link,
+        inter=link,
+        overlap=0.8 if gpus else 0.0,  # ranks on a CPU compute and communicate with the same core
+        has_host=gpus > 0,
+        host_link=mean.host_link,
+        host_memory_bandwidth=mean.bandwidth if not gpus else 2e10,
+        disk_bandwidth=min(disk),
+    )
+    return calibrated(hardware, run_ranks(1, small_step, timeout=120.0, device=device)[0]), mean, disk
+
+
+def calibrated(hardware: Hardware, seconds: float) -> Hardware:
+    """The time that each operation costs besides its work, so that a step of tiny operations takes ``seconds``."""
+    config = RunConfig.from_flat(SMALL_STEP)
+    times = [step_cost(config, 1, replace(hardware, launch_seconds=each), 128).seconds for each in (0.0, 1e-3)]
+    each = max((seconds - times[0]) / (times[1] - times[0]) * 1e-3, 1e-7)
+    return replace(hardware, launch_seconds=each)
+
+
+def _host_memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def report(hardware: Hardware, found: Found, disk: tuple[float, float]) -> str:
+    """What was measured, in words."""
+    lines = [f"{hardware.devices_per_node} ranks, each with {readable_bytes(hardware.memory_bytes)} of memory"]
+    for name, rate in found.products.items():
+        lines.append(f"products in {name}: {rate / 1e9:.3g} GFLOP/s; at 1/2 of that with sides of ")
+        lines[-1] += f"{hardware.product_edge / (2 ** (1 / 3) - 1):.3g}"
+    lines.append(f"attention: {found.attention:.3g} of the rate of products")
+    lines.append(f"operations on elements: {readable_bytes(hardware.memory_bandwidth)}/s")
+    lines.append(f"an operation costs {readable_seconds(hardware.launch_seconds)} besides its work")
+    for size, times in found.collectives.items():
+        for bytes_, (gather, reduce) in times.items():
+            lines.append(
+                f"{size} ranks, {readable_bytes(bytes_)} each: all-gather {readable_seconds(gather)}, "
+                f"{readable_bytes((size - 1) * bytes_ / gather)}/s sent; all-reduce {readable_seconds(reduce)}"
+            )
+    lines.append(f"disk: writes {readable_bytes(disk[0])}/s, reads {readable_bytes(disk[1])}/s")
+    return "\n".join(lines)
