@@ -31,7 +31,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.planner.cost import step_cost
-from megatron_core.planner.hardware import Hardware, read_hardware
+from megatron_core.planner.hardware import Hardware, Link, read_hardware
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -143,14 +143,32 @@ def summary(found: Sequence[tuple[Step, float]]) -> Iterator[str]:
                 yield f"  {name:38} {len(rows):4} {statistics.mean(sizes):10.1%} {bias:+7.1%} {max(sizes):6.0%}"
 
 
+START: dict[str, dict[str, Any]] = {
+    "a100": {
+        "product_flops": {"bfloat16": 265e12, "float32": 130e12, "float64": 18e12},
+        "memory_bandwidth": 1.6e12,
+        "intra": Link(bandwidth=230e9, latency=5e-6),
+        "inter": Link(bandwidth=20e9, latency=12e-6),
+        "overlap": 0.85,
+    },
+    "h100": {
+        "product_flops": {"bfloat16": 760e12, "float8": 1340e12, "float32": 50e12, "float64": 55e12},
+        "memory_bandwidth": 2.6e12,
+        "intra": Link(bandwidth=340e9, latency=5e-6),
+        "inter": Link(bandwidth=42e9, latency=12e-6),
+        "overlap": 0.95,
+    },
+}
+"""Where the search begins: what benchmarks of single operations and NCCL's tests reach on these machines."""
+GUESS: dict[str, Any] = {"product_edge": 40.0, "attention_efficiency": 0.5, "launch_seconds": 4e-6, "step_seconds": 0.02}
 FITTED = {
     "bfloat16": (0.6, 1.1),
     "product_edge": (0.2, 6.0),
     "attention_efficiency": (0.5, 1.4),
     "memory_bandwidth": (0.5, 1.2),
     "launch_seconds": (0.3, 4.0),
-    "intra": (0.5, 1.2),
-    "inter": (0.5, 1.2),
+    "intra": (0.6, 1.2),
+    "inter": (0.6, 1.2),
     "step_seconds": (0.1, 3.0),
 }
 """What is fitted, and between which factors of the file's value."""
@@ -161,8 +179,9 @@ def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
     changes: dict[str, Any] = {}
     for name, factor in factors.items():
         if name == "bfloat16":
-            flops = dict(hardware.product_flops)
-            changes["product_flops"] = flops | {"bfloat16": flops["bfloat16"] * factor}
+            tensor_cores = ("bfloat16", "float8")
+            rates = hardware.product_flops.items()
+            changes["product_flops"] = {dtype: rate * (factor if dtype in tensor_cores else 1) for dtype, rate in rates}
         elif name in ("intra", "inter"):
             link = getattr(hardware, name)
             changes[name] = replace(link, bandwidth=link.bandwidth * factor)
@@ -174,10 +193,10 @@ def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
 def fit(name: str) -> Hardware:
     """Coordinate search for the least mean error of the first halves, each table with the root of its rows as weight;
     a small charge keeps constants that the tables do not decide where they are."""
-    start = read_hardware(name)
+    start = replace(read_hardware(name), **START.get(name, {}), **GUESS)
     steps = [step for step in published_steps() if step.hardware == name and step.half == 0 and step.comparable]
     if not steps:
-        raise ConfigError(f"fit={name!r} has no published steps; legal: a100, h100, h100-500w")
+        raise ConfigError(f"fit={name!r} has no published steps; legal: a100, h100")
     weight = {s.table: 1 / math.sqrt(sum(o.table == s.table for o in steps)) for s in steps}
 
     def loss(factors: dict[str, float]) -> float:

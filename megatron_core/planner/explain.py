@@ -44,7 +44,7 @@ def table(found: Sequence[Candidate], world_size: int) -> str:
     for number, each in enumerate(found, 1):
         cost = each.cost
         lines.append(
-            f"{number:2} {readable_seconds(each.seconds):>9}  {cost.tokens_per_second:9.4g} "
+            f"{number:2} {readable_seconds(each.seconds):>9}  {cost.tokens_per_second:9,.0f} "
             f"{cost.flops_per_second / 1e12:8.3g} {readable_bytes(each.bytes):>9} {cost.bubble:7.1%} "
             f"{cost.exposed_communication / each.seconds:8.1%}  {describe_layout(each.config, world_size)}"
         )
@@ -199,11 +199,10 @@ class MemoryOverStep:
         fixed = footprint.by_kind(rank)
         times, held, level = [0.0], [0.0], 0.0
         for action in timeline.plan.ranks[rank]:
-            transient = footprint.transient if action.kind in "BI" else 0.0
             before = level
             level += sizes[action.stage] * {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
             times += [timeline.start[action], timeline.end[action]]
-            held += [before + transient, level]
+            held += [before, level]
         times.append(timeline.makespan)
         held.append(level)
         kinds = {kind: [fixed[kind]] * len(times) for kind in ("weights", "gradients", "optimizer") if fixed[kind]}

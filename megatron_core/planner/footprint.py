@@ -24,7 +24,8 @@ MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "units whole", "activations", "keys", "temporary", "fragments",
 )  # fmt: skip
 """In the order of reports. ``units whole`` are weights and gradients that ZeRO gathers or sums at a time, ``keys`` come
-from other context-parallel ranks, ``fragments`` are what a caching allocator cannot use."""
+from other context-parallel ranks, ``temporary`` is what the running operation and recomputed layers need,
+``fragments`` are what a caching allocator cannot use."""
 FRAGMENTS = 0.05
 """Share of activations and other memory that comes and goes, which lies unused between tensors: reserved over allocated
 memory of published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
@@ -117,10 +118,13 @@ class Footprint:
     def _moving(self, rank: int) -> dict[str, float]:
         where = self.plan.stage_to_rank
         own = [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
+        working = self.transient + self.temporary(rank)
+        if where[-1] == rank:  # what the head keeps is gone when the layers' backward begins
+            working = max(working - self.head_bytes, 0.0)
         found = {
-            "activations": self.activations[rank] + self.transient,
+            "activations": self.activations[rank],
             "keys": arriving_bytes(self.config, own),
-            "temporary": self.temporary(rank),
+            "temporary": working,
         }
         return found | {"fragments": FRAGMENTS * sum(found.values())}
 
@@ -168,6 +172,12 @@ class Footprint:
         dense = parallel.data_parallel_size(self.world_size) * parallel.context_parallel_size
         return dense, self.world_size // parallel.expert_model_size
 
+    @cached_property
+    def head_bytes(self) -> float:
+        """What the output layer and the loss keep of a micro-batch."""
+        padded = padded_vocabulary(self.config, self.vocab_size)
+        return stage_activations(self.config, range(0), first=False, last=True, padded_vocab_size=padded)
+
     def temporary(self, rank: int) -> float:
         """Tensors of the operation that is running: gradients of the widest part of a layer, or of the logits."""
         config, model = self.config, self.config.model
@@ -178,7 +188,7 @@ class Footprint:
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.hidden_size + (1 + gated) * model.expert_ffn_size) / tp
             width = max(rows, width if len(model.expert_layers) < model.num_layers else 0.0)
-        found = n * tokens * (width + 2 * model.hidden_size)
+        found = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
             found = max(found, n * tokens * 2 * model.hidden_size)
         return found

@@ -1,0 +1,86 @@
+"""Peaks of training steps on CPU ranks, as the allocator counts them, against the memory model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.ops.native import unavailable_reason
+from megatron_core.parallel import World
+from megatron_core.training.dry_run import RankEstimate
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.ops.checks import WHOLE_MATRIX
+
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+}
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "vocab_size": 1024,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mock_data": True,
+    "train_iters": 100,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("1 process", LLAMA),
+    "zero3": ("dp2 zero3", LLAMA),
+    "GPT": ("1 process", {}),
+    "GPT, bf16": ("1 process", {"bf16": True}),
+    "Llama, bf16": ("1 process", LLAMA | {"bf16": True}),
+    "many tokens": ("1 process", {"vocab_size": 16384}),
+    "full recomputation": ("1 process", LLAMA | FULL),
+    "selective recomputation": ("1 process", LLAMA | {"recompute_granularity": "selective"}),
+    "zero1": ("dp2 zero1", LLAMA),
+    "zero2": ("dp2 zero2", LLAMA),
+    "tp2 sp": ("tp2 sp", LLAMA),
+}
+DRAWN = dict(list(CASES.items())[:2]) if not WHOLE_MATRIX else CASES
+
+
+def _peak(config: RunConfig, folder: Path) -> tuple[int, int]:
+    """Bytes of the first rank's buffers, and the most that a step allocates besides."""
+    run = set_up(config, World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cpu")))
+    train_step(run)
+    buffers = run.data_parallel.resident_bytes()
+    state = sum(tensor.nbytes for _, named in run.optimizer.tensors() for tensor in named.values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_step(run)
+    path = folder / f"{dist.get_rank()}.json"
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    level = most = 0
+    for _, change in changes:
+        level += change
+        most = max(most, level)
+    return buffers["weights"] + buffers["gradients"] + state, most
+
+
+@pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
+@pytest.mark.parametrize(("layout", "settings"), DRAWN.values(), ids=DRAWN)
+def test_peak_within_five_percent(layout: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    chosen = Layout.parse(layout)
+    config = RunConfig.from_flat(SIZES | chosen.settings() | settings)
+    state, most = run_ranks(chosen.world_size, _peak, config, tmp_path)[0]
+    predicted = RankEstimate.of(config, chosen.world_size).bytes_by_kind
+    del predicted["fragments"]  # this counts what tensors ask for, not what an allocator keeps
+    assert sum(predicted.values()) == pytest.approx(state + most, rel=0.05)
