@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Annotated
 
 import tyro
 
@@ -27,7 +28,7 @@ from megatron_core.planner.explain import (
     details,
     parse_words,
     table,
-    why_not,
+    objection,
     why_slower,
 )
 from megatron_core.planner.footprint import Footprint
@@ -46,7 +47,7 @@ class Settings:
     """Name of a machine (a100, b200, h100, h200), or the file that tools/diagnose.py --machine wrote."""
     top: int = 10
     """Layouts to print."""
-    why_not: str | None = None
+    objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
     """A layout such as "tp8 pp2 mbs2 full-recompute": say what speaks against it."""
     explain_memory: bool = False
     """Draw memory by kind over a step, of --why-not's layout or else of the best."""
@@ -86,9 +87,9 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         line = command_line(each.config, base, arguments, settings.gpus, hardware.devices_per_node)
         print(f"{number}: {line}")
     shown = found[0]
-    if settings.why_not is not None:
-        print(f"\nwhy not {settings.why_not}\n{why_not(search, settings.why_not, found[0])}")
-        shown = min(search.candidate(c) for c in parse_words(base, settings.why_not, settings.gpus))
+    if settings.objection is not None:
+        print(f"\nwhy not {settings.objection}\n{objection(search, settings.objection, found[0])}")
+        shown = min(search.candidate(c) for c in parse_words(base, settings.objection, settings.gpus))
     if settings.explain_memory:
         explain_memory(search, shown, settings.png)
 

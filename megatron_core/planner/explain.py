@@ -149,7 +149,7 @@ def _overlap(stage: dict[str, Any]) -> dict[str, Any]:
     return {"overlap_grad_reduce": True, "overlap_param_gather": stage["zero_stage"] > 0}
 
 
-def why_not(search: Search, text: str, best: Candidate | None) -> str:
+def objection(search: Search, text: str, best: Candidate | None) -> str:
     """What speaks against a layout: a rule, memory, or time."""
     found: list[Candidate] = []
     faults: list[str] = []

@@ -15,7 +15,7 @@ from megatron_core.config.presets import preset
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import step_cost
-from megatron_core.planner.explain import command_line, flag_of, parse_words, why_not
+from megatron_core.planner.explain import command_line, flag_of, parse_words, objection
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
@@ -100,12 +100,12 @@ def test_no_layout_fits() -> None:
 def test_why_not() -> None:
     search = _search(_config(), 8)
     best = search.best(1)[0]
-    assert "slower: " in why_not(search, "tp8 mbs1", best)
-    assert "num_attention_heads=12" in why_not(
+    assert "slower: " in objection(search, "tp8 mbs1", best)
+    assert "num_attention_heads=12" in objection(
         _search(_config(num_attention_heads=12, kv_channels=128), 8), "tp8", best
     )
     tight = _search(_config(), 8, replace(read_hardware("h100"), memory_bytes=4e9))
-    assert "does not fit" in why_not(tight, "dp8 mbs2", None)
+    assert "does not fit" in objection(tight, "dp8 mbs2", None)
     with pytest.raises(LayoutError, match="8 ranks, but gpus=16"):
         parse_words(_config(), "tp8 dp1", 16)
 
@@ -118,8 +118,8 @@ def test_hardware_files() -> None:
         read_hardware("tpu")
     with pytest.raises(ConfigError, match="memory_bytes=0 must be above 0"):
         replace(read_hardware("h100"), memory_bytes=0)
-    with pytest.raises(ConfigError, match="no rate of products in float8"):
-        read_hardware("h100").flops("float8")
+    with pytest.raises(ConfigError, match="no rate of products in int4"):
+        read_hardware("h100").flops("int4")
 
 
 def test_tool(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
