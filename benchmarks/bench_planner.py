@@ -160,7 +160,12 @@ START: dict[str, dict[str, Any]] = {
     },
 }
 """Where the search begins: what benchmarks of single operations and NCCL's tests reach on these machines."""
-GUESS: dict[str, Any] = {"product_edge": 40.0, "attention_efficiency": 0.5, "launch_seconds": 4e-6, "step_seconds": 0.02}
+GUESS: dict[str, Any] = {
+    "product_edge": 40.0,
+    "attention_efficiency": 0.5,
+    "launch_seconds": 4e-6,
+    "step_seconds": 0.02,
+}
 FITTED = {
     "bfloat16": (0.6, 1.1),
     "product_edge": (0.2, 6.0),

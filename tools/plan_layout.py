@@ -26,9 +26,9 @@ from megatron_core.planner.explain import (
     MemoryOverStep,
     command_line,
     details,
+    objection,
     parse_words,
     table,
-    objection,
     why_slower,
 )
 from megatron_core.planner.footprint import Footprint

@@ -15,7 +15,7 @@ from megatron_core.config.presets import preset
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import step_cost
-from megatron_core.planner.explain import command_line, flag_of, parse_words, objection
+from megatron_core.planner.explain import command_line, flag_of, objection, parse_words
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
@@ -97,7 +97,7 @@ def test_no_layout_fits() -> None:
         _search(base, 8).best()
 
 
-def test_why_not() -> None:
+def test_what_speaks_against_a_layout() -> None:
     search = _search(_config(), 8)
     best = search.best(1)[0]
     assert "slower: " in objection(search, "tp8 mbs1", best)
