@@ -1,16 +1,24 @@
 """Checkpoints that any layout can load, without pickle."""
 
 from megatron_core.checkpoint.boxes import Box, Piece, parameter_pieces, pieces_of
-from megatron_core.checkpoint.manifest import Manifest, find_checkpoint
+from megatron_core.checkpoint.folder import FolderLock, find_candidates, find_checkpoint
+from megatron_core.checkpoint.manifest import Manifest
+from megatron_core.checkpoint.newest import open_newest
 from megatron_core.checkpoint.reader import CheckpointReader
-from megatron_core.checkpoint.writer import save_checkpoint
+from megatron_core.checkpoint.writer import BackgroundSave, Save, Snapshot, save_checkpoint
 
 __all__ = [
+    "BackgroundSave",
     "Box",
     "CheckpointReader",
+    "FolderLock",
     "Manifest",
     "Piece",
+    "Save",
+    "Snapshot",
+    "find_candidates",
     "find_checkpoint",
+    "open_newest",
     "parameter_pieces",
     "pieces_of",
     "save_checkpoint",

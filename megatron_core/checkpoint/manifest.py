@@ -1,9 +1,4 @@
-"""The manifest of a checkpoint, and the folder layout around it.
-
-    SAVE/latest_checkpointed_iteration.txt        the newest complete iteration
-    SAVE/iter_0000100/manifest.json               counters, configuration, and for each tensor its boxes
-    SAVE/iter_0000100/rank_00000.safetensors      the boxes that rank 0 owned when it was written
-    SAVE/iter_0000100/tokenizer/                  the tokenizer's files
+"""The manifest of a checkpoint: what it holds, where, and what its files must be. docs/checkpoints.md describes it.
 
 Nothing in it depends on the layout: tensors have global names and shapes, and boxes say which part lies in which file.
 """
@@ -11,20 +6,29 @@ Nothing in it depends on the layout: tensors have global names and shapes, and b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import safe_open
+from xxhash import xxh3_128
 
 from megatron_core.checkpoint.boxes import Box
+from megatron_core.checkpoint.hashes import HASH, StoredFile, inside, write_file
 from megatron_core.errors import CheckpointError
 
-VERSION = 1
+FORMAT, VERSION = "megatron-native", 2
 MANIFEST = "manifest.json"
-TRACKER = "latest_checkpointed_iteration.txt"
+DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
+CHECKSUM = b',\n "checksum": "'
+"""The last key of the file: the hash of all bytes before this."""
+MOST_SHOWN = 200
+"""Longest part of a damaged file that an error quotes."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,41 +57,134 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Counters and configuration (``state``), and the tensors by name."""
+    """Counters and configuration (``state``), the tensors by name, and the files."""
 
+    iteration: int
+    save_id: str
+    """The same in every file of a save, and in no other save."""
     state: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write as JSON."""
-        tensors = {name: asdict(tensor) for name, tensor in sorted(self.tensors.items())}
+        """Write as JSON, to disk."""
         content = {
-            "format": "megatron-native",
+            "format": FORMAT,
             "version": VERSION,
+            "iteration": self.iteration,
+            "save_id": self.save_id,
             "state": dict(self.state),
-            "tensors": tensors,
+            "files": {name: {"bytes": file.size, HASH: file.hash} for name, file in sorted(self.files.items())},
+            "tensors": {name: _entry(tensor) for name, tensor in sorted(self.tensors.items())},
         }
-        path.write_text(json.dumps(content, indent=1))
+        text = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
+        write_file(path, text + CHECKSUM + _checksum(text) + b'"\n}')
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read what ``write`` wrote."""
+        """Read what ``write`` wrote, and check all of it. Errors: ``CheckpointError``."""
         try:
-            content = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: {error}") from None
-        if content.get("format") != "megatron-native" or content.get("version") != VERSION:
+            data = path.read_bytes()
+            content = json.loads(data, object_pairs_hook=_without_duplicates)
+        except RecursionError:
+            raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: nested too deeply") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: {_short(error)}") from None
+        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+            found = content if isinstance(content, dict) else {}
             raise CheckpointError(
-                f"{path} says format {content.get('format')!r} version {content.get('version')!r}; this release reads "
-                f"'megatron-native' version {VERSION}"
+                f"{path} says format {_short(repr(found.get('format')))} version {_short(repr(found.get('version')))}; "
+                f"this release reads {FORMAT!r} version {VERSION}"
             )
-        tensors = {name: _stored(entry) for name, entry in content["tensors"].items()}
-        return cls(content["state"], tensors)
+        text, _, checksum = data.rpartition(CHECKSUM)
+        if checksum != _checksum(text) + b'"\n}':
+            raise CheckpointError(f"{path} is not what was written: its checksum differs")
+        try:
+            return cls._of(content, path.parent)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: {_short(error)}") from None
+
+    @classmethod
+    def _of(cls, content: dict[str, Any], folder: Path) -> Manifest:
+        """The manifest in ``content``; ``ValueError`` for the first thing that cannot be right."""
+        iteration = _number(content, "iteration")
+        named = re.fullmatch(r"iter_(\d{7,})", folder.name)
+        if named and int(named[1]) != iteration:
+            raise ValueError(f"it is of iteration {iteration}, but lies in {folder.name}")
+        files = {}
+        for name, entry in _of_type(content, "files", dict).items():
+            inside(folder, name)
+            file = _of_type({name: entry}, name, dict)
+            files[name] = StoredFile(_number(file, "bytes"), _of_type(file, HASH, str))
+        tensors = {n: _tensor(n, entry, files) for n, entry in _of_type(content, "tensors", dict).items()}
+        state, save_id = _of_type(content, "state", dict), _of_type(content, "save_id", str)
+        if state.get("iteration", iteration) != iteration:
+            raise ValueError(f"its iteration is {iteration} and {_short(repr(state['iteration']))}")
+        return cls(iteration, save_id, state, tensors, files)
 
 
-def _stored(entry: Mapping[str, Any]) -> StoredTensor:
-    boxes = tuple(StoredBox(b["file"], b["key"], tuple(b["start"]), tuple(b["stop"])) for b in entry["boxes"])
-    return StoredTensor(tuple(entry["shape"]), entry["dtype"], boxes)
+def _checksum(text: bytes) -> bytes:
+    return xxh3_128(text).hexdigest().encode()
+
+
+def _short(text: object) -> str:
+    shown = " ".join(str(text).split())
+    return shown if len(shown) <= MOST_SHOWN else shown[:MOST_SHOWN] + " ..."
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return found
+
+
+def _of_type(entry: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = entry.get(name)
+    if type(value) is not kind:  # True is no number here
+        raise ValueError(f"{name} is {_short(repr(value))}, not of type {kind.__name__}")
+    return value
+
+
+def _number(entry: Mapping[str, Any], name: str) -> int:
+    value = _of_type(entry, name, int)
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {_short(value)}, which is out of range")
+    return value
+
+
+def _numbers(entry: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(_number({name: value}, name) for value in _of_type(entry, name, list))
+
+
+def _entry(tensor: StoredTensor) -> dict[str, Any]:
+    boxes = [{"file": b.file, "key": b.key, "start": b.start, "stop": b.stop} for b in tensor.boxes]
+    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": boxes}
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
+    entry = _of_type({name: entry}, name, dict)
+    shape, dtype, boxes = _numbers(entry, "shape"), _of_type(entry, "dtype", str), []
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {_short(repr(dtype))}; known: {', '.join(sorted(DTYPES))}")
+    for part in _of_type(entry, "boxes", list):
+        part = _of_type({f"a box of {name}": part}, f"a box of {name}", dict)
+        box = StoredBox(
+            _of_type(part, "file", str), _of_type(part, "key", str), _numbers(part, "start"), _numbers(part, "stop")
+        )
+        within = len(box.start) == len(box.stop) == len(shape) and all(
+            a <= b <= size for a, b, size in zip(box.start, box.stop, shape, strict=True)
+        )
+        if not within:
+            raise ValueError(f"a box of {name} does not lie in its shape {list(shape)}")
+        if box.file not in files:
+            raise ValueError(f"{name} is stored in {_short(repr(box.file))}, which is not among the files")
+        boxes.append(box)
+    stored = sum(box.box.numel for box in boxes)
+    if stored != prod(shape):
+        raise ValueError(f"{stored} of {prod(shape)} elements of {name} are stored")
+    return StoredTensor(shape, dtype, tuple(boxes))
 
 
 def box_key(name: str, box: Box) -> str:
@@ -95,55 +192,31 @@ def box_key(name: str, box: Box) -> str:
     return f"{name}@{','.join(map(str, box.start))}"
 
 
-def collect(folder: Path, state: Mapping[str, Any]) -> Manifest:
-    """The manifest of the files in ``folder``, from their headers; every tensor must be stored exactly once."""
+def collect(
+    folder: Path, iteration: int, save_id: str, state: Mapping[str, Any], files: Mapping[str, StoredFile]
+) -> Manifest:
+    """The manifest of ``files`` in ``folder``, from their headers; every tensor must be stored exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     boxes: dict[str, list[StoredBox]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(shape) for name, shape in json.loads(file.metadata()["shapes"]).items()}
+    for name in sorted(files):
+        if not name.endswith(".safetensors"):
+            continue
+        with safe_open(folder / name, framework="pt") as file:
+            shapes |= {tensor: tuple(shape) for tensor, shape in json.loads(file.metadata()["shapes"]).items()}
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                name, _, where = key.rpartition("@")
+                tensor, _, where = key.rpartition("@")
                 part = file.get_slice(key)
                 start = tuple(int(i) for i in where.split(",")) if where else ()
                 stop = tuple(a + n for a, n in zip(start, part.get_shape(), strict=True))
-                dtypes[name] = part.get_dtype()
-                boxes.setdefault(name, []).append(StoredBox(path.name, key, start, stop))
-    for name, parts in boxes.items():
+                dtypes[tensor] = part.get_dtype()
+                boxes.setdefault(tensor, []).append(StoredBox(name, key, start, stop))
+    for tensor, parts in boxes.items():
         stored = sum(part.box.numel for part in parts)
-        if stored != prod(shapes[name]):
+        if stored != prod(shapes[tensor]):
             raise CheckpointError(
-                f"{folder}: {name} has {prod(shapes[name])} elements, but the ranks wrote {stored}; the checkpoint was "
-                "not completed"
+                f"{folder}: {tensor} has {prod(shapes[tensor])} elements, but the ranks wrote {stored}; the checkpoint "
+                "was not completed"
             )
     tensors = {name: StoredTensor(shapes[name], dtypes[name], tuple(parts)) for name, parts in boxes.items()}
-    return Manifest(state, tensors)
-
-
-def iteration_folder(save: Path, iteration: int) -> Path:
-    """The folder of one iteration's checkpoint."""
-    return save / f"iter_{iteration:07d}"
-
-
-def find_checkpoint(load: str, step: int | None = None) -> Path | None:
-    """The folder to load: that of ``step``, or of the newest complete iteration; None if there is none.
-
-    ``load`` may also be the folder of one iteration itself.
-    """
-    root = Path(load)
-    if (root / MANIFEST).is_file():
-        return root
-    if step is None:
-        tracker = root / TRACKER
-        if not tracker.is_file():
-            return None
-        text = tracker.read_text().strip()
-        if not text.isdigit():
-            raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration number; name one with --ckpt-step")
-        step = int(text)
-    folder = iteration_folder(root, step)
-    if not (folder / MANIFEST).is_file():
-        there = ", ".join(sorted(p.parent.name for p in root.glob(f"iter_*/{MANIFEST}"))) or "none"
-        raise CheckpointError(f"{folder} is no complete checkpoint; complete ones in {root}: {there}")
-    return folder
+    return Manifest(iteration, save_id, state, tensors, files)

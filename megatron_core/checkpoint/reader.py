@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_core.checkpoint.boxes import Piece
-from megatron_core.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
+from megatron_core.checkpoint.hashes import damaged_files, inside
+from megatron_core.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredTensor
 from megatron_core.errors import CheckpointError
+from megatron_core.parallel.texts import listed
 
 
 class CheckpointReader:
@@ -35,6 +37,36 @@ class CheckpointReader:
         """Whether a tensor of that name is stored."""
         return name in self.manifest.tensors
 
+    def verify(self, share: int = 0, shares: int = 1) -> list[str]:
+        """What is wrong with the files of this caller's ``share``, of ``shares``: sizes and hashes."""
+        return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)
+
+    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare the stored tensors with the global shapes of those that all ranks of a run need.
+
+        Tensors of kinds that no name in ``needed`` has (the optimizer's, if it is not read) may be stored besides.
+        Errors: ``CheckpointError`` that lists what is missing, unexpected and of another shape.
+        """
+        tensors = self.manifest.tensors
+        missing = [name for name in needed if self._source(name) not in tensors]
+        kinds = {_kind(name) for name in needed} - {"optimizer.main"}  # read as weights where a run has none
+        unexpected = [name for name in tensors if name not in needed and _kind(name) in kinds]
+        other = [
+            f"{name} has the shape {list(tensors[source].shape)}, this run needs {list(shape)}"
+            for name, shape in needed.items()
+            if (source := self._source(name)) in tensors and tensors[source].shape != shape
+        ]
+        faults = [
+            f"{len(names)} {what} ({listed(names)})"
+            for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
+            if names
+        ]
+        if faults:
+            raise CheckpointError(
+                f"{self.folder} has other tensors than this run needs: {'; '.join(faults)}; give the settings with "
+                "which the checkpoint was trained"
+            )
+
     @torch.no_grad()
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Copy the stored values into the memory of every piece; dtypes are converted.
@@ -43,11 +75,12 @@ class CheckpointReader:
         """
         for piece in pieces:
             filled = 0
-            for stored in self._tensor(piece).boxes:
+            tensor = self._tensor(piece)
+            for stored in tensor.boxes:
                 common = piece.box.intersect(stored.box)
                 if common is None:
                     continue
-                part = self._file(stored.file).get_slice(stored.key)[common.within(stored.box)]
+                part = self._slice(tensor, stored)[common.within(stored.box)]
                 piece.memory[common.within(piece.box)] = part.to(piece.memory)
                 filled += common.numel
             if filled != piece.box.numel:
@@ -77,10 +110,39 @@ class CheckpointReader:
             )
         return tensor
 
+    def _slice(self, tensor: StoredTensor, stored: StoredBox):
+        """The lazy slice of a box, which must be what the manifest says."""
+        path = self.folder / stored.file
+        try:
+            found = self._file(stored.file).get_slice(stored.key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} has no {stored.key}: {error}") from None
+        if (tuple(found.get_shape()), found.get_dtype()) != (stored.box.shape, tensor.dtype):
+            raise CheckpointError(
+                f"{path}: {stored.key} is {found.get_dtype()} {list(found.get_shape())}, not {tensor.dtype} "
+                f"{list(stored.box.shape)} as {MANIFEST} says; the checkpoint is damaged"
+            )
+        return found
+
     def _file(self, name: str) -> safe_open:
         if name not in self._files:
             try:
-                self._files[name] = self._open.enter_context(safe_open(self.folder / name, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                file = self._open.enter_context(safe_open(inside(self.folder, name), framework="pt"))
+                metadata = file.metadata() or {}
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+            expected = (self.manifest.save_id, str(self.manifest.iteration))
+            if (metadata.get("save_id"), metadata.get("iteration")) != expected:
+                raise CheckpointError(
+                    f"{self.folder / name} was written by another save, of iteration "
+                    f"{metadata.get('iteration', 'unknown')}, than {MANIFEST} there, of iteration "
+                    f"{self.manifest.iteration}"
+                )
+            self._files[name] = file
         return self._files[name]
+
+
+def _kind(name: str) -> str:
+    """``model``, or ``optimizer.`` and the name of its state."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "model" else ".".join(parts[:2])

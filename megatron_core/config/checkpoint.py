@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,20 @@ class CheckpointConfig:
     save_interval: int | None = None
     """With --save: steps between checkpoints; default none before the end of the run."""
     save_retain_interval: int | None = None
-    """Keep checkpoints of multiples of this many steps, and the newest one; delete others when the next is complete."""
+    """Keep checkpoints of multiples of this many steps (--keep-every is the same), and the newest --keep-last; delete
+    others when the next is complete."""
+    keep_last: int | None = None
+    """Keep this many newest checkpoints; default all, or 1 with --save-retain-interval."""
+    overwrite_checkpoints: bool = False
+    """With --save: a folder with checkpoints of another run is taken over; those are deleted once the first of this
+    run is complete. Otherwise it is an error to start anew over them."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in the host's memory, while the training goes on."""
+    non_persistent_save_interval: int | None = None
+    """With --save: steps between checkpoints for a fast restart, of which only the newest is kept."""
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of these, which all ranks see, such as /dev/shm/NAME on one host; default non_persistent in that of
+    --save."""
     use_checkpoint_opt_param_scheduler: bool = False
     """With --load: take learning rate and weight decay with their schedules from the checkpoint, not from the flags."""
     load: str | None = None
@@ -26,6 +40,8 @@ class CheckpointConfig:
     hf_model_type: str | None = None
     """Architecture as which the model is exported, such as llama (tools/convert_checkpoint.py); default: the one of
     --load-hf, or the first that fits."""
+    verify_checkpoint: bool = True
+    """Compare the size and hash of every file of a checkpoint before it is loaded."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""
     use_checkpoint_args: bool = False
@@ -45,6 +61,10 @@ class CheckpointConfig:
     """With --load: a folder without checkpoints is an error, as it always is with --finetune, --ckpt-step and
     --use-checkpoint-args."""
 
+    def temporary_folder(self, root: str) -> Path:
+        """Where the checkpoints for a fast restart are, of a run that saves into ``root``."""
+        return Path(self.non_persistent_global_ckpt_dir or Path(root) / "non_persistent")
+
     @property
     def needs_checkpoint(self) -> bool:
         """Whether --load without a checkpoint is an error."""
@@ -61,6 +81,7 @@ class CheckpointConfig:
             use_checkpoint_args=False,
             finetune=False,
             changed_model_settings=(),
+            overwrite_checkpoints=False,
             no_load_optim=False,
             override_opt_param_scheduler=False,
             exit_on_missing_checkpoint=True,

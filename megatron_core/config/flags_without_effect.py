@@ -13,8 +13,8 @@ ACCEPTED: dict[str, str] = {
     "there is one implementation of the model": """
         export_default_te_spec export_force_local_attention export_te_mcore_model transformer_impl= use_mcore_models
         enable_experimental export_model_type=""",
-    "checkpoints are written before the next step": """
-        async_save async_strategy= async_ckpt_cpu_priority= async_ckpt_io_priority= async_ckpt_use_cpu_shm
+    "--async-save has one way to write, a thread": """
+        async_strategy= async_ckpt_cpu_priority= async_ckpt_io_priority= async_ckpt_use_cpu_shm
         use_persistent_ckpt_worker""",
     "checkpoints have one format, which every layout reads": """
         auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_format= dist_ckpt_format= use_dist_ckpt
@@ -203,9 +203,7 @@ DEPENDENT: dict[str, str] = {
     "moe_use_upcycling": "moe_upcycling_granularity=",
     "mtp_num_layers": "mtp_standalone mtp_use_repeated_layer mtp_detach_heads mtp_hsm",
     "multiple_validation_sets": "validation_set_names=",
-    "non_persistent_save_interval": """
-        non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir=
-        non_persistent_local_ckpt_algo=""",
+    "non_persistent_ckpt_type": "non_persistent_local_ckpt_dir= non_persistent_local_ckpt_algo=",
     "perform_rl_step": """
         rl_prompts_per_eval= grpo_prompts_per_step= grpo_group_size= rl_generation_lag= rl_max_inflight_requests=
         rl_submission_granularity= rl_consumption_granularity= rl_durable_rollout_bank rl_rollout_bank_dir=

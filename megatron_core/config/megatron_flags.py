@@ -31,6 +31,7 @@ RENAMED: dict[str, str] = {
     "check_weight_hash_across_dp_replicas_interval": "replica_check_interval",
     "encoder_num_layers": "num_layers",
     "encoder_seq_length": "seq_length",
+    "keep_every": "save_retain_interval",
     "model_parallel_size": "tensor_model_parallel_size",
     "persistent_save_interval": "save_interval",
     "rotary_scaling_factor": "rope_scaling_factor",
@@ -91,6 +92,7 @@ ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "muon_extra_scale_factor": ("0.2",),
     "muon_scale_mode": ("spectral",),
     "moe_combine_bwd_dtype": ("bf16",),
+    "non_persistent_ckpt_type": ("global",),
     "moe_dispatch_fwd_dtype": ("bf16",),
     "sft_tokenizer_prompt_format": ("default",),
     "softmax_type": ("vanilla",),
@@ -139,8 +141,10 @@ REFUSED: dict[str, str] = {
         start_eval_at_iter=""",
     "only --save-interval and --save decide what is saved; remove it": """
         save_params_interval= save_activations_interval= save_wgrads_interval= save_dgrads_interval=
-        non_persistent_save_interval= replication override_ckpt_iteration=
+        replication override_ckpt_iteration=
         dump_param_to_param_group_map= ckpt_convert_format= ckpt_convert_save=""",
+    "checkpoints for a fast restart are in one folder, --non-persistent-global-ckpt-dir; take global": """
+        non_persistent_ckpt_type=""",
     "checkpoints are read from --load alone; use --finetune to start at iteration 0": """
         pretrained_checkpoint= use_mp_args_from_checkpoint_args load_main_params_from_ckpt""",
     "this source of data is not supported; remove it": """

@@ -164,6 +164,10 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     needs = {
         "save_retain_interval": "save",
+        "keep_last": "save",
+        "overwrite_checkpoints": "save",
+        "async_save": "save",
+        "non_persistent_save_interval": "save",
         "ckpt_step": "load",
         "use_checkpoint_args": "load",
         "finetune": "load",
@@ -173,6 +177,14 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(checkpoint, name)
         if value not in (None, False, ()) and getattr(checkpoint, folder) is None:
             yield f"{name}={_shown(value)} has no effect without {folder}; add --{folder} FOLDER or remove it"
+    for name in ("save", "load", "load_hf", "non_persistent_global_ckpt_dir"):
+        if getattr(checkpoint, name) == "":
+            yield f"{name}='' names no folder; give one (. is the current one), or leave the flag out"
+    if checkpoint.non_persistent_global_ckpt_dir is not None and checkpoint.non_persistent_save_interval is None:
+        yield (
+            f"non_persistent_global_ckpt_dir={checkpoint.non_persistent_global_ckpt_dir} has no effect without "
+            "non_persistent_save_interval; give both or neither"
+        )
     unknown = [name for name in checkpoint.changed_model_settings if not hasattr(config.model, name)]
     if unknown:
         yield f"changed_model_settings={_shown(tuple(unknown))}: no setting of the model; give names as rotary_base"

@@ -57,6 +57,8 @@ _AT_LEAST_ONE = (
     "lr_decay_samples",
     "lr_wsd_decay_samples",
     "save_retain_interval",
+    "keep_last",
+    "non_persistent_save_interval",
     "loss_scale_window",
     "hysteresis",
     "seq_length",

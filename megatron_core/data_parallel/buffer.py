@@ -174,8 +174,17 @@ class Bucket:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank counts and saves ``shard``: of equal copies only the first one."""
+        """Whether this rank counts ``shard``: of equal copies only the first one."""
         return (self.is_sharded or self.dp_group.rank() == 0) and self.instances.rank() == 0
+
+    @property
+    def saved_span(self) -> slice:
+        """The part of the bucket that this rank saves: of n ranks with the same shard each saves an nth of it."""
+        copies, index = self.instances.size(), self.instances.rank()
+        if not self.is_sharded:
+            copies, index = copies * self.dp_group.size(), index * self.dp_group.size() + self.dp_group.rank()
+        first, length = self.shard.start, self.shard.stop - self.shard.start
+        return slice(first + length * index // copies, first + length * (index + 1) // copies)
 
     @property
     def is_whole(self) -> bool:

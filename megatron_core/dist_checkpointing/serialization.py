@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, pieces_of, save_checkpoint
+from megatron_core.checkpoint import CheckpointReader, Piece, Save, find_checkpoint, pieces_of, save_checkpoint
 from megatron_core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.current import current
@@ -48,7 +48,8 @@ def save(
     except TypeError as error:
         raise CheckpointError(f"a sharded state dict holds tensors and JSON values alone: {error}") from error
     state = {COMMON: common, "content_metadata": content_metadata}
-    save_checkpoint(Path(checkpoint_dir), 0, pieces, state, rank=current().rank, agree=_all_agree)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    save_checkpoint(Save(Path(checkpoint_dir), 0, state, rank=current().rank, ranks=ranks), pieces, _all_agree)
 
 
 def load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.groups import Group
@@ -30,6 +31,15 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     all_gather_flat_(full, mine, group)
     rows = full.view(-1, longest).tolist()
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def tell_all(text: str, device: torch.device) -> list[str]:
+    """Every rank's ``text``, of all ranks of the job; this process's alone if there are no others."""
+    if not dist.is_initialized():
+        return [text]
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return gather_texts(text, everyone, device)
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:

@@ -8,14 +8,17 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint
+import torch
+
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_newest
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
-from megatron_core.config.file import field_types
+from megatron_core.config.file import convert, field_types
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
 from megatron_core.models.hf.reader import CONFIG
+from megatron_core.parallel.texts import listed
 
 TENSORS = (
     "num_layers",
@@ -33,6 +36,18 @@ TENSORS = (
     "moe_router_enable_expert_bias",
 )
 """Settings that decide which tensors there are, so that weights of another value do not load."""
+KINDS = field_types()
+"""The settings and their types."""
+COUNTERS = (
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "skipped_iterations",
+    "skipped_samples",
+    "optimizer_steps",
+    "vocab_size",
+)
+"""Whole numbers in the state of a checkpoint."""
 SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
 """What the names of the optimizer's settings that belong to a schedule begin with."""
 SIZES = (
@@ -71,6 +86,36 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
         )
 
 
+def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings with which a checkpoint was written, after a look at the types of all that a run takes from it.
+
+    Errors: ``CheckpointError``.
+    """
+    faults = []
+    for name in COUNTERS:
+        if type(state.get(name)) is not int or state[name] < 0:
+            faults.append(name)
+    scale, stored = state.get("loss_scale"), state.get("config")
+    if not isinstance(scale, dict) or not all(isinstance(value, int | float) for value in scale.values()):
+        faults.append("loss_scale")
+    if not isinstance(state.get("layout"), str):
+        faults.append("layout")
+    if not isinstance(state.get("validation_loss"), int | float | None):
+        faults.append("validation_loss")
+    for name, value in stored.items() if isinstance(stored, dict) else ():
+        try:
+            if name in KINDS:
+                convert(value, KINDS[name])
+        except (TypeError, ValueError, OverflowError):
+            faults.append(name)
+    if faults or not isinstance(stored, dict):
+        raise CheckpointError(
+            f"{folder / MANIFEST}: {listed(faults or ['config'])} cannot be what a run has written; load "
+            "another iteration with --ckpt-step"
+        )
+    return stored
+
+
 def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What differs from the schedule of a checkpoint that is resumed; none is meant without the override.
 
@@ -93,8 +138,8 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
 def stored_config(folder: Path) -> RunConfig:
     """The configuration with which the checkpoint in ``folder`` was written, with the tokenizer's files kept in it."""
     state = Manifest.read(folder / MANIFEST).state
-    known = field_types()
-    config = RunConfig.from_flat({name: value for name, value in state["config"].items() if name in known})
+    settings = check_state(state, folder)
+    config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
     data, kept = config.data, folder / "tokenizer"
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
@@ -112,10 +157,10 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
     """
     if (Path(load) / CONFIG).is_file():
         return HuggingFaceReader(load), RunConfig.from_flat(RunConfig().flat() | settings_of_folder(load))
-    folder = find_checkpoint(load, step)
-    if folder is None:
+    reader = open_newest(load, step, device=torch.device("cpu"))
+    if reader is None:
         raise CheckpointError(f"load={load!r} has no checkpoint; give a folder written with --save")
-    return CheckpointReader(folder), stored_config(folder)
+    return reader, stored_config(reader.folder)
 
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from megatron_core.config.flops import flops_per_token
 from megatron_core.errors import MegatronError
@@ -16,10 +17,12 @@ from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run
-from megatron_core.training.state import save_state
+from megatron_core.training.state import TrainState
 from megatron_core.training.step import StepResult, evaluate, train_step
 from megatron_core.training.stop import StopRequest
 from megatron_core.training.watch import Watch
+
+Saved = TypeVar("Saved")
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
@@ -48,8 +51,9 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
             evaluated_at = iteration
         if is_due(iteration, run.config.checkpoint.save_interval):
-            save(run, checks)
-            saved_at = iteration
+            saved_at = iteration if save(run, checks, run.saver.try_to_save) else saved_at
+        elif is_due(iteration, run.config.checkpoint.non_persistent_save_interval):
+            save(run, checks, partial(run.saver.try_to_save, temporary=True))
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
     if run.state.iteration == run.total_iterations:
@@ -57,7 +61,8 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
-        save(run, checks)
+        save(run, checks, run.saver.save)
+    run.saver.finish()
     if run.state.iteration < run.total_iterations:
         report_early_end(run)
     watch.close()
@@ -83,19 +88,11 @@ def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def save(run: Run, checks: RunChecks) -> None:
-    """Write a checkpoint, after the replica check."""
+def save(run: Run, checks: RunChecks, write: Callable[[TrainState], Saved]) -> Saved:
+    """Write a checkpoint, after the replica check; -> what ``write``, a method of the run's saver, says."""
     checks.compare()
     with METER.phase("checkpoint", whole=True):
-        save_state(
-            run.config,
-            run.state,
-            run.data_parallel,
-            run.optimizer,
-            vocab_size=run.vocab_size,
-            tokenizer=run.tokenizer,
-            fp8=run.fp8,
-        )
+        return write(run.state)
 
 
 def report_step(

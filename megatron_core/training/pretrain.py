@@ -69,6 +69,8 @@ def pretrain(
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
     run = set_up(config, world, datasets_provider, layer_specs)
     sinks: list[Sink] = []
+    if config.checkpoint.save and not config.training.skip_train:
+        run.saver.open()
     if world.rank == 0:
         introduce(run)
         sinks = build_sinks(
@@ -78,6 +80,7 @@ def pretrain(
         (evaluate_splits if config.training.skip_train else train)(run, sinks)
     finally:
         METER.stop()
+        run.saver.leave()
         for sink in sinks:
             sink.close()
 
@@ -119,12 +122,6 @@ def notes(run: Run) -> Iterator[str]:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
-    folder = None if run.config.training.skip_train or settings.load else settings.save
-    if folder and find_checkpoint(folder) is not None:
-        yield (
-            f"{settings.save} holds checkpoints of an earlier run, and this one starts from scratch; go on with "
-            f"--load {settings.save}, or choose another folder to keep them apart"
-        )
 
 
 def keep_config(config: RunConfig, folder: Path) -> None:

@@ -36,6 +36,7 @@ from megatron_core.training.data import DatasetsProvider, make_splits, vocabular
 from megatron_core.training.driver import Trainable
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
+from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
@@ -66,9 +67,18 @@ class Run(Trainable):
     total_iterations: int
     """Steps of the whole training, those before a resume included."""
     train_loader: BatchLoader = field(init=False)
+    saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the training split, if there is one; for other data set another loader."""
+        self.saver = CheckpointSaver(
+            self.config,
+            self.data_parallel,
+            self.optimizer,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            fp8=self.fp8,
+        )
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
@@ -192,7 +202,7 @@ def set_up(
         poison.turn_on()
     if config.training.deterministic_mode:
         use_deterministic_kernels()
-    checkpoint = open_checkpoint(config)
+    checkpoint = open_checkpoint(config, world.device)
     validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))

@@ -1,34 +1,34 @@
-"""What a run has come to, and how it is saved and loaded."""
+"""What a run has come to: its tensors as pieces of a checkpoint, and how they are loaded."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_core.checkpoint import (
     Box,
     CheckpointReader,
     Piece,
-    find_checkpoint,
+    open_newest,
     parameter_pieces,
     pieces_of,
-    save_checkpoint,
 )
-from megatron_core.config import RunConfig
+from megatron_core.checkpoint.folder import complete_iterations
+from megatron_core.checkpoint.newest import note
+from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.optimizer.optimizer import Optimizer
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
-from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.training.compatibility import check_same_model, schedule_changes
+from megatron_core.training.compatibility import check_same_model, check_state, schedule_changes
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -47,25 +47,40 @@ class TrainState:
     """The loss of an evaluation at this very iteration, if there was one."""
 
 
-def weight_pieces(bucket: Bucket) -> Iterator[Piece]:
-    """Pieces of the weights in this rank's shard."""
-    yield from shard_pieces(bucket, "model", bucket.weight_shard)
+def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[Piece]:
+    """Pieces of the weights in this rank's shard, or in ``span`` of it."""
+    yield from shard_pieces(bucket, "model", bucket.weight_shard, span)
 
 
-def optimizer_pieces(optimizer: Optimizer) -> Iterator[Piece]:
-    """Pieces of main weights and moments in this rank's shards."""
+def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[Piece]:
+    """Pieces of main weights and moments in this rank's shards; ``saved``: in the parts that it saves."""
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
-            yield from shard_pieces(bucket, f"optimizer.{kind}", flat)
+            yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
 
 
-def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor) -> Iterator[Piece]:
-    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``; of equal copies of a bucket
-    only the first one's are owned."""
-    for name, parameter, start, stop, at in bucket.pieces():
-        part = flat[at : at + stop - start]
-        for piece in pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part):
-            yield piece if bucket.is_writer else replace(piece, owned=False)
+def saved_pieces(
+    data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
+) -> Iterator[Piece]:
+    """Pieces that make up a checkpoint, those of all ranks together; without ``optimizer`` weights alone."""
+    for bucket in data.buckets:
+        yield from weight_pieces(bucket, bucket.saved_span)
+    yield from parameter_pieces(data.frozen_on_first_copy())
+    if optimizer is not None:
+        yield from optimizer_pieces(optimizer, saved=True)
+        yield from compression_pieces(data)
+        if fp8 is not None:
+            yield from fp8_pieces(fp8, fp8.histories())
+
+
+def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[Piece]:
+    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``, or of ``span`` of the bucket,
+    which lies in the shard."""
+    span = span or bucket.shard
+    first = span.start - bucket.shard.start
+    for name, parameter, start, stop, at in bucket.pieces(span):
+        part = flat[first + at : first + at + stop - start]
+        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
 
 
 def compression_pieces(data: DataParallel) -> Iterator[Piece]:
@@ -96,79 +111,60 @@ def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Ite
         yield Piece(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
-def save_state(
-    config: RunConfig,
-    state: TrainState,
-    data: DataParallel,
-    optimizer: Optimizer,
-    *,
-    vocab_size: int,
-    tokenizer: Tokenizer | None,
-    fp8: AmaxHistories | None = None,
-) -> Path:
-    """Write a checkpoint into ``config.checkpoint.save`` and return its folder; drop the one before it if
-    ``save_retain_interval`` does not keep it."""
-    data.finish_param_sync()
-    groups, settings = data.groups, config.checkpoint
-    previous = find_checkpoint(settings.save or ".") if settings.save_retain_interval is not None else None
-    pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
-    pieces += parameter_pieces(data.frozen_on_first_copy())
-    if not settings.no_save_optim:
-        pieces += [*optimizer_pieces(optimizer), *compression_pieces(data)]
-        pieces += fp8_pieces(fp8, fp8.histories()) if fp8 is not None else []
-    folder = save_checkpoint(
-        Path(settings.save or "."),
-        state.iteration,
-        pieces,
-        _manifest_state(config, state, optimizer, vocab_size)
-        | ({"compression_ranks": groups.size("dp")} if data.compressor is not None else {}),
-        rank=groups.rank,
-        agree=lambda ok: _all_agree(ok, data.device),
-        extra_files={f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())},
-    )
-    if previous not in (None, folder) and groups.rank == 0:
-        drop_checkpoint(previous, settings.save_retain_interval)
-    return folder
+def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> CheckpointReader | HuggingFaceReader | None:
+    """The checkpoint that ``config.checkpoint`` names, of the model of ``config``; None without one.
 
-
-def drop_checkpoint(folder: Path | None, retain_interval: int | None) -> None:
-    """Delete a checkpoint that is not of a multiple of ``retain_interval`` steps."""
-    if folder is not None and retain_interval is not None and int(folder.name.rpartition("_")[2]) % retain_interval:
-        shutil.rmtree(folder)
-
-
-def _manifest_state(config: RunConfig, state: TrainState, optimizer: Optimizer, vocab_size: int) -> dict[str, Any]:
-    return {
-        **asdict(state),
-        "optimizer_steps": optimizer.steps_taken,
-        "loss_scale": optimizer.loss_scale.state_dict(),
-        "vocab_size": vocab_size,
-        "config": config.flat(),
-    }
-
-
-def open_checkpoint(config: RunConfig) -> CheckpointReader | HuggingFaceReader | None:
-    """The checkpoint that ``config.checkpoint`` names, of the model of ``config``; None without one."""
+    A damaged one is refused; where ``load`` named the folder of all, the newest good one takes its place, and rank 0
+    says so. All ranks call this together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
+    """
     settings = config.checkpoint
-    folder = None if settings.load is None else find_checkpoint(settings.load, settings.ckpt_step)
-    if folder is None and settings.load_hf is not None:
+    reader = None
+    if settings.load is not None:
+        temporary = settings.temporary_folder(settings.load)
+        reader = open_newest(
+            settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint, device=device
+        )
+    if not config.training.skip_train:
+        _refuse_other_runs(settings, found=reader is not None)
+    if reader is None and settings.load_hf is not None:
         weights = HuggingFaceReader(settings.load_hf)
         check_same_model(asdict(weights.model), config)
         return weights
-    if folder is None:
+    if reader is None:
         if settings.load is not None and settings.needs_checkpoint:
             raise CheckpointError(
                 f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
                 "without --exit-on-missing-checkpoint, --finetune and --ckpt-step"
             )
         return None
-    reader = CheckpointReader(folder)
-    check_same_model(reader.state["config"], config)
+    stored = check_state(reader.state, reader.folder)
+    check_same_model(stored, config)
     if not settings.finetune and not config.training.skip_train:
-        changes = schedule_changes(reader.state["config"], config)
-        if changes and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(f"note: the schedule has changed since the checkpoint: {'; '.join(changes)}", flush=True)
+        changes = schedule_changes(stored, config)
+        if changes:
+            note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
+        seed = stored.get("seed", config.training.seed)
+        if seed != config.training.seed:
+            note(
+                f"seed={config.training.seed}, but the checkpoint was trained with seed={seed}: from here on other "
+                "samples and other dropout are drawn than in the run that it comes from"
+            )
     return reader
+
+
+def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
+    """An error if this run would write over checkpoints that it does not go on from."""
+    if settings.save is None or settings.overwrite_checkpoints:
+        return
+    save, load = Path(settings.save).resolve(), Path(settings.load or "").resolve()
+    resumes = found and settings.load is not None and not settings.finetune and save in (load, load.parent)
+    there = () if resumes else complete_iterations(save)
+    if there:
+        raise CheckpointError(
+            f"save={settings.save!r} holds checkpoints of another run, up to iteration {there[-1]}, and this one "
+            f"starts {'from others' if found else 'from scratch'}; go on with --load {settings.save}, give another "
+            "folder, or add --overwrite-checkpoints to replace them"
+        )
 
 
 def load_state(
@@ -181,23 +177,45 @@ def load_state(
     """Fill weights and optimizer from a checkpoint, and return the counters; a folder of Hugging Face has none."""
     settings = config.checkpoint
     weights_only = settings.finetune or isinstance(reader, HuggingFaceReader)
+    fresh = weights_only or settings.no_load_optim
     with reader:
+        if isinstance(reader, CheckpointReader):
+            _check_names(reader, data, None if fresh else optimizer)
         reader.fill(parameter_pieces(data.frozen))
         for bucket in data.buckets:
             whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
             reader.fill(weight_pieces(bucket) if bucket.splits_weights else whole)
         if optimizer is not None:
-            _load_optimizer(reader, optimizer, fresh=weights_only or settings.no_load_optim)
-        if not weights_only and not settings.no_load_optim:
+            _load_optimizer(reader, optimizer, fresh=fresh)
+        if not fresh:
             _load_compression(reader, data)
             if fp8 is not None and fp8.is_delayed:
                 _load_histories(reader, fp8)
         if weights_only:
             return TrainState()
-        # Checkpoints written before sequences could grow have no count of tokens.
-        older = {"consumed_tokens": reader.state["consumed_samples"] * config.data.seq_length, "skipped_samples": 0}
-        counted = {**older, **reader.state}
-        return TrainState(**{field.name: counted[field.name] for field in fields(TrainState)})
+        return TrainState(**{field.name: reader.state[field.name] for field in fields(TrainState)})
+
+
+def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None) -> None:
+    """Compare the tensors that all ranks together need with those that are stored."""
+    pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
+    pieces += parameter_pieces(data.frozen)
+    pieces += [] if optimizer is None else optimizer_pieces(optimizer)
+    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
+    needed: dict[str, tuple[int, ...]] = {}
+    for text in tell_all("\n".join(sorted(lines)), data.device):
+        for line in text.splitlines():
+            name, *shape = line.split(" ")
+            needed[name] = tuple(int(n) for n in shape if n)
+    kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
+    there = {".".join(name.split(".")[:2]) for name in reader.manifest.tensors}
+    absent = [kind for kind in kinds if f"optimizer.{kind}" not in there]
+    if absent and optimizer is not None:
+        raise CheckpointError(
+            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load the "
+            "weights alone with --no-load-optim"
+        )
+    reader.check_names(needed)
 
 
 def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Optimizer, *, fresh: bool) -> None:
@@ -205,12 +223,6 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
     if fresh:
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
         return
-    missing = [p.name for p in pieces if not p.name.startswith("optimizer.main.") and not reader.has(p.name)]
-    if missing:
-        raise CheckpointError(
-            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({missing[0]}); load the "
-            "weights alone with --no-load-optim"
-        )
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
@@ -236,11 +248,3 @@ def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHisto
     fp8.forget()
     if fp8.group.rank() == 0:
         print("note: the checkpoint has no amax histories of this length; FP8 begins with the scales of the tensors")
-
-
-def _all_agree(ok: bool, device: torch.device) -> bool:
-    if not dist.is_initialized():
-        return ok
-    flag = torch.tensor(int(ok), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from xxhash import xxh3_128
 
 from megatron_core.checkpoint import Piece, parameter_pieces
 from megatron_core.config import RunConfig
@@ -99,6 +100,21 @@ def stored(folder: Path) -> dict[str, Tensor]:
         assert (written == 1).all(), f"{name} is not stored exactly once"
         tensors[name] = full
     return tensors
+
+
+def sign(text: bytes) -> bytes:
+    """A manifest's ``text`` with the checksum that belongs to it: what a damaged one would not have."""
+    text = text.rpartition(b',\n "checksum": "')[0] or text.rstrip().removesuffix(b"}").rstrip()
+    return text + b',\n "checksum": "' + xxh3_128(text).hexdigest().encode() + b'"\n}'
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest's content, and sign it again."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    change(content)
+    path.write_bytes(sign(json.dumps(content, indent=1).encode()))
 
 
 def compare(run: Run, tensors: dict[str, Tensor], tolerance: float = 0.0) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.checkpoint import Box, Piece, save_checkpoint, writer
+from megatron_core.checkpoint import Box, Piece, Save, save_checkpoint, writer
 from megatron_core.config import RunConfig
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
@@ -115,7 +115,7 @@ def test_saving_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Piece("half", (), Box((), ()), half, owned=True),
         Piece("rows", (4096, 4096), Box((0, 0), (4096, 4096)), wide, owned=True),
     ]
-    write = partial(save_checkpoint, tmp_path, 1, pieces, {}, rank=0, agree=lambda ok: ok)
+    write = partial(save_checkpoint, Save(tmp_path, 1, {}), pieces, lambda ok: ok)
     assert _peak_growth(write) < 16 * 2**20
     found = stored(tmp_path / "iter_0000001")
     assert torch.equal(found["columns"], columns) and torch.equal(found["rows"], wide)

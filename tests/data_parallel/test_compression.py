@@ -14,7 +14,6 @@ from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.setup import Run
-from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
@@ -121,7 +120,7 @@ def _resume(settings: dict, root: Path) -> tuple[list[float], list[float]]:
     run = tiny_run(**settings, save=str(root))
     for _ in range(3):
         train_step(run)
-    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    run.saver.save(run.state)
     expected = [train_step(run).loss for _ in range(2)]
     dist.barrier()
     resumed = tiny_run(**settings, load=str(root))

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_core.checkpoint import Box, Piece, parameter_pieces
-from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
@@ -19,7 +18,6 @@ from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
 from megatron_core.training.pretrain import read_settings
-from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.models.hf_models import MODELS, VOCABULARY, save_model, transformers
@@ -143,10 +141,9 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
 def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:
     """Its own positions, trained a step, as GPT-2; and with settings that no architecture has it is refused."""
     settings = {"openai_gelu": True, "save": str(tmp_path / "ours"), "train_iters": 1}
-    config = RunConfig.from_flat(TINY | settings)
     run = tiny_run(**settings)
     train_step(run)
-    save_state(config, run.state, run.data_parallel, run.optimizer, vocab_size=61, tokenizer=None)
+    run.saver.save(run.state)
     export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert (theirs["model_type"], theirs["n_positions"], theirs["n_inner"]) == ("gpt2", 16, 128)

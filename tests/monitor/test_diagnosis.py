@@ -14,7 +14,6 @@ from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import rank_file, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import METER, Traffic
-from megatron_core.training import loop
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.monitor.planted import write_run
@@ -162,7 +161,7 @@ def _run_with(folder: str, fault: str, settings: dict[str, Any]) -> None:
     if fault == "data":
         run.train_loader.step = _slow(run.train_loader.step, 0.1)  # type: ignore[method-assign]
     if fault == "disk":
-        loop.save_state = _slow(loop.save_state, 0.15)
+        run.saver.try_to_save = _slow(run.saver.try_to_save, 0.15)  # type: ignore[method-assign]
     sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
     try:
         train(run, sinks)

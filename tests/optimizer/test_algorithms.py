@@ -11,7 +11,6 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import placement
 from megatron_core.optimizer.algorithms import SGD, Lion, Part, Rates
 from megatron_core.optimizer.muon import newton_schulz
-from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.memory import give_back, needs_proc, resident, start_anew
@@ -91,7 +90,7 @@ def test_a_resumed_run_is_the_run(settings: dict, tmp_path: Path) -> None:
     run = tiny_run(**settings)
     for _ in range(2):
         train_step(run)
-    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    run.saver.save(run.state)
     expected = [train_step(run).loss for _ in range(2)]
     resumed = tiny_run(**settings, load=str(tmp_path))
     assert [train_step(resumed).loss for _ in range(2)] == expected

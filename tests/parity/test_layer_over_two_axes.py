@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.checkpoint import CheckpointReader, parameter_pieces, save_checkpoint
+from megatron_core.checkpoint import CheckpointReader, Save, parameter_pieces, save_checkpoint
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.monitor.replicas import Replicas
@@ -25,7 +25,7 @@ from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.initialization import Normal, initialise_by_name
 from megatron_core.parallel.sharding import allocate, replicated, split, split_fused, split_over
-from megatron_core.training.state import optimizer_pieces, weight_pieces
+from megatron_core.training.state import optimizer_pieces, saved_pieces
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, assemble
 
@@ -111,9 +111,8 @@ class Training:
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state."""
         self.data.finish_param_sync()
-        pieces = [piece for bucket in self.data.buckets for piece in weight_pieces(bucket)]
-        pieces += optimizer_pieces(self.optimizer)
-        save_checkpoint(folder, 1, pieces, {}, rank=self.groups.rank, agree=_all_agree)
+        save = Save(folder, 1, {}, rank=self.groups.rank, ranks=dist.get_world_size())
+        save_checkpoint(save, saved_pieces(self.data, self.optimizer), _all_agree)
 
     def load(self, folder: Path) -> None:
         """Read what another layout has written."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_core.errors import CheckpointError
-from megatron_core.training.state import save_state
 from megatron_core.training.step import train_step
 from megatron_core.transformer import offload
 from megatron_core.verify.ranks import run_ranks
@@ -49,7 +48,7 @@ def test_offloaded_activations_change_no_bit(settings: dict) -> None:
 def test_another_schedule_has_to_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny_run(save=str(tmp_path))
     train_step(run)
-    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    run.saver.save(run.state)
     changed = {"load": str(tmp_path), "lr": 5e-3, "lr_warmup_iters": 2}
     with pytest.raises(CheckpointError, match=r"lr was 0.01 and is 0.005; lr_warmup_iters was 0 and is 2.*--override"):
         tiny_run(**changed)

@@ -12,7 +12,6 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.buffer import all_gather_flat_
 from megatron_core.datasets.loader import Batch
 from megatron_core.training.setup import Run
-from megatron_core.training.state import save_state
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.transformer import SequenceContext, TransformerLayer
 from megatron_core.verify.ragged import RaggedDataset
@@ -107,7 +106,7 @@ def test_finetuning_in_bf16_starts_from_the_stored_main_weights(tmp_path: Path) 
     run = tiny_run(bf16=True, save=str(tmp_path))
     for _ in range(3):
         train_step(run)
-    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    run.saver.save(run.state)
     tuned = tiny_run(bf16=True, load=str(tmp_path), finetune=True)
     assert tuned.state.iteration == 0
     for expected, found in zip(run.optimizer.shards, tuned.optimizer.shards, strict=True):
@@ -122,7 +121,7 @@ def test_train_samples_end_the_run_whatever_the_batches(tmp_path: Path) -> None:
     assert run.total_iterations == 20
     for _ in range(10):
         train_step(run)
-    save_state(run.config, run.state, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None)
+    run.saver.save(run.state)
     assert tiny_run(**samples, global_batch_size=4, load=str(tmp_path)).total_iterations == 20
     assert tiny_run(**samples, global_batch_size=8, load=str(tmp_path)).total_iterations == 15
 

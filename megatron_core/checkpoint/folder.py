@@ -1,0 +1,167 @@
+"""A folder of checkpoints: which are complete, which is the newest, which are kept, and who may write into it.
+
+SAVE/latest_checkpointed_iteration.txt        the newest complete iteration
+SAVE/iter_0000100/manifest.json               counters, configuration, files, and for each tensor its boxes
+SAVE/iter_0000100/rank_00000.safetensors      the boxes that rank 0 wrote
+SAVE/iter_0000100/tokenizer/                  the tokenizer's files
+SAVE/.lock                                    locked by the run that writes here
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_core.checkpoint.hashes import sync_folder, write_file
+from megatron_core.checkpoint.manifest import MANIFEST
+from megatron_core.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LOCK = ".lock"
+
+
+def iteration_folder(save: Path, iteration: int) -> Path:
+    """The folder of one iteration's checkpoint."""
+    return save / f"iter_{iteration:07d}"
+
+
+def iteration_of(folder: Path) -> int:
+    """The iteration that the name of a checkpoint's folder says."""
+    return int(folder.name.removeprefix("iter_"))
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """The iterations of the complete checkpoints in ``root``, ascending."""
+    numbers = (path.parent.name.removeprefix("iter_") for path in root.glob(f"iter_*/{MANIFEST}"))
+    found = {int(number) for number in numbers if number.isascii() and number.isdigit()}
+    return sorted(number for number in found if (iteration_folder(root, number) / MANIFEST).is_file())
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The checkpoints to try, in this order."""
+
+    folders: tuple[Path, ...] = ()
+    named: bool = False
+    """Whether the first one was asked for itself, so that no other takes its place."""
+    note: str = ""
+    """What is unusual about the folder."""
+
+
+def find_candidates(load: str, step: int | None = None) -> Candidates:
+    """The checkpoints in ``load``: that of ``step``, or the one of the tracker file and those before it, newest first.
+
+    ``load`` may also be the folder of one iteration itself. Where the tracker file is absent or damaged, or its
+    checkpoint is gone, all complete ones are taken, newest first.
+    """
+    root = Path(load)
+    if (root / MANIFEST).is_file():
+        return Candidates((root,), named=True)
+    complete = complete_iterations(root)
+    tracked, fault = (step, "") if step is not None else _tracked(root)
+    if tracked is None and not complete:
+        if not fault:
+            return Candidates()
+        raise CheckpointError(f"{root / TRACKER} {fault}; name an iteration with --ckpt-step")
+    if tracked is not None and tracked not in complete:
+        there = ", ".join(iteration_folder(root, number).name for number in complete) or "none"
+        if step is not None or not complete:
+            folder = iteration_folder(root, tracked)
+            raise CheckpointError(f"{folder} is no complete checkpoint; complete ones in {root}: {there}")
+        fault = f"names iteration {tracked}, which is not there"
+    if step is not None:
+        return Candidates((iteration_folder(root, step),), named=True)
+    if fault or tracked is None:
+        note = f"{root / TRACKER} {fault or 'is absent'}: the newest complete checkpoint in the folder is taken"
+        return Candidates(tuple(iteration_folder(root, number) for number in reversed(complete)), note=note)
+    before = [number for number in reversed(complete) if number <= tracked]
+    newer = ""
+    if complete[-1] > tracked:
+        newest = iteration_folder(root, complete[-1]).name
+        newer = f"{root} also has {newest}, newer than what {TRACKER} names; --ckpt-step {complete[-1]} loads it"
+    return Candidates(tuple(iteration_folder(root, number) for number in before), note=newer)
+
+
+def find_checkpoint(load: str, step: int | None = None) -> Path | None:
+    """The first of ``find_candidates``; None if there is none."""
+    return next(iter(find_candidates(load, step).folders), None)
+
+
+def _tracked(root: Path) -> tuple[int | None, str]:
+    """The iteration in the tracker file; where it cannot be read, what is wrong with it."""
+    try:
+        with (root / TRACKER).open("rb") as file:
+            text = file.read(64).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except OSError as error:
+        return None, f"cannot be read: {error.strerror}"
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text), ""
+    return None, f"holds {text!r} instead of an iteration number"
+
+
+def track(save: Path, iteration: int) -> None:
+    """Name ``iteration`` as the newest complete one."""
+    hidden = save / f".{TRACKER}"
+    write_file(hidden, str(iteration).encode())
+    os.replace(hidden, save / TRACKER)
+    sync_folder(save)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint: out of sight first, because a half deleted folder still has its manifest."""
+    hidden = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(hidden, ignore_errors=True)
+    if folder.exists():
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete the checkpoints before ``newest`` but the last ``keep_last``, ``newest`` included, and those of multiples
+    of ``keep_every``; with neither, none."""
+    if keep_last is None and keep_every is None:
+        return
+    upto = [number for number in complete_iterations(save) if number <= newest]
+    kept: Collection[int] = upto[-(keep_last or 1) :]
+    for number in upto:
+        if number not in kept and (keep_every is None or number % keep_every):
+            remove(iteration_folder(save, number))
+
+
+class FolderLock:
+    """The right of this process to write checkpoints into a folder; the kernel takes it back when the process ends.
+
+    A record lock of POSIX: it is not inherited by forked children, and works over NFS.
+    Errors: ``CheckpointError`` if another process has it, with what that one left in the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.unsupported = ""
+        """Why the file system has no locks, if it has none."""
+        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+                self.release()
+                raise CheckpointError(
+                    f"save={str(folder)!r}: another run writes its checkpoints there ({holder}); end it, or give "
+                    "another folder"
+                ) from None
+            self.unsupported = error.strerror or str(error)
+            return
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        """Let others write."""
+        os.close(self._file)

@@ -1,0 +1,128 @@
+"""Content hashes of a checkpoint's files: XXH3, 128 bits, made while a file is written and compared when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from xxhash import xxh3_128
+
+from megatron_core.errors import CheckpointError
+
+HASH = "xxh3_128"
+READ_BYTES = 2**23
+"""Bytes that are read and hashed at a time."""
+THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What a file must be: its size and the hash of its bytes."""
+
+    size: int
+    hash: str
+
+
+class HashingFile:
+    """A new file that is hashed while it is written; a context manager. On disk once ``close`` has returned."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._hash, self._size = xxh3_128(), 0
+
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``."""
+        self._hash.update(data)
+        self._size += self._file.write(data)
+
+    def close(self) -> StoredFile:
+        """Bring everything to disk; -> what was written."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return StoredFile(self._size, self._hash.hexdigest())
+
+
+def write_file(path: Path, data: bytes) -> StoredFile:
+    """A file with ``data``, on disk."""
+    with HashingFile(path) as file:
+        file.write(data)
+        return file.close()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names in ``folder`` to disk: files that were made, renamed or deleted."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of the file ``name`` of ``folder``. ``ValueError`` for a name that leaves it, links included."""
+    parts = PurePosixPath(name).parts
+    plain = "\\" not in name and "\0" not in name and "/".join(parts) == name
+    if not parts or not plain or name.startswith("/") or ".." in parts:
+        raise ValueError(f"the file {name[:200]!r} is not a path inside the folder")
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise ValueError(f"{name[:200]!r} goes through a link; a checkpoint's files lie in its own folder")
+    return path
+
+
+def content_hash(path: Path) -> str:
+    """The hash of a file's bytes."""
+    found, buffer = xxh3_128(), bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(memoryview(buffer)[:count])
+    return found.hexdigest()
+
+
+def damaged_files(folder: Path, files: Mapping[str, StoredFile], *, share: int = 0, shares: int = 1) -> list[str]:
+    """A sentence for each of ``files`` that is not what was written; several are read at a time.
+
+    Of ``shares`` callers each takes the files of its ``share``, about equal numbers of bytes, so that each byte is
+    read once.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [fault for fault in pool.map(lambda item: _fault(folder, *item), _share(files, share, shares)) if fault]
+
+
+def _share(files: Mapping[str, StoredFile], share: int, shares: int) -> Iterable[tuple[str, StoredFile]]:
+    loads = [0] * shares
+    for name, file in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += file.size + 1
+        if least == share:
+            yield name, file
+
+
+def _fault(folder: Path, name: str, expected: StoredFile) -> str | None:
+    path = inside(folder, name)
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path} has {size} bytes instead of {expected.size}"
+        return None if content_hash(path) == expected.hash else f"{path} is not what was written: its hash differs"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+
+
+def refuse_damaged(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Compare the hashes of all ``files``. Errors: ``CheckpointError`` that names those which differ."""
+    faults = damaged_files(folder, files)
+    if faults:
+        raise CheckpointError("; ".join(faults))
