@@ -135,7 +135,10 @@ def _convert_plain(value: Any, kind: type) -> Any:
         number = float(value) if isinstance(value, str) else value
         if number != int(number):
             raise ValueError
-        return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+        whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+        if abs(whole) >= 2**63:
+            raise OverflowError
+        return whole
     return kind(value)
 
 

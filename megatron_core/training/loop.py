@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_core.config.flops import flops_per_token
 from megatron_core.errors import MegatronError
@@ -21,8 +21,6 @@ from megatron_core.training.state import TrainState
 from megatron_core.training.step import StepResult, evaluate, train_step
 from megatron_core.training.stop import StopRequest
 from megatron_core.training.watch import Watch
-
-Saved = TypeVar("Saved")
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
@@ -61,7 +59,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at < run.state.iteration:
-        save(run, checks, run.saver.save)
+        save(run, checks)
     run.saver.finish()
     if run.state.iteration < run.total_iterations:
         report_early_end(run)
@@ -88,11 +86,11 @@ def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def save(run: Run, checks: RunChecks, write: Callable[[TrainState], Saved]) -> Saved:
-    """Write a checkpoint, after the replica check; -> what ``write``, a method of the run's saver, says."""
+def save(run: Run, checks: RunChecks, write: Callable[[TrainState], object] | None = None) -> object:
+    """Write a checkpoint, after the replica check; -> what ``write``, by default the saver's ``save``, says."""
     checks.compare()
     with METER.phase("checkpoint", whole=True):
-        return write(run.state)
+        return (write or run.saver.save)(run.state)
 
 
 def report_step(

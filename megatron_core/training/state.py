@@ -59,9 +59,7 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[P
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
 
 
-def saved_pieces(
-    data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
-) -> Iterator[Piece]:
+def saved_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None) -> Iterator[Piece]:
     """Pieces that make up a checkpoint, those of all ranks together; without ``optimizer`` weights alone."""
     for bucket in data.buckets:
         yield from weight_pieces(bucket, bucket.saved_span)

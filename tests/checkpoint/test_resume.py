@@ -15,7 +15,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
-from megatron_core.models import gpt
+from megatron_core.models.gpt import model as gpt
 from megatron_core.parallel import World
 from megatron_core.training import pretrain, setup
 from tests.checkpoint.runs import SMALL, save_run, start, stored
