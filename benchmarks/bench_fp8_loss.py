@@ -53,13 +53,13 @@ class Settings:
     """Optimizer steps."""
     layers: int = 2
     """Layers of the model."""
-    hidden: int = 256
-    """Width of the model: two blocks of 128."""
+    hidden: int = 128
+    """Width of the model."""
     length: int = 64
     """Tokens of a sequence."""
     batch: int = 4
     """Sequences of a step."""
-    lr: float = 2e-3
+    lr: float = 1e-3
     """Highest learning rate."""
     last: int = 50
     """Steps at the end over which losses are averaged."""
