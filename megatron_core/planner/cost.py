@@ -41,7 +41,6 @@ class StepCost:
     flops: float
     """Model FLOPs, without recomputation."""
     world_size: int
-    timeline: Timeline
 
     @property
     def tokens_per_second(self) -> float:
@@ -335,7 +334,6 @@ def cost_of(pipeline: Pipeline) -> StepCost:
         tokens,
         float(each) * tokens,
         pipeline.world_size,
-        pipeline.timeline,
     )
 
 
