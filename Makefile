@@ -1,6 +1,6 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
-# test:       all tests that run without a GPU
+# test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks, every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style and types
@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
+WORKERS ?= 2
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
 .PHONY: quickstart test-fast test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
@@ -28,7 +29,7 @@ test-fast: install-test
 	$(BIN)/python -m pytest -q -m fast
 
 test: install-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops tests/parallel/shared_memory tests/parity/test_moe.py tests/parity/test_context.py
