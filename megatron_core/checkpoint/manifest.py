@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import safe_open
 from xxhash import xxh3_128
 
@@ -22,7 +23,8 @@ from megatron_core.errors import CheckpointError
 
 FORMAT, VERSION = "megatron-native", 2
 MANIFEST = "manifest.json"
-DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""What the format's names of dtypes mean."""
 CHECKSUM = b',\n "checksum": "'
 """The last key of the file: the hash of all bytes before this."""
 MOST_SHOWN = 200
@@ -166,8 +168,8 @@ def _entry(tensor: StoredTensor) -> dict[str, Any]:
 def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     entry = _of_type({name: entry}, name, dict)
     shape, dtype, boxes = _numbers(entry, "shape"), _of_type(entry, "dtype", str), []
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {_short(repr(dtype))}; known: {', '.join(sorted(DTYPES))}")
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"{name} has the dtype {_short(repr(dtype))}; known: {', '.join(sorted(TORCH_DTYPES))}")
     for part in _of_type(entry, "boxes", list):
         part = _of_type({f"a box of {name}": part}, f"a box of {name}", dict)
         box = StoredBox(

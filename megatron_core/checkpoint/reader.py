@@ -9,10 +9,11 @@ from types import TracebackType
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Piece
+from megatron_core.checkpoint.boxes import Box, Piece
 from megatron_core.checkpoint.hashes import damaged_files, inside
-from megatron_core.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredTensor
+from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed
 
@@ -40,6 +41,15 @@ class CheckpointReader:
     def verify(self, share: int = 0, shares: int = 1) -> list[str]:
         """What is wrong with the files of this caller's ``share``, of ``shares``: sizes and hashes."""
         return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor ``name``, as it is stored."""
+        tensor = self.manifest.tensors[name]
+        whole = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        origin = Box((0,) * len(tensor.shape), tensor.shape)
+        for stored in tensor.boxes:
+            whole[stored.box.within(origin)] = self._slice(tensor, stored)[stored.box.within(stored.box)]
+        return whole
 
     def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the stored tensors with the global shapes of those that all ranks of a run need.

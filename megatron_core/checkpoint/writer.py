@@ -26,14 +26,14 @@ from torch import Tensor
 from megatron_core.checkpoint.boxes import Box, Piece
 from megatron_core.checkpoint.folder import drop_old, iteration_folder, remove, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
-from megatron_core.checkpoint.manifest import MANIFEST, box_key, collect
+from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.errors import CheckpointError
 
 Agree = Callable[[bool], bool]
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor in a file."""
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """What the format calls them."""
 PART_BYTES = 2**24
 """Bytes that are copied and written at a time."""

@@ -1,0 +1,203 @@
+r"""Print what a checkpoint holds, verify its files, or compare it with another one tensor by tensor.
+
+python tools/inspect_checkpoint.py checkpoints
+
+python tools/inspect_checkpoint.py checkpoints/iter_0001000 --verify --tensors
+
+python tools/inspect_checkpoint.py checkpoints --ckpt-step 1000 --diff other_checkpoints
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint
+from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
+from megatron_core.errors import CheckpointError, MegatronError
+
+MOST_LINES = 50
+"""Longest list of differences without --tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Print what a checkpoint holds, verify its files, or compare it with another one tensor by tensor."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    """Folder of checkpoints, or that of one iteration."""
+    ckpt_step: int | None = None
+    """Iteration to inspect; default the latest."""
+    verify: bool = False
+    """First compare the size and hash of every file; report all faults and exit with status 1."""
+    tensors: bool = False
+    """List every tensor, with its shape, dtype and files; with --diff, every difference."""
+    diff: str | None = None
+    """Compare with the checkpoint in this folder, in any layout: settings, names, shapes, dtypes and every bit; exit
+    with status 1 if a tensor differs."""
+
+
+def open_reader(folder: str, step: int | None) -> CheckpointReader:
+    """The checkpoint in ``folder``. Errors: ``CheckpointError``."""
+    found = find_checkpoint(folder, step)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give a folder that training has written with --save")
+    return CheckpointReader(found)
+
+
+def inspect_checkpoint(settings: Settings) -> bool:
+    """Print what the settings ask for; -> whether everything that was compared is equal."""
+    with open_reader(settings.checkpoint, settings.ckpt_step) as reader:
+        if settings.verify:
+            print(verified(reader), end="\n\n")
+        if settings.diff is None:
+            print("\n".join(contents(reader)))
+            if settings.tensors:
+                print("\n" + "\n".join(tensor_lines(reader)))
+            return True
+        with open_reader(settings.diff, settings.ckpt_step) as other:
+            if settings.verify:
+                print(verified(other), end="\n\n")
+            return compared(reader, other, None if settings.tensors else MOST_LINES)
+
+
+def verified(reader: CheckpointReader) -> str:
+    """A sentence if all files are what was written. Errors: ``CheckpointError`` that names those which are not."""
+    faults = reader.verify()
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    files = reader.manifest.files
+    size = sum(file.size for file in files.values())
+    return f"{reader.folder}: no fault; {len(files)} files, {size:,} bytes, are what was written"
+
+
+def contents(reader: CheckpointReader) -> list[str]:
+    """Where the run was, under which layout, and the sizes of tensors and files."""
+    manifest = reader.manifest
+    state, config = manifest.state, manifest.state.get("config") or {}
+    lines = [str(reader.folder), f"  iteration  {manifest.iteration:,}, save {manifest.save_id}"]
+    counters = [f"{name} {state[name]:,}" for name in ("consumed_samples", "consumed_tokens") if name in state]
+    if counters:
+        lines.append(f"  data       {', '.join(counters)}")
+    lines.append(
+        f"  layout     {state.get('layout') or 'of no training run'}, {len(rank_files(reader))} files of ranks"
+    )
+    if config:
+        names = ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "seq_length")
+        shape = ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
+        lines.append(f"  model      {shape}, vocabulary {state.get('vocab_size')}")
+    lines += ["", f"{'tensors':<24}{'number':>8}{'elements':>18}{'bytes':>20}  dtypes"]
+    for kind, found in sorted(by_kind(manifest.tensors).items()):
+        elements = sum(prod(tensor.shape) for tensor in found)
+        size = sum(prod(tensor.shape) * TORCH_DTYPES[tensor.dtype].itemsize for tensor in found)
+        dtypes = ", ".join(sorted({tensor.dtype for tensor in found}))
+        lines.append(f"{kind:<24}{len(found):>8,}{elements:>18,}{size:>20,}  {dtypes}")
+    lines += ["", f"{'files':<50}{'bytes':>20}"]
+    lines += [f"{name:<50}{file.size:>20,}" for name, file in sorted(manifest.files.items())]
+    return lines
+
+
+def rank_files(reader: CheckpointReader) -> set[str]:
+    """The files with tensors in them."""
+    return {box.file for tensor in reader.manifest.tensors.values() for box in tensor.boxes}
+
+
+def by_kind(tensors: Any) -> dict[str, list[StoredTensor]]:
+    """The tensors of ``model``, and those of each state of the optimizer."""
+    found: dict[str, list[StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        first, second, *_ = [*name.split("."), ""]
+        found.setdefault(first if first == "model" else f"{first}.{second}", []).append(tensor)
+    return found
+
+
+def tensor_lines(reader: CheckpointReader) -> Iterator[str]:
+    """A line for every tensor: where it is."""
+    for name, tensor in reader.manifest.tensors.items():
+        files = sorted({box.file for box in tensor.boxes})
+        where = f"{len(tensor.boxes)} boxes in {len(files)} files, {files[0]} first" if files else "no box"
+        yield f"{name}  {tensor.dtype} {list(tensor.shape)}  {files[0] if len(tensor.boxes) == 1 else where}"
+
+
+def compared(one: CheckpointReader, other: CheckpointReader, most: int | None) -> bool:
+    """Print how the two differ, at most ``most`` lines of each kind; -> whether all tensors are equal."""
+    print(f"- {one.folder}\n+ {other.folder}")
+    limited(setting_lines(one, other), most)
+    names = one.manifest.tensors.keys(), other.manifest.tensors.keys()
+    for sign, mine, theirs in (("-", *names), ("+", *reversed(names))):
+        limited([f"{sign} {name}" for name in sorted(mine - theirs)], most)
+    common = sorted(names[0] & names[1])
+    different = [line for name in common if (line := difference(name, one, other))]
+    limited(different, most)
+    alone = len(names[0] ^ names[1])
+    print(
+        f"{len(common) - len(different)} tensors are equal to the bit, {len(different)} differ, {alone} are in one only"
+    )
+    return not different and not alone
+
+
+def limited(lines: list[str], most: int | None) -> None:
+    """Print the first ``most`` of ``lines``, and how many more there are."""
+    for line in lines[:most]:
+        print(line)
+    if most is not None and len(lines) > most:
+        print(f"  ... and {len(lines) - most} more; --tensors lists them")
+
+
+def setting_lines(one: CheckpointReader, other: CheckpointReader) -> list[str]:
+    """Counters and settings that differ."""
+
+    def flat(state: Any) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if name != "config"} | (state.get("config") or {})
+
+    first, second = flat(one.state), flat(other.state)
+    absent = "(not there)"
+    return [
+        f"  {name}: {first.get(name, absent)!r} and {second.get(name, absent)!r}"
+        for name in sorted(first.keys() | second.keys())
+        if first.get(name, absent) != second.get(name, absent)
+    ]
+
+
+def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str:
+    """How the tensor ``name`` differs; empty if every bit is the same."""
+    entries = one.manifest.tensors[name], other.manifest.tensors[name]
+    if len({(entry.shape, entry.dtype) for entry in entries}) > 1:
+        shown = " and ".join(f"{entry.dtype} {list(entry.shape)}" for entry in entries)
+        return f"  {name}: {shown}"
+    first, second = one.read(name), other.read(name)
+    unequal = bits(first) != bits(second)
+    count = int(unequal.sum())
+    if not count:
+        return ""
+    distance = (first.double() - second.double()).abs()
+    largest, scale = float(distance[unequal].max()), float(first.double().abs().max())
+    return f"  {name}: {count:,} of {first.numel():,} elements, by up to {largest:.3e}; the largest is {scale:.3e}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The elements as whole numbers, in which NaN equals itself and the zeros differ."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
+def main() -> None:
+    """Parse the flags and run; exit with one line on stderr and status 1 for a user error, or if tensors differ."""
+    settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        if not inspect_checkpoint(settings):
+            sys.exit(1)
+    except (MegatronError, OSError) as error:
+        sys.exit(f"inspect_checkpoint: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
