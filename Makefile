@@ -2,6 +2,7 @@
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks, every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+# chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
@@ -20,7 +21,7 @@ TORCH ?= torch>=2.8,<2.14
 WORKERS ?= 2
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test-fast test verify-all chaos docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -33,6 +34,7 @@ test: install-test
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops tests/parallel/shared_memory tests/parity/test_moe.py tests/parity/test_context.py
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint/test_every_pair.py
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
@@ -42,6 +44,9 @@ verify-all: install-test
 	  --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid \
 	  --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 \
 	  --moe-shared-expert-intermediate-size 16 --all --world-size 2 --markdown docs/layouts_of_experts.md
+
+chaos: install-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.checkpoint.chaos import Seen, survive
 from tests.checkpoint.runs import compare, pieces, save_run, start, stored, train
 
 SETTINGS = {"num_layers": 1, "use_distributed_optimizer": True}
@@ -72,3 +73,10 @@ def test_job_that_was_killed_while_saving_goes_on(seed: int, tmp_path: Path) -> 
         run_ranks(2, _save_until_killed, tmp_path, 0.05 + 0.1 * random.Random(seed).random())
     first, second = run_ranks(2, _load, tmp_path)
     assert first == second >= 2
+
+
+def test_kills_of_any_rank_at_any_moment_lose_nothing(tmp_path: Path) -> None:  # C44 C57 C61
+    """A few of those of ``make chaos``: whole checkpoints after each, and the same bits at the end."""
+    seen = Seen()
+    survive("dp2 zero1", tmp_path, 3, random.Random(3), seen)
+    assert seen.kills == 3 == sum(seen.newest_after_kill.values()) and seen.runs >= 1
