@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,7 +51,7 @@ class Seen:
     """Jobs that came to their end, equal to the bit with those left alone."""
     while_saving: int = 0
     """Kills that left a checkpoint half written, under its temporary name."""
-    newest_after_kill: Counter[int] = field(default_factory=Counter)
+    newest_after_kill: dict[int, int] = field(default_factory=dict)
     """How often which iteration was found; 0: none was complete yet."""
 
 
@@ -105,7 +104,7 @@ def survive(case: str, root: Path, kills: int, chance: random.Random, seen: Seen
             assert newest >= before, f"{case}: iteration {before} was complete, now the newest is {newest}"
             if not ended:
                 seen.while_saving += bool(list(folder.glob(".iter_*.incomplete")))
-                seen.newest_after_kill[newest] += 1
+                seen.newest_after_kill[newest] = 1 + seen.newest_after_kill.get(newest, 0)
             before = newest
         found = stored(folder / f"iter_{STEPS:07d}")
         assert found.keys() == expected.keys()
