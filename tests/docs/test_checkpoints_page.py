@@ -51,7 +51,7 @@ def test_anyones_python_reads_a_checkpoint(dtype: dict, program: dict, tmp_path:
         assert f"`{key}`" in PAGE, key
     file = folder / "rank_00003.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    with pytest.raises(AssertionError, match="rank_00003.safetensors is damaged"):
+    with pytest.raises(AssertionError, match="is damaged"):
         program["read_checkpoint"](folder)
 
 
