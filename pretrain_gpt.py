@@ -14,8 +14,7 @@ from megatron_core.training.dry_run import describe_rank
 
 def main() -> None:
     """Run the job on this rank and exit."""
-    world = World.from_environment()
-    run_job(world, lambda: _job(world))
+    run_job(_job)
 
 
 def _job(world: World) -> None:

@@ -216,9 +216,11 @@ def show(text: str, world: World) -> None:
 
 def main() -> None:
     """Parse the flags, run and exit."""
-    world = World.from_environment()
-    settings = tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0)
-    run_job(world, lambda: generate_text(settings, world))
+    run_job(_job)
+
+
+def _job(world: World) -> None:
+    generate_text(tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0), world)
 
 
 if __name__ == "__main__":

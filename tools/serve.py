@@ -130,9 +130,11 @@ def is_loopback(host: str) -> bool:
 
 def main() -> None:
     """Parse the flags, run and exit."""
-    world = World.from_environment()
-    settings = tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0)
-    run_job(world, lambda: serve(settings, world))
+    run_job(_job)
+
+
+def _job(world: World) -> None:
+    serve(tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0), world)
 
 
 if __name__ == "__main__":

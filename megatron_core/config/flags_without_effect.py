@@ -57,7 +57,7 @@ ACCEPTED: dict[str, str] = {
         one_logger_async app_tag_run_name= app_tag_run_version= enable_ft_package calc_ft_timeouts
         ft_num_warmup_iters= run_workload_inspector_server otel_enabled otel_service_name= otel_span_groups=
         gpu_sniff_test_interval=""",
-    "a loss or norm that is not finite ends the run, and no step is run again": """
+    "--max-bad-steps says what a loss or norm that is not finite does, --spike-factor what a spike is": """
         rerun_mode= result_rejected_tracker_filename= check_for_large_grads check_for_spiky_loss""",
     "the process group's restart is torchrun's": """
         inprocess_restart inprocess_max_iterations= inprocess_monitor_thread_interval=
@@ -65,7 +65,7 @@ ACCEPTED: dict[str, str] = {
         inprocess_soft_timeout= inprocess_hard_timeout= inprocess_heartbeat_timeout= inprocess_barrier_timeout=
         inprocess_completion_timeout= inprocess_last_call_wait= inprocess_termination_grace_time=
         inprocess_granularity= inprocess_active_world_size= inprocess_empty_cuda_cache""",
-    "SIGTERM and Ctrl-C always save a checkpoint and end the run": """
+    "SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C always save a checkpoint and end the run": """
         exit_signal_handler exit_signal= exit_signal_handler_for_dataloader exit_signal_handler_for_training""",
     "Python's garbage collector is not changed": """
         manual_gc manual_gc_interval= no_manual_gc_eval disable_manual_gc_eval""",

@@ -154,8 +154,8 @@ REFUSED: dict[str, str] = {
         logits_save_dir= logits_load_dir= export_kd_teacher_load= export_kv_cache_quant export_legacy_megatron
         export_offline_model export_quant_cfg= export_real_quant_cfg= freeze_base_for_mtp qad_train_target=""",
     "reinforcement learning is not supported; remove it": "perform_rl_step",
-    "faults are not injected; remove it": "error_injection_rate= fault_injector_fault_types=",
-    "steps are never skipped by number; remove it": "iterations_to_skip=",
+    "faults are injected with --inject-fault KIND@RANK:STEP; remove it": """
+        error_injection_rate= fault_injector_fault_types=""",
     "the history of memory is recorded with torch.cuda.memory in a script of your own; remove it": """
         record_memory_history""",
     "this option of the tokenizer is not supported; remove it, or prepare the tokenizer's files accordingly": """

@@ -78,6 +78,9 @@ _AT_LEAST_ZERO = (
     "ckpt_step",
     "num_workers",
     "tiktoken_num_special_tokens",
+    "max_bad_steps",
+    "max_rollbacks",
+    "save_bad_steps",
 )
 _ABOVE_ZERO = (
     "rotary_seq_len_interpolation_factor",
@@ -100,6 +103,7 @@ _ABOVE_ZERO = (
     "moe_router_topk_scaling_factor",
     "moe_router_bias_update_rate",
     "moe_expert_capacity_factor",
+    "spike_factor",
 )
 _NOT_NEGATIVE = (
     "mscale",

@@ -10,6 +10,7 @@ from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 
 
@@ -31,6 +32,8 @@ class RunConfig:
     """Saving and loading."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Logging and checks during training."""
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """Bad steps, ranks that go or come, and faults to test all that."""
 
     @property
     def max_positions(self) -> int:

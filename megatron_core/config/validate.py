@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_core.config.resilience import resilience_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
@@ -54,6 +55,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
     yield from monitor_problems(config, world_size)
+    yield from resilience_problems(config.resilience, config.flat())
 
 
 def check(config: RunConfig, world_size: int, faults: Sequence[str] = ()) -> None:

@@ -159,16 +159,22 @@ class Optimizer:
         return self.norm.compute() / self.loss_scale.scale
 
     def step(
-        self, lr: float, grad_norm: float, decoupled_lr: float | None = None, weight_decay: float | None = None
+        self,
+        lr: float,
+        grad_norm: float,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        skip: bool = False,
     ) -> bool:
-        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; skip if it is not finite.
+        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; ``skip`` if it is not finite or asked for.
 
         ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own; ``weight_decay``
         that of this step, if it changes. Returns whether the step was skipped. The gradients may be scaled in place.
         """
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
-        if not finite:
+        if skip or not finite:
             return True
         self.set_steps_taken(self.steps_taken + 1)
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale

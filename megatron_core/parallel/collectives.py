@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
 from megatron_core.parallel.meter import METER, Waited
 
@@ -54,6 +55,7 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
     """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
     if group.size() == 1:
         return Done()
+    RECORDER.note("all-reduce", process_group(group), x)
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     sent = 2 * _share(group) * x.nbytes
     call = partial(dist.all_reduce, x, op=op, group=group, async_op=async_op)
@@ -63,6 +65,7 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
 def broadcast_(x: Tensor, source: int, group: Group) -> None:
     """Fill ``x`` with its value on the global rank ``source``."""
     if group.size() > 1:
+        RECORDER.note("broadcast", process_group(group), x)
         METER.run("broadcast", group, x.nbytes, partial(dist.broadcast, x, src=source, group=process_group(group)))
 
 
@@ -70,6 +73,7 @@ def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: boo
     """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
     if group.size() == 1:
         return Done()
+    RECORDER.note("all-gather", process_group(group), shard)
     call = partial(_all_gather, full, shard, group=group, async_op=async_op)
     return METER.run("all_gather", group, _share(group) * full.nbytes, call) or Done()
 
@@ -78,6 +82,7 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
     """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
     if group.size() == 1:
         return Done()
+    RECORDER.note("reduce-scatter", process_group(group), full)
     call = partial(_reduce_scatter, shard, full, group=group, async_op=async_op)
     return METER.run("reduce_scatter", group, _share(group) * full.nbytes, call) or Done()
 
@@ -97,6 +102,7 @@ def start_all_to_all_rows(
     if group.size() == 1:
         return x, Done()
     x, received = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
+    RECORDER.note("all-to-all", process_group(group), x[:0])  # its rows differ from rank to rank
     members, sent = process_group(group), x.nbytes * (1.0 - send[group.rank()] / max(sum(send), 1))
 
     def call() -> All:
@@ -129,6 +135,7 @@ def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
         return x, Done()
     x, arriving, ring = x.contiguous(), torch.empty_like(x), process_group(group)
     after, before = (dist.get_global_rank(ring, (group.rank() + step) % group.size()) for step in (1, -1))
+    RECORDER.note("ring shift", ring, x)
     operations = [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, arriving, before, ring)]
     return arriving, METER.run("ring", group, x.nbytes, lambda: All(dist.batch_isend_irecv(operations), x))
 
@@ -189,6 +196,7 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     x = x.contiguous()
     result = torch.empty_like(x)
+    RECORDER.note("all-to-all", process_group(group), x)
     call = partial(dist.all_to_all_single, result, x, group=process_group(group))
     METER.run("all_to_all", group, _share(group) * x.nbytes, call)
     return result

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +22,17 @@ import torch.distributed as dist
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.shared_memory.work import LostRankError
+from megatron_core.parallel.watchdog import Watchdog, within
+
+FAILED = 1
+"""Exit status: an error that a restart would meet again: settings, data, the same failure twice at one step."""
+RESTART = 75
+"""Exit status: another rank is lost or hangs; a restart from the last checkpoint may help (EX_TEMPFAIL)."""
+INTERRUPTED = 130
+"""Exit status: Ctrl-C, before there was anything to save or for the second time."""
+STORE_SECONDS = 5.0
+"""How long a store that does not answer is waited for."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -33,13 +47,34 @@ class World:
     """The key-value store that the job's processes share, once they have met."""
     prefix: str = ""
     """How this rank's messages begin (``[pp1 dp0 tp1]``), once the layout is known."""
+    watchdog: Watchdog | None = None
+    """What notices that ranks are lost or hang, once they have met."""
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` as torchrun sets them; alone without them."""
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` as torchrun sets them; alone without them.
+
+        Errors: ``LayoutError`` for values that are absent, no numbers or out of range.
+        """
+        size = _number("WORLD_SIZE", 1, least=1)
+        rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
+        if size > 1 and "RANK" not in os.environ:
+            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {_LAUNCHER}")
+        if rank >= size:
+            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {_LAUNCHER}")
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), local_rank, device)
+        return cls(rank, size, local_rank, device)
+
+
+_LAUNCHER = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
+
+
+def _number(name: str, default: int, least: int = 0) -> int:
+    """A whole number of the environment."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise LayoutError(f"{name}={text[:200]!r} in the environment is no whole number from {least} on; {_LAUNCHER}")
+    return int(text)
 
 
 def start_world(world: World, *, backend: str = "auto", timeout_minutes: float = 10.0) -> None:
@@ -55,8 +90,42 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     if world.size == 1:
         return
     timeout = timedelta(minutes=timeout_minutes)
-    world.store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    join(backend, world.device.type, store=world.store, rank=rank, world_size=size, timeout=timeout)
+    world.store = _meet(timeout)
+    join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
+    world.watchdog = Watchdog(world.store, world.rank, world.size, timeout.total_seconds(), RESTART)
+
+
+def _meet(timeout: timedelta) -> dist.Store:
+    """The store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if there is no way to it."""
+    address, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)
+    if not address or not 0 < port < 65536:
+        raise LayoutError(
+            f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the ranks meet at rank 0's address and a free port from "
+            "1 to 65535; start them with torchrun, which sets both"
+        )
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except (dist.DistError, ValueError, OSError) as error:
+        first = str(error).splitlines()[0][:300]
+        taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
+        way_out = (
+            "another process has this port; choose a free one (torchrun --master-port)"
+            if taken
+            else "is the address right, does rank 0 run, does a firewall let the port through?"
+        )
+        raise LayoutError(f"the ranks cannot meet at {address}:{port}: {way_out} ({first})") from None
+    return store
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this rank when its launcher dies, however that happens, so that no orphan trains
+    on: the rank finishes its step, saves and leaves. Only on Linux, and only under torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != launcher or launcher == 1:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def join(backend: str, device_type: str, **settings: Any) -> None:
@@ -75,50 +144,93 @@ def join(backend: str, device_type: str, **settings: Any) -> None:
         raise LayoutError(f"distributed_backend='shm': {reason}; take auto, which then goes through gloo, or gloo")
 
 
-def run_job(world: World, job: Callable[[], None]) -> NoReturn:
-    """Run ``job`` and exit; an error that a user can fix is one message, not a traceback from each rank."""
-    status = 0
+def run_job(job: Callable[[World], None]) -> NoReturn:
+    """Run ``job`` on this rank and exit; an error that a user can fix is one message, not a traceback from each rank.
+
+    The exit status is 0, ``FAILED``, ``RESTART`` or ``INTERRUPTED``.
+    """
+    world: World | None = None
     try:
-        job()
-    except MegatronError as error:
-        _print_once(str(error), world)
-        status = 1
+        end_with_launcher()
+        world = World.from_environment()
+        job(world)
     except KeyboardInterrupt:
-        _print_once("interrupted", world)
-        status = 130
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
+        _leave(INTERRUPTED, world, "interrupted")
+    except BrokenPipeError:  # whoever read the output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _leave(FAILED, world, "standard output was closed")
+    except Exception as error:
+        found = explained(error)
+        if found is None:
+            if world is not None and world.watchdog is not None:
+                world.watchdog.leave(f"{type(error).__name__}: {error}")
             raise
-        reason = "the reason is in that rank's message, or it was killed (out of memory?)"
-        named = f": {error}" if isinstance(error, LostRankError) else ""
-        _print_once(f"this job ends because another rank has left it{named}; {reason}", world)
-        status = 1
-    _leave(status)
+        status, message = found
+        if status == RESTART and world is not None and world.watchdog is not None:
+            message = world.watchdog.report(message)
+        _leave(status, world, message)
+    _leave(0, world)
 
 
-def _leave(status: int) -> NoReturn:
-    """Exit. With other ranks, without C++'s teardown: a thread of gloo is sometimes still running then,
+def explained(error: Exception) -> tuple[int, str] | None:
+    """Exit status and message of an error that has a known reason; None for one that needs its traceback."""
+    text = str(error)
+    if isinstance(error, MegatronError):
+        return FAILED, text
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text):
+        asked = _ASKED.search(text)
+        what = f"allocating {asked[0].removeprefix('you tried to allocate ')}" if asked else "allocating a tensor"
+        return FAILED, (
+            f"out of memory while {what}. Ways out: a smaller --micro-batch-size, --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1, --zero-stage 1 to 3, or more tensor- or "
+            "pipeline-parallel ranks; --dry-run prints what a rank needs"
+        )
+    if isinstance(error, LostRankError):
+        return RESTART, text
+    if not isinstance(error, RuntimeError) or not _is_lost_peer(error):
+        return None
+    first = text.splitlines()[0][:300] if text else type(error).__name__
+    if re.search("[Tt]imed ?out", text):
+        return RESTART, (
+            f"a collective was not complete within --distributed-timeout-minutes ({first}): a rank hangs or is slow; "
+            "if it is only slow, raise --distributed-timeout-minutes"
+        )
+    return RESTART, f"another rank has left this job ({first}); the reason is in its message, or it was killed"
+
+
+_OUT_OF_MEMORY = re.compile("not enough memory|[Oo]ut of memory|[Cc]annot allocate memory|std::bad_alloc")
+_ASKED = re.compile(r"(?<=[Tt]ried to allocate )[\d.]+ \w+|you tried to allocate \d+ bytes")
+
+
+def _leave(status: int, world: World | None, message: str = "") -> NoReturn:
+    """Say why, and exit. With other ranks, without C++'s teardown: a thread of gloo is sometimes still running then,
     which aborts a job that has completed."""
+    if message:
+        _print_once(message, world)
+    if world is not None and world.watchdog is not None:
+        world.watchdog.leave(message)
     if not dist.is_initialized():
         sys.exit(status)
     if status == 0:
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # it is full or closed, and there is no other place to say so
+            status = status or FAILED
     os._exit(status)
 
 
-def _print_once(message: str, world: World) -> None:
+def _print_once(message: str, world: World | None) -> None:
     """Print an error on the first rank that meets it; before the ranks have met, on rank 0."""
-    if world.store is None:
-        first = world.rank == 0
+    if world is None or world.store is None:
+        first = os.environ.get("RANK", "0") == "0" or world is None
     else:
-        try:
-            first = world.store.add("error/" + hashlib.sha256(message.encode()).hexdigest(), 1) == 1
-        except RuntimeError:  # the store's own process has gone: better twice than never
-            first = True
+        store, key = world.store, "error/" + hashlib.sha256(message.encode()).hexdigest()
+        # The store's own process may have gone or been stopped: better twice than never.
+        first = within(STORE_SECONDS, lambda: store.add(key, 1) == 1, otherwise=True)
     if first:
-        print(f"{world.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
+        print(f"{world.prefix if world else ''} error: {message}".lstrip(), file=sys.stderr, flush=True)
     _report_to_torchrun(message)
 
 

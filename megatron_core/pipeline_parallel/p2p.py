@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import ParallelGroups, process_group
 from megatron_core.parallel.meter import METER
 
@@ -31,6 +32,7 @@ class Links:
         """Begin to send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is done."""
         group = process_group(self._up if receiver > self.index else self._down)
         METER.sent("pp send", tensor.nbytes)
+        RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
         handle = dist.isend(tensor, dst=self._ranks[receiver], group=group)
         assert handle is not None, "None is for ranks outside the group"
         return handle
@@ -41,6 +43,7 @@ class Links:
         """Begin to receive from pipeline rank ``sender``; the tensor is filled once the handle is done."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
         group = process_group(self._up if sender < self.index else self._down)
+        RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
         handle = dist.irecv(buffer, src=self._ranks[sender], group=group)
         assert handle is not None, "None is for ranks outside the group"
         return buffer, handle

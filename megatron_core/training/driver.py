@@ -56,6 +56,8 @@ class StepHooks:
     """What this rank adds to further sums over all ranks, asked for when gradients are complete and not yet clipped."""
     before_update: Callable[[], None] = lambda: None
     """Called when gradients are complete and summed over all ranks, and not yet clipped."""
+    is_bad: Callable[[float, float], bool] = lambda loss, norm: False
+    """Whether a step with this loss and gradient norm must be skipped; it must be the same on all ranks."""
 
 
 NO_HOOKS = StepHooks()
@@ -122,7 +124,7 @@ def take_step(
     found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
     norm, loss, wishes, *means = found[: 3 + len(added)]
     at = 3 + len(added) + len(further)
-    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)
+    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
     if model.fp8 is not None:
         model.fp8.update()
     data.start_param_sync()

@@ -5,42 +5,64 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron_core.config.flops import flops_per_token
-from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.texts import gather_texts
+from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.checks import RunChecks
+from megatron_core.training.failures import FailureLog
+from megatron_core.training.faults import Faults
 from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run
 from megatron_core.training.state import TrainState
-from megatron_core.training.step import StepResult, evaluate, train_step
+from megatron_core.training.step import StepResult, evaluate, leave_out_step, train_step
 from megatron_core.training.stop import StopRequest
 from megatron_core.training.watch import Watch
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
-    """Train to the end, or until SIGTERM, Ctrl-C, ``exit_interval`` or ``exit_duration_in_mins``; then save."""
-    stop = StopRequest(run.config.training.exit_duration_in_mins)
-    checks = RunChecks(run)
+    """Train to the end, or until a signal, ``exit_interval`` or ``exit_duration_in_mins`` (``StopRequest``); save."""
+    failures = FailureLog(run.config, run.world.rank)
+    failures.begin()
+    stop, watchdog = StopRequest(run.config.training.exit_duration_in_mins), run.world.watchdog
+    try:
+        with failures.noting():
+            _train(run, sinks, stop, failures)
+    finally:
+        stop.restore()
+        if watchdog is not None:
+            watchdog.rest()
+
+
+def _train(run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: FailureLog) -> None:
+    checks, bad, faults = RunChecks(run), BadSteps(run), Faults(run)
     checks.start()
     watch = Watch(run)
     confirm_layout_change(run, sinks)
     first = saved_at = evaluated_at = run.state.iteration
     while run.state.iteration < run.total_iterations:
+        begin_step(run, failures)
+        if bad.leaves_out():
+            size = leave_out_step(run)
+            if run.world.rank == 0:
+                print(f"note: iteration {run.state.iteration} is left out (samples up to {size.end - 1})", flush=True)
+            continue
         watched = is_due(run.state.iteration + 1, run.config.training.fp8_statistics_interval)
         if run.fp8 is not None:
             run.fp8.count(wanted=watched)
         began = time.perf_counter()
-        result = train_step(run, stop=stop.wanted)
+        result = train_step(run, stop=stop.wanted, hooks=replace(faults.before_step(), is_bad=bad.is_bad))
         report_step(run, sinks, result, time.perf_counter() - began, watch.after_step(result))
         if watched:
             report_fp8(run)
-        refuse_nan(run, result)
+        bad.after_step(result)
+        failures.passed(run.state.iteration)
         checks.after_step(result)
         iteration = run.state.iteration
         if iteration == first + 2 and run.world.rank == 0:
@@ -48,23 +70,29 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
         if is_due(iteration, run.config.training.eval_interval):
             report_validation(run, sinks, "validation")
             evaluated_at = iteration
-        if is_due(iteration, run.config.checkpoint.save_interval):
-            saved_at = iteration if save(run, checks, run.saver.try_to_save) else saved_at
-        elif is_due(iteration, run.config.checkpoint.non_persistent_save_interval):
-            save(run, checks, partial(run.saver.try_to_save, temporary=True))
+        if save_when_due(run, checks, bad, faults):
+            saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
     if run.state.iteration == run.total_iterations:
         if evaluated_at < run.state.iteration:
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
-    if run.config.checkpoint.save and saved_at < run.state.iteration:
-        save(run, checks)
+    if run.config.checkpoint.save and saved_at != run.state.iteration and not bad.streak:
+        save(run, checks, faults, run.saver.save)
     run.saver.finish()
     if run.state.iteration < run.total_iterations:
-        report_early_end(run)
+        report_early_end(run, is_saved=not bad.streak)
+    elif run.world.rank == 0 and bad.streak and run.config.checkpoint.save:
+        print(f"not saved: the last steps ({bad.streak}) were bad; the checkpoint before them stays", flush=True)
     watch.close()
-    stop.restore()
+
+
+def begin_step(run: Run, failures: FailureLog) -> None:
+    """Let those know which step it is who will have to say so."""
+    failures.iteration = run.state.iteration + 1
+    if run.world.watchdog is not None:
+        run.world.watchdog.beat(run.state.iteration + 1)
 
 
 def evaluate_splits(run: Run, sinks: Sequence[Sink]) -> None:
@@ -73,11 +101,12 @@ def evaluate_splits(run: Run, sinks: Sequence[Sink]) -> None:
         report_validation(run, sinks, split)
 
 
-def report_early_end(run: Run) -> None:
+def report_early_end(run: Run, *, is_saved: bool = True) -> None:
     """Say that the run ends before its time, and whether anything is kept of it."""
     if run.world.rank == 0:
         folder = run.config.checkpoint.save
         kept = f"saved in {folder}" if folder else "not saved: give --save FOLDER to keep it"
+        kept = kept if is_saved else "not saved: the last steps were bad; the checkpoint before them stays"
         print(f"ends early, after iteration {run.state.iteration}; {kept}", flush=True)
 
 
@@ -86,11 +115,23 @@ def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def save(run: Run, checks: RunChecks, write: Callable[[TrainState], object] | None = None) -> object:
-    """Write a checkpoint, after the replica check; -> what ``write``, by default the saver's ``save``, says."""
+def save_when_due(run: Run, checks: RunChecks, bad: BadSteps, faults: Faults) -> bool:
+    """Write the checkpoint that is due after this step, if it was a good one; -> whether it is lasting."""
+    settings, iteration = run.config.checkpoint, run.state.iteration
+    if bad.streak:
+        return False
+    if is_due(iteration, settings.save_interval):
+        return bool(save(run, checks, faults, run.saver.try_to_save))
+    if is_due(iteration, settings.non_persistent_save_interval):
+        save(run, checks, faults, partial(run.saver.try_to_save, temporary=True))
+    return False
+
+
+def save(run: Run, checks: RunChecks, faults: Faults, write: Callable[[TrainState], object]) -> object:
+    """Write a checkpoint by a method of the saver, after the replica check; -> what that says."""
     checks.compare()
-    with METER.phase("checkpoint", whole=True):
-        return (write or run.saver.save)(run.state)
+    with METER.phase("checkpoint", whole=True), faults.around_save():
+        return write(run.state)
 
 
 def report_step(
@@ -167,20 +208,3 @@ def confirm_layout_change(run: Run, sinks: Sequence[Sink]) -> None:
             f"{run.state.validation_loss:.6f} here",
             flush=True,
         )
-
-
-def refuse_nan(run: Run, result: StepResult) -> None:
-    """Stop a run that has gone wrong; with fp16 the loss scale deals with gradients that overflow.
-
-    Loss and norm are sums over all ranks, so that all of them stop here together.
-    """
-    if not run.config.training.check_for_nan_in_loss_and_grad or run.config.training.fp16:
-        return
-    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-        if not math.isfinite(value):
-            raise MegatronError(
-                f"the {name} is {value} at iteration {run.state.iteration} (samples "
-                f"{result.size.consumed_samples} to {result.size.end - 1}); "
-                "the step was skipped. Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, or "
-                "let the run go on past such steps with --no-check-for-nan-in-loss-and-grad"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -45,6 +45,10 @@ class TrainState:
     """The layout in which the run last took a step or was saved."""
     validation_loss: float | None = None
     """The loss of an evaluation at this very iteration, if there was one."""
+    left_out: list[int] = field(default_factory=list)
+    """Iterations whose batches are left out since the run went back to a checkpoint."""
+    rollbacks: int = 0
+    """How often it did."""
 
 
 def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[Piece]:
@@ -191,7 +195,8 @@ def load_state(
                 _load_histories(reader, fp8)
         if weights_only:
             return TrainState()
-        return TrainState(**{field.name: reader.state[field.name] for field in fields(TrainState)})
+        counted = {**asdict(TrainState()), **reader.state}
+        return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
 
 
 def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None) -> None:

@@ -73,13 +73,25 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     )
     if not outcome.skipped:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
+    _advance(run, size, skipped=outcome.skipped)
+    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size)
+
+
+def leave_out_step(run: Run) -> StepSize:
+    """Advance the counters past the next step's batch, which is not read; it counts as skipped."""
+    size = run.step_after(run.state.consumed_samples)
+    _advance(run, size, skipped=True)
+    return size
+
+
+def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
+    state = run.state
     state.iteration += 1
     state.consumed_samples += size.batch_size
     state.consumed_tokens += size.tokens
-    state.skipped_iterations += outcome.skipped
-    state.skipped_samples += outcome.skipped * size.batch_size
+    state.skipped_iterations += skipped
+    state.skipped_samples += skipped * size.batch_size
     state.layout, state.validation_loss = run.layout, None
-    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size)
 
 
 @torch.no_grad()

@@ -207,9 +207,10 @@ IN_STEPS = (
     Defect(  # C59
         "weights are gathered before they are updated",
         "training.driver:take_step",
-        "skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)\n    if model.fp8 is not None:\n"
-        "        model.fp8.update()\n    data.start_param_sync()",
-        "data.start_param_sync()\n    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay)",
+        "skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))\n"
+        "    if model.fp8 is not None:\n        model.fp8.update()\n    data.start_param_sync()",
+        "data.start_param_sync()\n"
+        "    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))",
         "dp2 zero1",
         "C59",
     ),

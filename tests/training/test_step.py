@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_core.datasets import MockDataset, Splits
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
-from megatron_core.training.loop import refuse_nan
+from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
@@ -106,7 +106,7 @@ def test_nan_ends_the_run_with_advice() -> None:
     result = train_step(run)
     assert result.skipped
     with pytest.raises(Exception, match=r"the loss is nan at iteration 1 .*--lr"):
-        refuse_nan(run, result)
+        BadSteps(run).after_step(result)
 
 
 def test_no_token_counts_at_all() -> None:  # C3

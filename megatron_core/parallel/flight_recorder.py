@@ -1,0 +1,127 @@
+"""The last collectives and messages that this rank has called, so that a hang can be explained."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+KEPT = 64
+"""Calls that are remembered; ranks that differ by more are told apart by their counts alone."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or a message."""
+
+    channel: str
+    """The ranks of a group, or sender and receiver: they have to call the same things in the same order."""
+    ranks: tuple[int, ...]
+    number: int
+    """Counted from 1 in its channel."""
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    seconds: float
+    """When it was called, on this host's clock."""
+
+    def __str__(self) -> str:
+        """What was called, without when and where."""
+        return f"{self.what} of {list(self.shape)} {self.dtype}"
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Call:
+        """The inverse of ``asdict`` through JSON."""
+        return cls(**{**content, "ranks": tuple(content["ranks"]), "shape": tuple(content["shape"])})
+
+
+class FlightRecorder:
+    """Counts the calls of each channel and remembers the last ones."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[str, int, str, tuple[int, ...], Any, float]] = deque(maxlen=KEPT)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._channels: dict[dist.ProcessGroup, str] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def last(self) -> float:
+        """When something was called last; 0 if nothing was."""
+        return self._calls[-1][-1] if self._calls else 0.0
+
+    def note(self, what: str, group: dist.ProcessGroup, x: Tensor) -> None:
+        """Remember a collective over ``group``."""
+        if group not in self._channels:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._channels[group] = str(list(ranks))
+            self._ranks[self._channels[group]] = ranks
+        self._add(self._channels[group], what, x)
+
+    def note_message(self, sender: int, receiver: int, x: Tensor) -> None:
+        """Remember a message that this rank sends or receives; the ranks are global ones."""
+        channel = f"{sender}>{receiver}"
+        self._ranks[channel] = (sender, receiver)
+        self._add(channel, f"message from rank {sender} to {receiver}", x)
+
+    def _add(self, channel: str, what: str, x: Tensor) -> None:
+        self._counts[channel] += 1
+        self._calls.append((channel, self._counts[channel], what, tuple(x.shape), x.dtype, time.monotonic()))
+
+    def content(self) -> dict[str, Any]:
+        """Counts by channel, the ranks of each channel and the last calls, as JSON has them."""
+        calls = [
+            asdict(Call(channel, self._ranks[channel], number, what, shape, str(dtype).removeprefix("torch."), seconds))
+            for channel, number, what, shape, dtype, seconds in list(self._calls)
+        ]
+        return {"counts": dict(self._counts), "ranks": {k: list(v) for k, v in self._ranks.items()}, "calls": calls}
+
+
+RECORDER = FlightRecorder()
+"""That of this process."""
+
+
+def first_difference(found: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The first call in which ranks differ, in a sentence, from the ``content`` of each rank; None if they agree.
+
+    Of several channels in which ranks differ, the one whose difference was called first.
+    """
+    channels = {name: tuple(r) for content in found.values() for name, r in content["ranks"].items()}
+    differences = [_difference(name, ranks, found) for name, ranks in channels.items()]
+    return min((d for d in differences if d is not None), default=(0.0, None))[1]
+
+
+def _difference(channel: str, ranks: Sequence[int], found: Mapping[int, Mapping[str, Any]]) -> tuple[float, str] | None:
+    """When the first call was made in which the ranks of a channel differ, and the sentence."""
+    here = {rank: found[rank] for rank in ranks if rank in found}
+    calls: dict[int, dict[int, Call]] = defaultdict(dict)
+    for rank, content in here.items():
+        for call in map(Call.of, _of_channel(content["calls"], channel)):
+            calls[call.number][rank] = call
+    counts = {rank: content["counts"].get(channel, 0) for rank, content in here.items()}
+    for number, made in sorted(calls.items()):
+        kinds = {str(call) for call in made.values()}
+        behind = [rank for rank, count in counts.items() if count < number]
+        if len(kinds) == 1 and not behind:
+            continue
+        each = " but ".join(f"{kind} by {_ranks_of(made, kind)}" for kind in sorted(kinds))
+        missing = f", and not by {_named(behind)}, which made {min(counts[r] for r in behind)} calls" if behind else ""
+        when = min(call.seconds for call in made.values())
+        return when, f"call {number} over ranks {list(ranks)} was {each}{missing}"
+    return None
+
+
+def _of_channel(calls: Iterable[Mapping[str, Any]], channel: str) -> list[Mapping[str, Any]]:
+    return [call for call in calls if call["channel"] == channel]
+
+
+def _ranks_of(made: Mapping[int, Call], kind: str) -> str:
+    return _named([rank for rank, call in made.items() if str(call) == kind])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

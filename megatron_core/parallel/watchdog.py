@@ -1,0 +1,172 @@
+"""Notices that a rank has failed, is lost or hangs, and lets all ranks say where they are before they end together.
+
+A thread on every rank looks at the store once a second. The first rank that fails, or that has waited for longer than
+the time limit, leaves a reason there; every rank answers with the line of Python where it is and with its last
+collectives, and the first rank prints one report of all answers. Then every rank exits, so that torchrun restarts them.
+Nothing here waits for a store that does not answer: a stopped rank may be its host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.parallel.flight_recorder import RECORDER, first_difference
+
+POLL = 1.0
+"""Seconds between looks at the store."""
+ANSWERS = 6.0
+"""Seconds in which ranks have to answer; more than ``POLL``."""
+SLACK = 1.25
+"""A rank without progress for this many time limits is reported, even if no collective has failed: time enough for the
+collective's own error, which says more."""
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+Result = TypeVar("Result")
+
+
+def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
+    """The result of ``action``, or ``otherwise`` if it fails or takes longer; it then goes on in a thread."""
+    found: list[Result] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, OSError, ValueError):  # the store has gone: that is what ``otherwise`` is for
+            found.append(action())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else otherwise
+
+
+class Watchdog:
+    """A rank's part in noticing and reporting; ``limit`` is the time limit of collectives, in seconds."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, limit: float, status: int) -> None:
+        clone = getattr(store, "clone", lambda: store)  # a connection of its own, where torch has it: others may block
+        self._store = dist.PrefixStore("watchdog", clone())
+        self._rank, self._size, self._limit, self._status = rank, size, limit, status
+        self.prefix, self._iteration, self._beat = "", 0, 0.0
+        self._answered = self._leaving = False
+        self._main = threading.main_thread().ident
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def beat(self, iteration: int) -> None:
+        """A step begins; from the first one on, a rank without progress is reported."""
+        self._iteration, self._beat = iteration, time.monotonic()
+
+    def rest(self) -> None:
+        """No more steps: whatever takes long now is meant."""
+        self._beat = 0.0
+
+    def leave(self, reason: str) -> None:
+        """This rank ends; with a ``reason`` the others need not wait for it, and end, too."""
+        self._leaving = True
+        if reason and not self._answered:
+            self._answered = True
+            content = json.dumps({"left": reason.splitlines()[0][:200]})
+
+            def tell() -> bool:
+                self._store.set(f"answer/{self._rank}", content)
+                self._store.set("reason", f"rank {self._rank} has ended: {reason.splitlines()[0][:200]}")
+                return True
+
+            within(ANSWERS, tell, otherwise=False)
+
+    def report(self, reason: str) -> str:
+        """``reason`` with what every rank answers, on the rank that asks first; empty on the others, once all have
+        answered."""
+        self._answered = self._leaving = True
+        own = self._place()
+        answers: dict[int, dict[str, Any]] = {self._rank: own}
+
+        def ask() -> bool:
+            first = self._store.add("first", 1) == 1
+            self._store.set(f"answer/{self._rank}", json.dumps(own))
+            if first:
+                self._store.set("reason", reason)
+            deadline = time.monotonic() + ANSWERS
+            while time.monotonic() < deadline and len(answers) < self._size:
+                for rank in set(range(self._size)) - answers.keys():
+                    if self._store.check([f"answer/{rank}"]):
+                        answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
+                time.sleep(0.05)
+            return first
+
+        first = within(ANSWERS + POLL, ask, otherwise=True)
+        return describe(reason, dict(answers), self._size) if first else ""
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL)
+            if self._leaving:
+                return
+            try:
+                called = self._store.check(["reason"])
+            except (RuntimeError, OSError):
+                return  # the store has gone: the collectives themselves will fail
+            if called:
+                self._answer_and_exit()
+            idle = time.monotonic() - max(self._beat, RECORDER.last)
+            if self._beat and idle > SLACK * self._limit:
+                self._end(self.report(f"rank {self._rank} has made no progress for {idle:.0f} s"))
+
+    def _answer_and_exit(self) -> None:
+        """Say where this rank is, leave the main thread time to end in its own way, then exit."""
+        if not self._answered:
+            self._answered = True
+            self._store.set(f"answer/{self._rank}", json.dumps(self._place()))
+        time.sleep(ANSWERS + POLL)
+        self._end("")
+
+    def _end(self, message: str) -> None:
+        if message:
+            print(f"{self.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
+        os._exit(self._status)
+
+    def _place(self) -> dict[str, Any]:
+        """Where the main thread is, and what it has called."""
+        frame = sys._current_frames().get(self._main or 0)
+        line = _line(traceback.extract_stack(frame)) if frame is not None else "no Python line"
+        return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **RECORDER.content()}
+
+
+def _line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line outside torch and this package."""
+    own = [f for f in stack if not f.filename.startswith((*LIBRARIES, "<"))] or list(stack)
+    frame = own[-1]
+    return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
+    """The report: the reason, where each rank is, the first collective that differs."""
+    lines = [reason]
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank in range(size):
+        answer = answers.get(rank)
+        if answer is None:
+            text = "no answer: its process has ended or is stopped, or its host cannot be reached"
+        elif "left" in answer:
+            text = f"has ended: {answer['left']}"
+        else:
+            text = f"in iteration {answer['iteration']} at {answer['line']}"
+        ranks_of[text].append(rank)
+    for text, ranks in ranks_of.items():
+        coordinates = answers.get(ranks[0], {}).get("prefix", "") if len(ranks) == 1 else ""
+        lines.append(f"  rank {', '.join(map(str, ranks))}{' ' * bool(coordinates)}{coordinates}: {text}")
+    alive = {rank: answer for rank, answer in answers.items() if "left" not in answer}
+    difference = first_difference(alive)
+    if difference is not None:
+        lines.append(f"  the first collective that differs: {difference}")
+    return "\n".join(lines)

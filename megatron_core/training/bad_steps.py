@@ -1,0 +1,163 @@
+"""Steps whose loss or gradients are not finite, or that are spikes: skipped, kept for a replay, and left out after the
+run has gone back to its last checkpoint.
+
+All decisions are functions of the step's loss and norm, which are the same on every rank: all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from megatron_core.checkpoint import find_checkpoint
+from megatron_core.checkpoint.folder import iteration_folder
+from megatron_core.config import CheckpointConfig
+from megatron_core.errors import MegatronError
+from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.setup import Run
+from megatron_core.training.state import load_state, open_checkpoint
+from megatron_core.training.step import StepResult
+
+WINDOW, FEWEST = 64, 8
+"""Good steps whose median norm a spike is compared with, and without how many there is none."""
+FOLDER = "bad_steps"
+
+
+class BadSteps:
+    """What a run has seen of bad steps, and what it does about the next one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._settings = run, run.config.resilience
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._kept = 0
+        self.streak: list[int] = []
+        """Iterations of the bad steps since the last good one."""
+
+    def is_bad(self, loss: float, norm: float) -> bool:
+        """Whether a step must not be taken, of those whose gradients are finite."""
+        if not math.isfinite(loss):
+            return True
+        factor = self._settings.spike_factor
+        return factor is not None and len(self._norms) >= FEWEST and norm > factor * median(self._norms)
+
+    def leaves_out(self) -> bool:
+        """Whether the batch of the next step is left out."""
+        return self._run.state.iteration + 1 in {*self._settings.iterations_to_skip, *self._run.state.left_out}
+
+    def after_step(self, result: StepResult) -> None:
+        """Count a step, and go back to the last checkpoint after too many bad ones in a row.
+
+        Errors: ``MegatronError`` where bad steps are not skipped, or nothing is left to go back to.
+        """
+        run = self._run
+        if not self._counts(result):
+            if not result.skipped:
+                self._norms.append(result.grad_norm)
+                self.streak = []
+            return
+        self.streak.append(run.state.iteration)
+        bundle = self._keep(result)
+        if len(self.streak) <= self._settings.max_bad_steps:
+            self._say(f"{self._what(result)}; the step was skipped{bundle}")
+            return
+        if self._settings.max_bad_steps == 0:
+            raise MegatronError(f"{self._what(result)}; the step was skipped{bundle}. {_WAYS_OUT}")
+        self._go_back(result)
+
+    def _counts(self, result: StepResult) -> bool:
+        """Whether a step is a bad one; with fp16 a loss scale that can shrink deals with gradients that overflow."""
+        if not self._run.config.training.check_for_nan_in_loss_and_grad:
+            return False
+        if not math.isfinite(result.loss):
+            return True
+        lowest = self._run.config.training.fp16 and result.loss_scale > self._run.config.optimizer.min_loss_scale
+        overflow = lowest and self._run.config.optimizer.loss_scale is None and not math.isfinite(result.grad_norm)
+        return result.skipped and not overflow
+
+    def _what(self, result: StepResult) -> str:
+        size, iteration = result.size, self._run.state.iteration
+        name, value = ("loss", result.loss) if not math.isfinite(result.loss) else ("gradient norm", result.grad_norm)
+        spike = f", a spike over the median of {median(self._norms):.4g}," if math.isfinite(value) else ""
+        scale = f" with the loss scale {result.loss_scale:g}" if self._run.config.training.fp16 else ""
+        return (
+            f"the {name} is {value}{spike}{scale} at iteration {iteration} (samples {size.consumed_samples} to "
+            f"{size.end - 1})"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._run.world.rank == 0:
+            print(f"note: {text}", flush=True)
+
+    def _keep(self, result: StepResult) -> str:
+        """Write the weights as they were in this step, for ``tools/replay_step.py``; -> words about it.
+
+        A skipped step has left the weights, so that they are those that gave the loss.
+        """
+        run, settings = self._run, self._run.config.checkpoint
+        if settings.save is None or self._kept >= self._settings.save_bad_steps:
+            return ""
+        self._kept += 1
+        size, state = result.size, run.state
+        before = replace(
+            state,
+            iteration=state.iteration - 1,
+            consumed_samples=size.consumed_samples,
+            consumed_tokens=state.consumed_tokens - size.tokens,
+            skipped_iterations=state.skipped_iterations - 1,
+            skipped_samples=state.skipped_samples - size.batch_size,
+        )
+        into = CheckpointConfig(save=str(Path(settings.save) / FOLDER), no_save_optim=True)
+        saver = CheckpointSaver(
+            replace(run.config, checkpoint=into),
+            run.data_parallel,
+            run.optimizer,
+            vocab_size=run.vocab_size,
+            tokenizer=run.tokenizer,
+        )
+        if not saver.try_to_save(before):
+            return ""
+        folder = iteration_folder(saver.folder, before.iteration)
+        return f" (python tools/replay_step.py {folder} runs it in one process)"
+
+    def _go_back(self, result: StepResult) -> None:
+        """Load the last checkpoint into this run, and leave out the batches of the bad steps from now on."""
+        run, bad = self._run, tuple(self.streak)
+        state, save = run.state, run.config.checkpoint.save
+        run.saver.finish()
+        folder = find_checkpoint(save) if save is not None else None
+        what = f"{self._what(result)}, the {len(bad)}th bad step in a row"
+        if folder is None:
+            raise MegatronError(f"{what}, and there is no checkpoint to go back to. {_WAYS_OUT}")
+        if state.rollbacks >= self._settings.max_rollbacks:
+            raise MegatronError(f"{what}, after {state.rollbacks} times back to a checkpoint. {_WAYS_OUT}")
+        config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
+        reader = open_checkpoint(config, run.world.device)
+        assert reader is not None, "it was found above"
+        self._clear()
+        run.state = load_state(config, reader, run.data_parallel, run.optimizer, run.fp8)
+        run.state.left_out = sorted({*run.state.left_out, *state.left_out, *bad})
+        run.state.rollbacks = state.rollbacks + 1
+        self.streak = []
+        self._say(f"{what}: back to iteration {run.state.iteration}; the batches of {list(bad)} are left out")
+
+    def _clear(self) -> None:
+        """Set weights and optimizer state to zero: a checkpoint has no rows that only pad the vocabulary, and NaN there
+        would come back into the gradients."""
+        self._run.data_parallel.finish_param_sync()
+        for bucket in self._run.data_parallel.buckets:
+            bucket.release_weights()  # those of ZeRO-3 are gathered anew
+            if bucket.is_whole:
+                bucket.weights.zero_()
+            bucket.weight_shard.zero_()
+        for _, tensors in self._run.optimizer.tensors():
+            for flat in tensors.values():
+                flat.zero_()
+
+
+_WAYS_OUT = (
+    "Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, skip such steps with --max-bad-steps, "
+    "or let the run go on past all of them with --no-check-for-nan-in-loss-and-grad"
+)

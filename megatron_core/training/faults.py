@@ -1,0 +1,101 @@
+"""Faults on purpose, for tests of what a run does about them: ``--inject-fault KIND@RANK:STEP``."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_core.checkpoint.folder import iteration_folder
+from megatron_core.training.driver import NO_HOOKS, StepHooks
+from megatron_core.training.setup import Run
+
+SLOW_SECONDS = 5.0
+FULL_BYTES = 4096
+"""How large a file may become on the full disk."""
+
+
+class InjectedError(RuntimeError):
+    """The fault ``exception``."""
+
+
+class Faults:
+    """The faults of this rank; without ``:always`` only in the first attempt of a job under torchrun."""
+
+    def __init__(self, run: Run) -> None:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        mine = [fault for fault in run.config.resilience.faults if fault.rank == run.world.rank]
+        self._run, self._left = run, [fault for fault in mine if fault.always or not restarted]
+
+    def _due(self, *kinds: str) -> str | None:
+        """The kind of a fault that is due in the current step; each happens once."""
+        step = self._run.state.iteration + ("nan" in kinds)
+        due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
+        if due is None:
+            return None
+        self._left.remove(due)
+        print(
+            f"{self._run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
+        )
+        return due.kind
+
+    def before_step(self) -> StepHooks:
+        """Inject what is due in the step that begins; -> its hooks."""
+        kind = self._due("nan", "kill", "exception", "hang", "slow")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exception":
+            raise InjectedError("an injected fault: exception")
+        while kind == "hang":
+            time.sleep(1.0)
+        if kind == "slow":
+            time.sleep(SLOW_SECONDS)
+        return self._spoiled() if kind == "nan" else NO_HOOKS
+
+    def _spoiled(self) -> StepHooks:
+        """NaN in place of this rank's weights until its gradients are complete."""
+        self._run.data_parallel.finish_param_sync()
+        weights = self._run.data_parallel.buckets[-1].weight_shard
+        kept = weights.clone()
+        weights.fill_(math.nan)
+
+        def restore() -> None:
+            weights.copy_(kept)
+
+        return StepHooks(before_update=restore)
+
+    @contextmanager
+    def around_save(self) -> Iterator[None]:
+        """Inject what is due in the checkpoint of this step."""
+        kind = self._due("disk-full", "truncated-write", "flip-bit")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if kind == "disk-full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder = iteration_folder(Path(self._run.config.checkpoint.save or "."), self._run.state.iteration)
+        files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        if kind in ("truncated-write", "flip-bit"):
+            for path in files[-1:]:
+                _damage(path, kind)
+
+
+def _damage(path: Path, kind: str) -> None:
+    """Cut off a file's last bytes, or flip a bit in its middle."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        if kind == "truncated-write":
+            file.truncate(size - size // 4)
+        else:
+            file.seek(size // 2)
+            byte = file.read(1)[0]
+            file.seek(size // 2)
+            file.write(bytes([byte ^ 1]))

@@ -1,0 +1,194 @@
+"""What a run does about bad steps, injected faults and the same failure twice, in forked ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_core.checkpoint import find_checkpoint
+from megatron_core.config.validate import check
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.monitor.events import StepEvent
+from megatron_core.training.bad_steps import BadSteps
+from megatron_core.training.failures import FILE
+from megatron_core.training.faults import InjectedError
+from megatron_core.training.loop import train
+from megatron_core.training.setup import Run
+from megatron_core.training.state import weight_pieces
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_config, tiny_run
+
+SETTINGS = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "seq_length": 8,
+    "vocab_size": 29,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "eval_iters": 0,
+    "save_interval": 2,
+    "fp64": True,
+}
+
+
+class Losses:
+    """A sink that keeps the loss of every step that was taken."""
+
+    def __init__(self, action: Callable[[StepEvent], object] = lambda event: None) -> None:
+        self.taken: dict[int, float] = {}
+        self.skipped: list[int] = []
+        self.action = action
+
+    def on_step(self, event: StepEvent) -> None:
+        self.action(event)
+        if event.skipped:
+            self.skipped.append(event.iteration)
+        else:
+            self.taken[event.iteration] = event.loss
+
+
+def weights(run: Run) -> list[np.ndarray]:
+    """All weights of this rank's shards."""
+    run.data_parallel.finish_param_sync()
+    return [p.memory.numpy().copy() for bucket in run.data_parallel.buckets for p in weight_pieces(bucket)]
+
+
+def _spoil_once(run: Run, at: int) -> Losses:
+    """NaN in the weights of the last rank behind step ``at``, once: a flipped bit, or a wrong kernel."""
+    done: list[int] = []
+
+    def spoil(event: StepEvent) -> None:
+        if event.iteration == at and not done:
+            done.append(at)
+            run.data_parallel.finish_param_sync()
+            run.data_parallel.buckets[-1].weight_shard.fill_(math.nan)
+
+    return Losses(spoil)
+
+
+def _spoiled_weights(layout: dict, root: Path) -> tuple:
+    """NaN in the weights after step 3 stays in all following steps until the checkpoint of step 2 is loaded."""
+    run = tiny_run(**SETTINGS | layout, save=str(root), max_bad_steps=1)
+    sink = _spoil_once(run, 3)
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    train(run, [sink if mine else Losses()])
+    by_number = tiny_run(**SETTINGS | layout | {"iterations_to_skip": (4, 5), "save_interval": None})
+    train(by_number, [])
+    for found, expected in zip(weights(run), weights(by_number), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    return (
+        run.state.iteration,
+        run.state.left_out,
+        run.state.rollbacks,
+        run.state.skipped_iterations,
+        sink.skipped * mine,
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [{"zero_stage": 1, "overlap_param_gather": True}, {"tensor_model_parallel_size": 2}, {"zero_stage": 3}]
+)
+def test_after_bad_steps_in_a_row_a_run_goes_back_and_leaves_their_batches_out(layout: dict, tmp_path: Path) -> None:
+    first, second = run_ranks(2, _spoiled_weights, layout, tmp_path)
+    assert first[:4] == second[:4] == (6, [4, 5], 1, 2)
+    assert second[4] == [4, 5]
+
+
+def _injected_nan(root: Path, rank: int) -> tuple:
+    run = tiny_run(**SETTINGS, save=str(root), max_bad_steps=1, inject_fault=(f"nan@{rank}:3",))
+    sink = Losses()
+    train(run, [sink])
+    return sorted(sink.taken), sink.skipped, run.state.rollbacks, all(np.isfinite(w).all() for w in weights(run))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_bad_step_is_skipped_alike_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    assert run_ranks(2, _injected_nan, tmp_path, rank) == [([1, 2, 4, 5, 6], [3], 0, True)] * 2
+    assert (tmp_path / "bad_steps" / "iter_0000002" / "manifest.json").is_file()
+
+
+def _bounded(root: Path) -> str:
+    faults = tuple(f"nan@0:{step}" for step in range(3, 7))
+    run = tiny_run(**SETTINGS, save=str(root), max_bad_steps=1, max_rollbacks=1, inject_fault=faults)
+    with pytest.raises(MegatronError) as error:
+        train(run, [])
+    return str(error.value)
+
+
+def test_going_back_is_bounded(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, _bounded, tmp_path)
+    assert "after 1 times back to a checkpoint" in text
+    assert find_checkpoint(str(tmp_path)).name == "iter_0000002"
+
+
+def test_spikes_are_bad_steps() -> None:
+    run = tiny_run(**SETTINGS, max_bad_steps=2, spike_factor=3.0)
+    bad = BadSteps(run)
+    bad._norms.extend([1.0, 1.1, 0.9] * 3)
+    assert [bad.is_bad(2.0, norm) for norm in (1.0, 2.9, 3.1, 100.0)] == [False, False, True, True]
+    assert bad.is_bad(math.nan, 1.0)
+    assert not BadSteps(run).is_bad(2.0, 100.0), "nothing to compare with yet"
+
+
+def test_half_precision_that_is_not_finite_from_the_start_ends_the_run(tmp_path: Path) -> None:
+    """The loss scale halves a few times, which may help; at its smallest value the run ends and saves nothing."""
+    settings = SETTINGS | {"fp64": False, "fp16": True, "initial_loss_scale": 4.0, "hysteresis": 1, "train_iters": 20}
+    run = tiny_run(**settings, save=str(tmp_path), inject_fault=("nan@0:1",))
+    with pytest.raises(MegatronError, match="the loss is nan with the loss scale 4 at iteration 1"):
+        train(run, [])
+    assert find_checkpoint(str(tmp_path)) is None
+
+
+def _fail_always(root: Path, faults: tuple[str, ...]) -> list[str]:
+    """Four attempts, as a launcher makes them; each one's error."""
+    found = []
+    for _ in range(4):
+        run = tiny_run(**SETTINGS, save=str(root), load=str(root), inject_fault=faults)
+        with pytest.raises((MegatronError, InjectedError)) as error:
+            train(run, [])
+        found.append(f"{type(error.value).__name__} {error.value}")
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["exception", "nan"])
+def test_the_same_failure_twice_is_not_tried_again(kind: str, tmp_path: Path) -> None:
+    """The second time and every later attempt end with the way out; other settings begin anew."""
+    fault = f"{kind}@0:4:always"
+    (tmp_path / "run").mkdir()
+    (texts,) = run_ranks(1, _fail_always, tmp_path / "run", (fault,))
+    assert "the same failure twice" not in texts[0]
+    for text in texts[1:]:
+        assert text.startswith("MegatronError the same failure twice in iteration 4")
+        assert str(tmp_path / "run" / FILE) in text
+    run = tiny_run(**SETTINGS, save=str(tmp_path / "run"), load=str(tmp_path / "run"))
+    train(run, [])
+    assert run.state.iteration == 6
+
+
+def test_a_failure_log_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"iteration": 1, "error": "x"}) + '\n{"iterat\n[1]\n{"iteration": []}\n')
+    train(tiny_run(**SETTINGS, save=str(tmp_path)), [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"inject_fault": ("explode@0:1",)}, "KIND@RANK:STEP"),
+        ({"inject_fault": ("kill@0:" + "9" * 300,)}, "KIND@RANK:STEP"),
+        ({"spike_factor": 3.0}, "max_bad_steps"),
+        ({"spike_factor": math.nan, "max_bad_steps": 1}, "spike_factor=nan"),
+        ({"max_bad_steps": 1, "check_for_nan_in_loss_and_grad": False}, "exclude one another"),
+        ({"max_rollbacks": -1}, "0, 1, 2"),
+    ],
+)
+def test_settings_without_sense_are_refused(settings: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        check(tiny_config(**settings), 1)
+    assert len(str(error.value)) < 500
