@@ -39,6 +39,8 @@ PART_BYTES = 2**24
 """Bytes that are copied and written at a time."""
 POLL_SECONDS = 0.005
 """How often rank 0 looks for the reports of the others."""
+ELSEWHERE = "see the message of that rank"
+"""In place of a reason, on ranks without one."""
 FAILURES = (OSError, SafetensorError, CheckpointError)
 """What writing may raise: damaged files are safetensors' own."""
 
@@ -268,7 +270,7 @@ def _together(agree: Agree, what: str, action: Callable[[], None] | None) -> Non
     except FAILURES as error:
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(f"a rank could not {what} of a checkpoint: {problem or 'see the message of that rank'}")
+        raise CheckpointError(f"a rank could not {what} of a checkpoint: {problem or ELSEWHERE}")
 
 
 def write_safetensors(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_core.checkpoint import BackgroundSave, FolderLock, Save, Snapshot, save_checkpoint
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.checkpoint.newest import note
+from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
@@ -81,10 +82,11 @@ class CheckpointSaver:
     def save(self, state: TrainState, *, temporary: bool = False) -> None:
         """Write a checkpoint; ``temporary``: one for a fast restart, which replaces the one before.
 
-        Errors: ``CheckpointError`` on all ranks; the checkpoints before it are whole.
+        Errors: ``CheckpointError`` on all ranks; the checkpoints before it are whole. That the one before, in the
+        background, has failed is only told: this one is newer.
         """
         self.open()
-        self.finish()
+        self._try(self.finish)
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
@@ -111,7 +113,6 @@ class CheckpointSaver:
 
         -> whether the checkpoint is written, or being written.
         """
-        self._try(self.finish)
         return self._try(lambda: self.save(state, temporary=temporary))
 
     def finish(self) -> None:
@@ -129,7 +130,9 @@ class CheckpointSaver:
         try:
             action()
         except CheckpointError as error:
-            note(f"A CHECKPOINT WAS NOT WRITTEN: {error}. The training goes on; the checkpoints before it are whole")
+            told = list(dict.fromkeys(tell_all(str(error), self.data.device)))
+            reasons = "; ".join([text for text in told if not text.endswith(ELSEWHERE)] or told)
+            note(f"A CHECKPOINT WAS NOT WRITTEN: {reasons}. The training goes on; the checkpoints before it are whole")
             return False
         return True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Event
 
@@ -151,8 +153,16 @@ def test_a_full_disk_in_the_background_is_told_and_survived(tmp_path: Path) -> N
     run_ranks(2, _resume, tmp_path, 3)
 
 
-def test_the_loop_tells_and_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The checkpoint of iteration 2 fails in the background; the run says so, and ends with that of iteration 4."""
+@pytest.mark.parametrize(("steps", "interval", "kept"), [(4, 1, [1, 3, 4]), (3, 2, [3])])
+def test_the_loop_tells_and_trains_on(
+    steps: int,
+    interval: int,
+    kept: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The checkpoint of iteration 2 fails in the background; the run says so, and saves later ones, the last too."""
     publish, failed = writer.Save.publish, []
 
     def full(save: writer.Save) -> None:
@@ -162,10 +172,28 @@ def test_the_loop_tells_and_trains_on(tmp_path: Path, monkeypatch: pytest.Monkey
         publish(save)
 
     monkeypatch.setattr(writer.Save, "publish", full)
-    job({"save": str(tmp_path), "async_save": True, "save_interval": 1, "train_iters": 4})
-    assert failed == [2] and complete_iterations(tmp_path) == [1, 3, 4]
+    job({"save": str(tmp_path), "async_save": True, "save_interval": interval, "train_iters": steps})
+    assert failed == [2] and complete_iterations(tmp_path) == kept
     told = capsys.readouterr().out
     assert "A CHECKPOINT WAS NOT WRITTEN" in told and "No space left on device" in told
+
+
+def _fill_the_disk_of_rank_1(root: Path) -> str:
+    """What rank 0 prints when another rank has no room."""
+    run = start(TWO | {"save": str(root)})
+    train(run, 1)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert not run.saver.try_to_save(run.state)
+    return printed.getvalue()
+
+
+def test_rank_0_says_why_another_rank_could_not_write(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _fill_the_disk_of_rank_1, tmp_path)
+    assert "A CHECKPOINT WAS NOT WRITTEN: a rank could not write its tensors" in first and "File too large" in first
+    assert second == "" and not list(tmp_path.glob("*iter_*"))
 
 
 def test_a_background_save_that_fails_last_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
