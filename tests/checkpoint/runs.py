@@ -18,7 +18,6 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel import World
 from megatron_core.training.checks import RunChecks
-from megatron_core.training.loop import save
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state import optimizer_pieces, weight_pieces
 from megatron_core.training.step import train_step
@@ -68,7 +67,8 @@ def train(run: Run, steps: int) -> list[tuple[float, float]]:
 
 def save_run(run: Run) -> Path:
     """Write a checkpoint and return its folder."""
-    save(run, RunChecks(run))
+    RunChecks(run).compare()
+    run.saver.save(run.state)
     return Path(run.config.checkpoint.save) / f"iter_{run.state.iteration:07d}"
 
 
