@@ -140,10 +140,11 @@ class FolderLock:
     """The right of this process to write checkpoints into a folder; the kernel takes it back when the process ends.
 
     A record lock of POSIX: it is not inherited by forked children, and works over NFS.
+    ``setting`` is the one that named the folder.
     Errors: ``CheckpointError`` if another process has it, with what that one left in the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, setting: str = "save") -> None:
         self.unsupported = ""
         """Why the file system has no locks, if it has none."""
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -154,7 +155,7 @@ class FolderLock:
                 holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
                 self.release()
                 raise CheckpointError(
-                    f"save={str(folder)!r}: another run writes its checkpoints there ({holder}); end it, or give "
+                    f"{setting}={str(folder)!r}: another run writes its checkpoints there ({holder}); end it, or give "
                     "another folder"
                 ) from None
             self.unsupported = error.strerror or str(error)

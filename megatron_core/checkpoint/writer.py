@@ -59,8 +59,8 @@ class Save:
     keep_last: int | None = None
     keep_every: int | None = None
     """Which checkpoints stay once this one is complete, as of ``drop_old``."""
-    replaced: tuple[int, ...] = ()
-    """Iterations of another run, whose checkpoints are deleted then."""
+    replaced: tuple[Path, ...] = ()
+    """Checkpoints of another run, which are deleted then."""
 
     @property
     def final(self) -> Path:
@@ -140,9 +140,9 @@ class Save:
         remove(self.final)
         self.partial.rename(self.final)
         track(self.folder, self.iteration)
-        for iteration in self.replaced:
-            if iteration != self.iteration:
-                remove(iteration_folder(self.folder, iteration))
+        for other in self.replaced:
+            if other != self.final:
+                remove(other)
         drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
 
     def give_up(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.checkpoint import BackgroundSave, FolderLock, Save, Snapshot, save_checkpoint
-from megatron_core.checkpoint.folder import complete_iterations
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
 from megatron_core.checkpoint.newest import note
 from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
@@ -46,9 +46,9 @@ class CheckpointSaver:
     ) -> None:
         self.config, self.data, self.optimizer = config, data, optimizer
         self.vocab_size, self.tokenizer, self.fp8 = vocab_size, tokenizer, fp8
-        self._lock: FolderLock | None = None
+        self._locks: list[FolderLock] = []
         self._is_open = False
-        self._replaced: tuple[int, ...] = ()
+        self._replaced: tuple[Path, ...] = ()
         self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None
 
@@ -58,26 +58,35 @@ class CheckpointSaver:
         return Path(self.config.checkpoint.save or ".")
 
     def open(self) -> None:
-        """Make the folder and lock it, once. Errors: ``CheckpointError`` on all ranks, also if another run has it."""
+        """Make the folders and lock them, once. Errors: ``CheckpointError`` on all ranks, also if another has one."""
         if self._is_open:
             return
         problem = ""
         if self.data.groups.rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = FolderLock(self.folder)
-                if self._lock.unsupported:
-                    note(f"{self.folder} cannot be locked ({self._lock.unsupported}): let no other run save there")
-                if self.config.checkpoint.overwrite_checkpoints:
-                    self._replaced = tuple(complete_iterations(self.folder))
-            except OSError as error:
-                problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
-            except CheckpointError as error:
-                problem = str(error)
+            folders = {"save": self.folder}
+            if self.config.checkpoint.non_persistent_save_interval is not None:
+                folders["non_persistent_global_ckpt_dir"] = self.config.checkpoint.temporary_folder(str(self.folder))
+            problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         told = next(filter(None, tell_all(problem, self.data.device)), "")
         if told:
             raise CheckpointError(told)
         self._is_open = True
+
+    def _take(self, setting: str, folder: Path) -> str:
+        """Make ``folder`` and lock it; -> what prevents that."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(folder, setting)
+        except OSError as error:
+            return f"{setting}={str(folder)!r} cannot be written: {error}; give another folder"
+        except CheckpointError as error:
+            return str(error)
+        self._locks.append(lock)
+        if lock.unsupported:
+            note(f"{folder} cannot be locked ({lock.unsupported}): let no other run save there")
+        if self.config.checkpoint.overwrite_checkpoints:
+            self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
+        return ""
 
     def save(self, state: TrainState, *, temporary: bool = False) -> None:
         """Write a checkpoint; ``temporary``: one for a fast restart, which replaces the one before.

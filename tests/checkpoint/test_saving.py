@@ -277,12 +277,19 @@ def test_a_folder_of_their_own(tmp_path: Path) -> None:
     assert complete_iterations(tmp_path / "disk") == [5] and not (tmp_path / "disk" / "non_persistent").exists()
 
 
+def test_those_of_a_run_that_was_taken_over_go_too(restarted: Path) -> None:
+    """Otherwise the new run would go on from them after a restart, because they are newer than its own."""
+    anew = {"seed": 7, "overwrite_checkpoints": True, "non_persistent_save_interval": 100}
+    job({"save": str(restarted), "train_iters": 2} | anew)
+    assert complete_iterations(restarted) == [2] and complete_iterations(restarted / "non_persistent") == []
+
+
 # --- Who writes, and where.
 
 
-def _refused(root: Path) -> None:
-    run = start(JOB | {"save": str(root), "load": str(root)})
-    with pytest.raises(CheckpointError, match=r"another run writes its checkpoints there \(process \d+ on .*\); end"):
+def _refused(settings: dict, named: str) -> None:
+    run = start(JOB | settings)
+    with pytest.raises(CheckpointError, match=named + r": another run writes its .* \(process \d+ on .*\); end"):
         run.saver.open()
 
 
@@ -291,12 +298,20 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     run = start(JOB | {"save": str(tmp_path)})
     train(run, 1)
     folder = save_run(run)
-    run_ranks(2, _refused, tmp_path)
+    run_ranks(2, _refused, {"save": str(tmp_path), "load": str(tmp_path)}, "save=.*")
     assert complete_iterations(tmp_path) == [1]
     compare(run, stored(folder))
-    run.saver._lock.release()
+    for lock in run.saver._locks:
+        lock.release()
     job({"save": str(tmp_path), "load": str(tmp_path), "train_iters": 4})
     assert complete_iterations(tmp_path) == [1, 4]
+
+
+def test_two_runs_may_not_share_a_folder_for_fast_restarts(tmp_path: Path) -> None:
+    shared = {"non_persistent_global_ckpt_dir": str(tmp_path / "memory"), "non_persistent_save_interval": 1}
+    run = start(JOB | shared | {"save": str(tmp_path / "one")})
+    run.saver.open()
+    run_ranks(2, _refused, shared | {"save": str(tmp_path / "other")}, "non_persistent_global_ckpt_dir=.*memory'")
 
 
 @pytest.mark.parametrize("name", ["save", "load"])
