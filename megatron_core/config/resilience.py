@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    """Bad steps, ranks that go or come, and faults to test all that."""
+    """Bad steps, and faults to test what a run does about them."""
 
     max_bad_steps: int = 0
     """Steps in a row with a loss or gradient norm that is not finite, or with a spike, that are skipped; at one more
@@ -47,9 +47,6 @@ class ResilienceConfig:
     """With --save: bad steps of which the weights and samples are kept in bad_steps, for tools/replay_step.py."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose batches are left out."""
-    elastic: bool = False
-    """Use as many of the launcher's ranks as the layout and --global-batch-size allow, and let the others go, for
-    torchrun --nnodes MIN:MAX; tensor, pipeline, context and expert parallelism stay."""
     inject_fault: tuple[str, ...] = ()
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, nan (in
     the weights during the step), slow (a step of 5 s); for the checkpoint of the step: disk-full, truncated-write,

@@ -33,7 +33,7 @@ class RunConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Logging and checks during training."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """Bad steps, ranks that go or come, and faults to test all that."""
+    """Bad steps, and faults to test what a run does about them."""
 
     @property
     def max_positions(self) -> int:

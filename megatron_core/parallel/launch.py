@@ -167,7 +167,7 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
             raise
         status, message = found
         if status == RESTART and world is not None and world.watchdog is not None:
-            message = world.watchdog.report(message)
+            message = world.watchdog.report(message, error)
         _leave(status, world, message)
     _leave(0, world)
 

@@ -84,11 +84,13 @@ class Watchdog:
 
             within(ANSWERS, tell, otherwise=False)
 
-    def report(self, reason: str) -> str:
+    def report(self, reason: str, error: BaseException | None = None) -> str:
         """``reason`` with what every rank answers, on the rank that asks first; empty on the others, once all have
-        answered."""
+        answered. Where ``error`` was raised is where this rank is."""
         self._answered = self._leaving = True
         own = self._place()
+        if error is not None:
+            own["line"] = _line(traceback.extract_tb(error.__traceback__))
         answers: dict[int, dict[str, Any]] = {self._rank: own}
 
         def ask() -> bool:

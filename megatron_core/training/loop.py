@@ -79,7 +79,8 @@ def _train(run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: Failure
             report_validation(run, sinks, "validation")
         report_validation(run, sinks, "test")
     if run.config.checkpoint.save and saved_at != run.state.iteration and not bad.streak:
-        save(run, checks, faults, run.saver.save)
+        with faults.around_save():
+            save(run, checks)
     run.saver.finish()
     if run.state.iteration < run.total_iterations:
         report_early_end(run, is_saved=not bad.streak)
@@ -121,17 +122,18 @@ def save_when_due(run: Run, checks: RunChecks, bad: BadSteps, faults: Faults) ->
     if bad.streak:
         return False
     if is_due(iteration, settings.save_interval):
-        return bool(save(run, checks, faults, run.saver.try_to_save))
+        with faults.around_save():
+            return bool(save(run, checks, run.saver.try_to_save))
     if is_due(iteration, settings.non_persistent_save_interval):
-        save(run, checks, faults, partial(run.saver.try_to_save, temporary=True))
+        save(run, checks, partial(run.saver.try_to_save, temporary=True))
     return False
 
 
-def save(run: Run, checks: RunChecks, faults: Faults, write: Callable[[TrainState], object]) -> object:
-    """Write a checkpoint by a method of the saver, after the replica check; -> what that says."""
+def save(run: Run, checks: RunChecks, write: Callable[[TrainState], object] | None = None) -> object:
+    """Write a checkpoint, after the replica check; -> what ``write``, by default the saver's ``save``, says."""
     checks.compare()
-    with METER.phase("checkpoint", whole=True), faults.around_save():
-        return write(run.state)
+    with METER.phase("checkpoint", whole=True):
+        return (write or run.saver.save)(run.state)
 
 
 def report_step(

@@ -23,6 +23,7 @@ from megatron_core.training.setup import Run
 from megatron_core.training.state import weight_pieces
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
+from tools import replay_step
 
 SETTINGS = {
     "num_layers": 1,
@@ -111,6 +112,18 @@ def _injected_nan(root: Path, rank: int) -> tuple:
 def test_one_bad_step_is_skipped_alike_on_all_ranks(rank: int, tmp_path: Path) -> None:
     assert run_ranks(2, _injected_nan, tmp_path, rank) == [([1, 2, 4, 5, 6], [3], 0, True)] * 2
     assert (tmp_path / "bad_steps" / "iter_0000002" / "manifest.json").is_file()
+
+
+def test_a_bad_step_is_replayed_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN that stays in the weights is named; a fault of one step, as an injected one, is not there any more."""
+    run_ranks(2, _spoiled_weights, {"tensor_model_parallel_size": 2}, tmp_path / "weights")
+    assert replay_step.main([str(tmp_path / "weights/bad_steps/iter_0000003")]) == 1
+    output = capsys.readouterr().out
+    assert "iteration 4, samples 12 to 15\nloss nan" in output
+    assert "weights that are not finite: embedding.word_embeddings.weight" in output
+    run_ranks(2, _injected_nan, tmp_path / "step", 1)
+    assert replay_step.main([str(tmp_path / "step/bad_steps/iter_0000002")]) == 0
+    assert "the first module whose output is not finite: none" in capsys.readouterr().out
 
 
 def _bounded(root: Path) -> str:

@@ -10,7 +10,7 @@ from megatron_core.training import stop
 from megatron_core.training.stop import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", stop.SIGNALS)
 def test_a_signal_is_a_wish_and_the_old_handler_comes_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     request = StopRequest()
@@ -38,3 +38,15 @@ def test_time_runs_out() -> None:
     assert [request.wanted for request in requests] == [True, False]
     for request in reversed(requests):
         request.restore()
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As SIGHUP under nohup: the run goes on when the terminal closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        request = StopRequest()
+        signal.raise_signal(signal.SIGHUP)
+        assert not request.wanted
+        request.restore()
+    finally:
+        signal.signal(signal.SIGHUP, before)
