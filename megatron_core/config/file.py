@@ -55,15 +55,41 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     try:
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        is_json = path.suffix == ".json"
+        loaded = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"--config {path} is not valid {kind}: {error}") from error
+        raise ConfigError(f"--config {path} is not valid {kind}: {shortened(str(error))}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; write 'name: value' lines")
     return loaded
+
+
+def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The mapping of ``pairs``; ``ValueError`` for a key that occurs twice."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} occurs twice; keep one of the two")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that occurs twice, of which PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping; merged keys (``<<``) may be given again."""
+        plain = [(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _once(pair for pair in plain if pair[0] != "<<")
+        return super().construct_mapping(node, deep)
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """``text`` for a message: of a long one the beginning, and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
@@ -76,7 +102,9 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
-            raise ConfigError(f"{name}={value!r} in {path}: {name} is a section; write its settings indented below it")
+            raise ConfigError(
+                f"{name}={shortened(repr(value))} in {path}: {name} is a section; write its settings indented below it"
+            )
 
 
 def _plain(key: object) -> str:
@@ -90,7 +118,7 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
         flag = FLAGS[name]
         what = f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else f"{flag.reason}"
         return f"Megatron-LM's {name} in {path} is not a setting here: {what}"
-    return f"{name} in {path} is not a setting; {perhaps(name, kinds)}"
+    return f"{shortened(name)} in {path} is not a setting; {perhaps(name[:200], kinds)}"
 
 
 def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -105,7 +133,7 @@ def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
     try:
         return convert(value, kind)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={value!r} in {path} does not fit; legal: {describe(kind)}") from None
+        raise ConfigError(f"{name}={shortened(repr(value))} in {path} does not fit; legal: {describe(kind)}") from None
 
 
 def convert(value: Any, kind: Any) -> Any:

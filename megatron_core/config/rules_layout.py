@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import isqrt, prod
 
 from megatron_core.config.run import RunConfig
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """All divisors in ascending order; above 10^12 those alone that are at most 10^6, or that these have for quotients,
+    so that a slip of the keyboard is not searched for hours."""
+    small = [d for d in range(1, min(isqrt(max(number, 0)), 10**6) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def leaves_rest(number: int, divisor: int) -> bool:

@@ -136,6 +136,8 @@ class Stream:
         with self._naming_damage():
             data = self._file.read(size)
         self.position += len(data)
+        if len(data) < size:
+            self._check_unchanged()
         return data
 
     def readline(self, limit: int) -> bytes:
@@ -152,6 +154,16 @@ class Stream:
             self.position = position
         while self.position < position and self.read(min(BUFFER_BYTES, position - self.position)):
             pass
+
+    def _check_unchanged(self) -> None:
+        """At the end of the content: it is the end of the file that the run has found at its start."""
+        with self._naming_damage():
+            status = os.fstat(self._raw.fileno())
+        if (status.st_size, status.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
+            raise DamagedFileError(
+                f"{self._source.path} has changed while it was read, from {self._source.size:,} to "
+                f"{status.st_size:,} bytes; wait until it is complete, then prepare the data again"
+            )
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:

@@ -119,6 +119,8 @@ def test_written_config_reads_back_equal(tmp_path_factory, config):
         return
     if any("None" in (v if isinstance(v, tuple) else (v,)) for v in values.values()):  # the word for no value
         return
+    if any(isinstance(value, int) and abs(value) >= 2**63 for value in values.values()):  # no legal number
+        return
     write_config(config, file)
     assert read_config(file) == config
 
@@ -128,3 +130,24 @@ def test_written_config_is_a_config_file(tmp_path):
     file = tmp_path / "run.yaml"
     write_config(config, file)
     assert parse(f"--config {file}") == config
+
+
+DAMAGE = {
+    "twice.yaml": ("lr: 1\nlr: 2\n", "lr occurs twice"),
+    "inner.yaml": ("model:\n  num_layers: 1\n  num_layers: 2\n", "num_layers occurs twice"),
+    "twice.json": ('{"lr": 1, "lr": 2}', "lr occurs twice"),
+    "deep.json": ("[" * 100_000, "not valid JSON"),
+    "deep.yaml": ("[" * 3_000, "not valid YAML"),
+    "number.json": ('{"num_layers": ' + "1" * 5_000 + "}", "not valid JSON"),
+    "long.yaml": ("num_layers: " + "x" * 100_000, r"\.\.\. \(100,002 characters\)"),
+    "name.json": ('{"' + "x" * 100_000 + '": 1}', "100,000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_one_short_sentence(name, tmp_path):
+    text, words = DAMAGE[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words) as error:
+        read_config(tmp_path / name)
+    assert len(str(error.value)) < 1000

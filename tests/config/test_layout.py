@@ -6,6 +6,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout, every_layout
+from megatron_core.config.rules_layout import divisors
 from megatron_core.errors import LayoutError
 
 
@@ -57,3 +58,13 @@ def test_every_layout_fills_the_world_once(world_size: int) -> None:
     assert len(set(layouts)) == len(layouts) > 0
     assert {layout.world_size for layout in layouts} == {world_size}
     assert max(layout.pp * layout.chunks for layout in layouts) <= 12
+
+
+@pytest.mark.parametrize("number", [0, 1, 12, 36, 97, 1024])
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_divisors_of_a_slip_of_the_keyboard_are_found_at_once() -> None:
+    found = divisors(10**15)
+    assert found[:3] == [1, 2, 4] and found[-1] == 10**15

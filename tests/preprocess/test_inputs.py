@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.preprocess.inputs import describe, find_inputs
+from megatron_core.preprocess.inputs import Stream, describe, find_inputs
 
 
 def test_folders_globs_and_names_keep_their_order(tmp_path: Path) -> None:
@@ -87,3 +87,16 @@ def test_a_pipe_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"--input .*a\.jsonl is no file but a pipe or a device.*write its content"):
         describe(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("content", ["", "x" * 500, "x" * 2000])
+def test_a_file_that_changes_while_it_is_read_is_an_error(content: str, tmp_path: Path) -> None:
+    """One that is cut would otherwise give a part of its documents, and nothing would be said."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("y" * 1000)
+    with Stream(describe(path)) as stream:
+        assert stream.read(100) == b"y" * 100
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"a\.jsonl has changed while it was read, from 1,000 to"):
+            while stream.read(4000):
+                pass
