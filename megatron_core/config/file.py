@@ -56,7 +56,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     try:
         is_json = path.suffix == ".json"
-        loaded = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
+        loaded = json.loads(text, object_pairs_hook=_once) if is_json else _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ConfigError(f"--config {path} is not valid {kind}: {shortened(str(error))}") from error

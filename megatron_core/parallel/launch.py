@@ -187,6 +187,9 @@ def explained(error: Exception) -> tuple[int, str] | None:
         )
     if isinstance(error, LostRankError):
         return RESTART, text
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError | TimeoutError):
+        where = str(error.filename or "a file or the standard output")
+        return FAILED, f"{where[:200]} cannot be used: {error.strerror}; give another place, or make room there"
     if not isinstance(error, RuntimeError) or not _is_lost_peer(error):
         return None
     first = text.splitlines()[0][:300] if text else type(error).__name__

@@ -102,3 +102,18 @@ def test_out_of_memory_is_one_sentence_with_ways_out() -> None:
     status, message = explained(error) or (0, "")
     assert status == 1 and "allocating 4000000000000 bytes" in message and "--micro-batch-size" in message
     assert explained(RuntimeError("a bug of ours")) is None
+
+
+def test_places_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flags = ["--train-iters", "1", "--metrics-file", str(tmp_path / "file/metrics.jsonl")]
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *TINY, *flags], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
+    assert str(tmp_path / "file") in done.stderr
+    assert explained(OSError(28, "No space left on device")) == (
+        1,
+        "a file or the standard output cannot be used: No space left on device; give another place, or make room there",
+    )
