@@ -84,7 +84,7 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
         "truncated": (0, [*data, truncated]),
         "vocabulary of 50 tokens": (0, [*train, "--vocab-size", "50", "--data-path", prefix]),
         "--num-layers": (0, [*TINY, "--train-iters", 2, "--num-layer", 3]),
-        "not supported": (0, [*TINY, "--train-iters", 2, "--mtp-num-layers", 4]),
+        "not supported": (0, [*TINY, "--train-iters", 2, "--fp4-format", "e2m1"]),
         "holds no checkpoint": (0, [*TINY, "--train-iters", 2, "--load", tmp_path, "--exit-on-missing-checkpoint"]),
         "tokenizer_model": (0, [*train, "--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"]),
     }
@@ -141,7 +141,8 @@ def test_notes_before_the_training(tmp_path: Path) -> None:
     """A folder that is in use, a length that is reached already, and a folder that cannot be made."""
     assert _pretrain(0, *TINY, "--train-iters", 2, "--save", tmp_path).returncode == 0
     again = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path)
-    assert f"go on with --load {tmp_path}" in again.stdout
+    assert again.returncode == 1
+    assert f"go on with --load {tmp_path}" in again.stderr
     done = _pretrain(0, *TINY, "--train-iters", 1, "--load", tmp_path)
     assert "nothing to train: the 1 iterations" in done.stdout
     blocked = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path / "config.yaml")
