@@ -143,8 +143,8 @@ def test_notes_before_the_training(tmp_path: Path) -> None:
     again = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path)
     assert again.returncode == 1
     assert f"go on with --load {tmp_path}" in again.stderr
-    done = _pretrain(0, *TINY, "--train-iters", 1, "--load", tmp_path)
-    assert "nothing to train: the 1 iterations" in done.stdout
+    done = _pretrain(0, *TINY, "--train-iters", 2, "--load", tmp_path)
+    assert "nothing to train: the 2 iterations" in done.stdout
     blocked = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path / "config.yaml")
     assert blocked.returncode == 1
     assert "cannot be written" in blocked.stderr
