@@ -11,7 +11,7 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
-from megatron_core.parallel.sharding import allocate, amend_spec, split
+from megatron_core.parallel.sharding import allocate, split
 from megatron_core.tensor_parallel import ColumnParallelLinear
 from megatron_core.tensor_parallel.layers import vocab_parallel_lookup, vocabulary_per_rank
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -85,7 +85,6 @@ class MultiTokenPredictionBlock(nn.Module):
             spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
             self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.word_embeddings.init_method = context.embedding_init_method
-            amend_spec(self.word_embeddings, tied=True, is_copy=True)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) from the rows of the embedding."""

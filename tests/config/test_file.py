@@ -119,7 +119,8 @@ def test_written_config_reads_back_equal(tmp_path_factory, config):
         return
     if any("None" in (v if isinstance(v, tuple) else (v,)) for v in values.values()):  # the word for no value
         return
-    if any(isinstance(value, int) and abs(value) >= 2**63 for value in values.values()):  # no legal number
+    numbers = (each for value in values.values() for each in (value if isinstance(value, tuple) else (value,)))
+    if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):  # no legal ones
         return
     write_config(config, file)
     assert read_config(file) == config

@@ -63,9 +63,9 @@ IN_LATENTS = (
     ),
     Defect(
         "the last stage's embedding is a weight of its own",
-        "transformer.multi_token:MultiTokenPredictionBlock.__init__",
-        "tied=True, is_copy=True",
-        "tied=True, is_copy=False",
+        "models.gpt.model:GPTModel.__init__",
+        "is_copy=post_process",
+        "is_copy=post_process and self.mtp is None",
         "multi-token prediction, untied, pp2",
         "C11",
     ),
