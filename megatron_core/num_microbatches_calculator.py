@@ -175,29 +175,11 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
     _current().update(consumed_samples, consistency_check, verbose)
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: Any = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Make the calculator of this process; AssertionError if there is one."""
+def init_num_microbatches_calculator(*sizes: Any, **settings: Any) -> None:
+    """As ``reconfigure_num_microbatches_calculator``; AssertionError if this process has a calculator."""
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise ConfigError("there is a calculator of micro-batches already; call destroy_num_microbatches_calculator")
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule,
-        seq_length,
-    )
+    reconfigure_num_microbatches_calculator(*sizes, **settings)
 
 
 def reconfigure_num_microbatches_calculator(

@@ -144,7 +144,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _of_type(entry: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = entry.get(name)
-    if type(value) is not kind:  # True is no number here
+    if type(value) is not kind:  # isinstance would take True for an int
         raise ValueError(f"{name} is {_short(repr(value))}, not of type {kind.__name__}")
     return value
 

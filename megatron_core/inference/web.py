@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -42,9 +43,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
         try:
-            await super().__call__(scope, receive, send)
-        except ClientDisconnect:
-            pass
+            with suppress(ClientDisconnect):  # ``end`` cancels the request
+                await super().__call__(scope, receive, send)
         finally:
             self._end()
 

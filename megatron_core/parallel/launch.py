@@ -156,7 +156,7 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
         job(world)
     except KeyboardInterrupt:
         _leave(INTERRUPTED, world, "interrupted")
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         _leave(FAILED, world, "standard output was closed")
     except Exception as error:

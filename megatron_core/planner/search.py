@@ -95,7 +95,7 @@ class Candidate:
 class Search:
     """Looks for layouts of ``config`` on ``devices`` devices of a machine.
 
-    ``progress`` is called now and then with the number of points that are decided and the best time so far.
+    ``progress`` is called periodically with the number of points that are decided and the best time so far.
     """
 
     config: RunConfig

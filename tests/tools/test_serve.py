@@ -242,7 +242,12 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "too long": (COMPLETIONS, {"prompt": [5] * 8000}, 400, "the prompt has 8000 tokens; at most 7999"),
     "too large": (COMPLETIONS, {"prompt": "a" * 50001}, 413, "more than 50000 bytes"),
     "kind": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens must be a whole number, not '9'"),
-    "true is no number": (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens must be a whole number"),
+    "boolean for a number": (
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": True},
+        400,
+        "max_tokens must be a whole number",
+    ),
     "bounds": (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens=-1 must be 0 or more"),
     "no number": (COMPLETIONS, '{"prompt": "a", "temperature": NaN}', 400, "temperature=nan must be 0 to 100"),
     "top_p": (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p=0 must be 1e-06 to 1"),
