@@ -1,7 +1,9 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
-# verify-all: every layout of 2, 4 and 8 ranks, every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+# verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+#             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
+# browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # check:      style and types
@@ -19,9 +21,11 @@ SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
 WORKERS ?= 2
+# Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
+unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all chaos docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test-fast test verify-all browser chaos docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -33,17 +37,21 @@ test: install-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 verify-all: install-test
-	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops tests/parallel/shared_memory tests/parity/test_moe.py tests/parity/test_context.py
-	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint/test_every_pair.py
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --layouts $(foreach s,$(SCHEDULES),"pp2 $s" "pp4 $s" "pp8 $s" "tp2 pp2 dp2 $s sp zero1 overlap") \
 	  --markdown docs/layouts_of_schedules.md
-	$(BIN)/python tools/verify_layout.py --num-layers 2 --num-attention-heads 4 --hidden-size 32 --swiglu \
+	$(BIN)/python tools/verify_layout.py --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu \
 	  --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid \
 	  --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 \
-	  --moe-shared-expert-intermediate-size 16 --all --world-size 2 --markdown docs/layouts_of_experts.md
+	  --moe-shared-expert-intermediate-size 16 --all --pairwise --world-size 2 4 8 --markdown docs/layouts_of_experts.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitor.bottlenecks --repeats 3 --markdown docs/bottlenecks.md
+
+browser: install-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python -m pytest tests/tools/browser_page.py
 
 chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
@@ -71,6 +79,7 @@ gpu: install-test
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
 	$(BIN)/python -m benchmarks.bench_ops_gpu
+	$(BIN)/python -m benchmarks.bench_fp8_gpu
 	$(BIN)/python -m benchmarks.bench_optimizer --device cuda --parameters 500000000
 
 wheel: $(BIN)/python

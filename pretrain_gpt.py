@@ -7,6 +7,11 @@ The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (al
 training/setup.py (layout, model, optimizer, data), training/loop.py and training/step.py (the training itself).
 """
 
+from megatron_core.command import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()  # what follows imports torch
+
 from megatron_core.parallel import World, run_job
 from megatron_core.training import pretrain, read_settings
 from megatron_core.training.dry_run import describe_rank
@@ -20,7 +25,7 @@ def main() -> None:
 def _job(world: World) -> None:
     config, dry = read_settings("pretrain_gpt.py")
     if dry.dry_run:
-        print(describe_rank(config, dry.world_size or config.parallel.model_parallel_size, dry.rank))
+        print(describe_rank(config, dry.world_size or config.parallel.smallest_world_size, dry.rank))
     else:
         pretrain(config, world)
 

@@ -1,10 +1,12 @@
-"""Saving beside ``torch.distributed.checkpoint`` and beside the disk: the same tensors, the same ranks, one run.
+"""Saving beside ``torch.distributed.checkpoint`` and beside the disk, and what it costs a training, in one run.
 
-Two ranks hold the optimizer state and weights of a model, half each. Contenders take turns: a plain file of the same
-bytes with ``fsync`` (the disk's raw rate), this framework with hashes, DCP; then the time for which a step has to wait
-while each saves in the background. Medians over the rounds. Prints a table and appends it to benchmarks/results.csv;
-``of_peak`` there is the rate to the disk's, ``ratio`` the rate to that of DCP, and of an asynchronous save its stall to
-the time of a synchronous one.
+Two data-parallel ranks train a GPT, each with half of the optimizer's state and weights. Contenders take turns: a plain
+file of the same bytes with ``fsync`` (the disk's raw rate), this framework with hashes, DCP; then a few steps with and
+without a save in the background, and DCP in the background. Medians over the rounds. Prints a table and appends it to
+benchmarks/results.csv; ``of_peak`` there is the rate to the disk's, ``ratio`` the rate to that of DCP; of an
+asynchronous save the time for which steps wait to the time of a synchronous one; and of saves every so many steps the
+time that they add to that of the steps, by the clock and in the processor's time of a rank, all of its threads
+together, which other programs do not change.
 
     python -m benchmarks.bench_checkpoint
 """
@@ -18,69 +20,76 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.results import Row, append
-from megatron_core.checkpoint import BackgroundSave, Box, Piece, Save, Snapshot, save_checkpoint
+from megatron_core.checkpoint import Save, save_checkpoint
+from megatron_core.config import RunConfig
+from megatron_core.parallel import World
+from megatron_core.training.checks import RunChecks
+from megatron_core.training.loop import save
+from megatron_core.training.setup import set_up
+from megatron_core.training.state import other_pieces, updated_pieces
+from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 
 RANKS = 2
+SAVES = ("", " and a save")
+"""What is timed with steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Time saves of two ranks, side by side."""
 
-    parameters: int = 100_000_000
-    """Of the model; each is stored as a weight and two moments, in float32."""
-    tensors: int = 48
-    """Into how many matrices they are divided, for each of the three."""
+    num_layers: int = 12
+    """Of the model, which has 85 million parameters in these layers,"""
+    vocab_size: int = 16384
+    """and 13 million in its embeddings; each is stored as a weight and two moments, in float32."""
+    seq_length: int = 256
+    """Tokens of a rank in a step."""
+    steps: int = 4
+    """Steps that are timed with and without a save before them; its writing ends in them, or is waited for."""
+    interval: int = 50
+    """Steps between two saves, for which the time that one takes is told."""
     rounds: int = 3
     """How often each contender takes its turn."""
     folder: str = ""
     """Where to write; default a new folder among the temporary ones."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of every matrix: rows that the ranks share equally, and columns of 1,024."""
-        rows = self.parameters // self.tensors // 1024
-        return max(rows // RANKS, 1) * RANKS, 1024
-
-    @property
-    def total_bytes(self) -> int:
-        """Of a checkpoint."""
-        return 3 * self.tensors * self.shape[0] * self.shape[1] * 4
-
 
 Times = dict[str, list[float]]
+"""Seconds by contender; bytes of the checkpoint of all ranks as ``bytes``."""
 
 
 class Contenders:
-    """What a rank writes, and the ways to write it."""
+    """A training, and the ways to save it."""
 
     def __init__(self, settings: Settings, root: Path) -> None:
-        self.rank, self.root, self.number = dist.get_rank(), root, 0
-        rows, columns = settings.shape
-        own = rows // RANKS
-        box = Box((self.rank * own, 0), ((self.rank + 1) * own, columns))
-        generator = torch.Generator().manual_seed(self.rank)
-        names = [f"{kind}.{i}" for kind in ("model", "exp_avg", "exp_avg_sq") for i in range(settings.tensors)]
-        memory = [torch.randn(own, columns, generator=generator) for _ in names]
-        self.pieces = [
-            Piece(name, (rows, columns), box, part, owned=True) for name, part in zip(names, memory, strict=True)
-        ]
-        mesh = init_device_mesh("cpu", (RANKS,))
-        self.state = {
-            name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in zip(names, memory, strict=True)
+        self.rank, self.root, self.number, self.steps = dist.get_rank(), root, 0, settings.steps
+        shape = {
+            "num_layers": settings.num_layers,
+            "hidden_size": 768,
+            "num_attention_heads": 12,
+            "vocab_size": settings.vocab_size,
+            "seq_length": settings.seq_length,
+            "micro_batch_size": 1,
+            "global_batch_size": RANKS,
         }
-        self.snapshot = Snapshot()
+        job = {"mock_data": True, "train_iters": 10**6, "use_distributed_optimizer": True}
+        flags = shape | job | {"save": str(root / "async"), "async_save": True, "keep_last": 1}
+        self.run = set_up(RunConfig.from_flat(flags), World(self.rank, RANKS, 0, torch.device("cpu")))
+        self.checks = RunChecks(self.run)
+        data, optimizer = self.run.data_parallel, self.run.optimizer
+        found = chain(updated_pieces(data, optimizer), other_pieces(data, optimizer, None))
+        self.pieces = [piece for piece in found if piece.owned]
+        self.state = {f"{self.rank}.{piece.name}": piece.memory for piece in self.pieces}
 
     def agree(self, ok: bool) -> bool:
         """Whether all ranks are."""
@@ -88,14 +97,8 @@ class Contenders:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 
-    def new_save(self) -> Save:
-        """The next checkpoint of this framework."""
-        self.number += 1
-        return Save(self.root / "ours", self.number, {}, rank=self.rank, ranks=RANKS)
-
     def raw(self) -> None:
         """This rank's bytes, as one file."""
-        self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / f"raw{self.rank}").open("wb") as file:
             for piece in self.pieces:
                 file.write(piece.memory.view(-1).view(torch.uint8).numpy().data)
@@ -104,68 +107,106 @@ class Contenders:
 
     def ours(self) -> None:
         """A checkpoint of this framework, hashed and on disk."""
-        save_checkpoint(self.new_save(), self.pieces, self.agree)
+        save_checkpoint(Save(self.root / "ours", 1, {}, rank=self.rank, ranks=RANKS), self.pieces, self.agree)
 
     def theirs(self) -> None:
         """A checkpoint of DCP, on disk; it has no hashes."""
-        self.number += 1
         dcp.save(self.state, storage_writer=self.writer())
-
-    def writer(self) -> dcp.FileSystemWriter:
-        """DCP's, with its default to sync files."""
-        return dcp.FileSystemWriter(self.root / f"dcp{self.number}", single_file_per_rank=True, sync_files=True)
-
-    def ours_in_background(self) -> Callable[[], object]:
-        """Begin a checkpoint; -> what waits for it."""
-        return BackgroundSave(self.new_save(), self.snapshot.take(self.pieces), self.agree, 600.0).finish
 
     def theirs_in_background(self) -> Callable[[], object]:
         """Begin a checkpoint of DCP in a thread; -> what waits for it."""
-        self.number += 1
         return dcp.async_save(self.state, storage_writer=self.writer()).result
+
+    def writer(self) -> dcp.FileSystemWriter:
+        """DCP's, with its default to sync files."""
+        self.number += 1
+        return dcp.FileSystemWriter(self.root / f"dcp{self.number}", single_file_per_rank=True, sync_files=True)
+
+    def train(self) -> None:
+        """A few steps."""
+        for _ in range(self.steps):
+            train_step(self.run)
+
+    def train_and_save(self) -> float:
+        """The same, after a save has begun, as the training loop begins it; -> seconds for which they waited for it."""
+        run, waited = self.run, 0.0
+        self.checks.compare()
+        began = time.perf_counter()
+        save(run, self.checks)
+        waited += time.perf_counter() - began
+        wait = run.optimizer.before_update
+
+        def timed() -> None:
+            nonlocal waited
+            began = time.perf_counter()
+            wait()
+            waited += time.perf_counter() - began
+
+        run.optimizer.before_update = timed
+        self.train()
+        run.saver.finish()
+        return waited
 
     def clear(self) -> None:
         """Delete what was written."""
         dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(self.root)
-            self.root.mkdir()
+            for path in [*self.root.glob("dcp*"), self.root / "ours"]:
+                shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
 
 
 def measure(settings: Settings, root: Path) -> Times:
-    """Seconds of each contender, the slowest rank's; of those in the background, for which the ranks wait."""
-    contenders, times = Contenders(settings, root), Times()
-    whole = {"raw file": contenders.raw, "ours": contenders.ours, "DCP": contenders.theirs}
-    begun = {"ours, async": contenders.ours_in_background, "DCP, async": contenders.theirs_in_background}
+    """Seconds of each contender, the slowest rank's."""
+    contenders = Contenders(settings, root)
+    size = torch.tensor([sum(piece.memory.nbytes for piece in contenders.pieces)])
+    dist.all_reduce(size)
+    times: Times = {"bytes": [float(size)]}
+    works: dict[str, Callable[[], object]] = {
+        "raw file": contenders.raw,
+        "ours": contenders.ours,
+        "DCP": contenders.theirs,
+        "steps": contenders.train,
+        "steps and a save": contenders.train_and_save,
+        "DCP, async": contenders.theirs_in_background,
+    }
     for number in range(settings.rounds + 1):  # the first one warms up
-        for name, work in [*whole.items(), *begun.items()]:
+        for name, work in works.items():
             os.sync()
             dist.barrier()
-            began = time.perf_counter()
-            finish = work()
-            seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            if name in begun:
-                finish()
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            began, computed = time.perf_counter(), time.process_time()
+            result = work()
+            spent = {name: time.perf_counter() - began, f"{name}, CPU": time.process_time() - computed}
+            if isinstance(result, float):
+                spent["ours, async"] = result
+            elif callable(result):
+                result()
+            for each, own in spent.items():
+                seconds = torch.tensor(own, dtype=torch.float64)
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+                if number:
+                    times.setdefault(each, []).append(seconds.item())
             contenders.clear()
-            if number:
-                times.setdefault(name, []).append(seconds.item())
     return times
 
 
 def rows(settings: Settings, times: Times) -> list[Row]:
     """The table."""
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    rate = {name: settings.total_bytes / seconds / 1e6 for name, seconds in medians.items()}
+    rate = {name: medians["bytes"] / medians[name] / 1e6 for name in ("raw file", "ours", "DCP")}
     found = [Row("raw file", rate["raw file"], "MB/s")]
     for name in ("ours", "DCP"):
         ratio = rate["ours"] / rate["DCP"] if name == "ours" else None
         found.append(Row(name, rate[name], "MB/s", of_peak=rate[name] / rate["raw file"], ratio=ratio))
     for name in ("ours", "DCP"):
-        found.append(
-            Row(f"{name}, async", medians[f"{name}, async"], "s", ratio=medians[f"{name}, async"] / medians[name])
-        )
+        waited = medians[f"{name}, async"]
+        found.append(Row(f"{name}, async", waited, "s", ratio=waited / medians[name]))
+    for clock in ("", ", CPU"):
+        step, pairs = medians["steps" + clock] / settings.steps, (times[f"steps{end}{clock}"] for end in SAVES)
+        added = statistics.median(b - a for a, b in zip(*pairs, strict=True))
+        found.append(Row(f"step{clock}", step, "s"))
+        name = f"save every {settings.interval} steps{clock}"
+        found.append(Row(name, added, "s", ratio=added / (settings.interval * step)))
     return found
 
 
@@ -173,15 +214,16 @@ def main() -> None:
     """Measure, print and append."""
     settings = tyro.cli(Settings, description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as folder:
-        times = run_ranks(RANKS, measure, settings, Path(folder) / "saves", timeout=3600.0, backend="gloo")[0]
-    print(f"{settings.total_bytes / 1e6:,.0f} MB on {RANKS} ranks; medians of {settings.rounds}")
+        times = run_ranks(RANKS, measure, settings, Path(folder), timeout=3600.0, backend="gloo")[0]
+    print(f"{times['bytes'][0] / 1e6:,.0f} MB on {RANKS} ranks; medians of {settings.rounds}")
     found = rows(settings, times)
     for row in found:
         of_peak = "" if row.of_peak is None else f"  {row.of_peak:.2f} of the disk"
-        what = "of a synchronous save" if "async" in row.contender else "of DCP"
-        ratio = "" if row.ratio is None else f"  {row.ratio:.3f} {what}"
-        spread = f"{min(times[row.contender]):.3f} to {max(times[row.contender]):.3f} s"
-        print(f"{row.contender:<12}{row.value:>12,.3f} {row.unit:<5} ({spread}){of_peak}{ratio}")
+        what = {"MB/s": "of DCP"}.get(row.unit, "of a synchronous save" if "async" in row.contender else "of the steps")
+        ratio = "" if row.ratio is None else f"  {row.ratio:.4f} {what}"
+        seconds = times.get(row.contender, [])
+        spread = f"  ({min(seconds):.3f} to {max(seconds):.3f} s)" if seconds else ""
+        print(f"{row.contender:<20}{row.value:>12,.3f} {row.unit:<5}{of_peak}{ratio}{spread}")
     append("bench_checkpoint", found, peer=f"torch.distributed.checkpoint {torch.__version__}")
 
 

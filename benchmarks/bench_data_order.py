@@ -8,6 +8,7 @@ The keyed order: 1,000 files of 10^6 samples each, opened. Prints medians and ap
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import DataConfig
 from megatron_core.datasets import build_datasets, get_bin_path, get_idx_path
-from megatron_core.datasets.indexed import Index, write_index
+from megatron_core.datasets.builder import TokenWriter
 from megatron_core.datasets.megatron_order.blend_index import build_blend_index, normalize
 from megatron_core.datasets.megatron_order.order import OrderOptions, build_order, build_sample_index, count_samples
 
@@ -59,12 +60,12 @@ def open_keyed(folder: Path, files: int, samples: int, length: int) -> Callable[
     """What opens ``files`` sparse files of so many samples each and reads the last sample of an epoch."""
     prefixes = tuple(str(folder / f"part{number}") for number in range(files))
     tokens = samples * length + 1
-    index = Index(np.uint16, np.array([tokens]), np.array([0]), np.array([0, 1]))
     for prefix in prefixes:
-        with open(get_idx_path(prefix), "wb") as file:
-            write_index(file, index)
-        with open(get_bin_path(prefix), "wb") as file:
-            file.truncate(2 * tokens)
+        writer = TokenWriter(get_bin_path(prefix), np.uint16)
+        writer.note_sequences(np.array([tokens]))
+        writer.end_documents(np.array([1]))
+        writer.finalize(get_idx_path(prefix))
+        os.truncate(get_bin_path(prefix), 2 * tokens)
     data = DataConfig(data_path=prefixes, seq_length=length, split="1")
     return lambda: build_datasets(data, seed=1).train[files * samples - 1]
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import tyro
 
+from benchmarks.bench_fp8_gpu import RUNS
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Sample
@@ -35,14 +36,6 @@ from megatron_core.training.step import train_step
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "fp8_loss.png"
-RUNS: dict[str, dict[str, object]] = {
-    "bf16": {},
-    "delayed, hybrid": {"fp8_format": "hybrid", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
-    "tensorwise, hybrid": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
-    "rowwise, e4m3": {"fp8_format": "e4m3", "fp8_recipe": "rowwise"},
-    "blockwise, e4m3": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8, e4m3": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
-}
 
 
 @dataclass(frozen=True, kw_only=True)

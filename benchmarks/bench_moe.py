@@ -1,5 +1,7 @@
 """A layer of experts, forward and backward, beside `transformers`' Mixtral block with the same weights and tokens.
 
+With ``--megatron FOLDER``, a checkout of NVIDIA/Megatron-LM, also beside Megatron Core's layer.
+
 One process, one thread; the contenders take turns, and medians over all rounds are compared. Gradients of the weights
 are added to those of the passes before, as in training with several micro-batches. Theirs runs in two of its
 implementations: a loop over experts (eager) and one grouped product (grouped_mm, its default). Prints a table and
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
@@ -22,6 +25,7 @@ import tyro
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from benchmarks.megatron_moe import megatron_layer
 from benchmarks.results import Row, append
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.groups import LocalGroup
@@ -50,10 +54,12 @@ class Settings:
     """Timed passes of each contender, after one that is not."""
     bf16: bool = False
     """In bfloat16 instead of float32."""
+    megatron: Path | None = None
+    """A checkout of NVIDIA/Megatron-LM, whose layer takes part, too."""
 
 
 def contenders(settings: Settings) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Each one's forward pass; all have the same weights."""
+    """The forward pass of each; all have the same weights."""
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     model = ModelConfig(
         num_layers=1,
@@ -84,6 +90,9 @@ def contenders(settings: Settings) -> dict[str, Callable[[Tensor], Tensor]]:
             block.experts.gate_up_proj.copy_(ours.experts.linear_fc1.weight)
             block.experts.down_proj.copy_(ours.experts.linear_fc2.weight)
         found[f"transformers {implementation}"] = block
+    if settings.megatron is not None:
+        layer, name = megatron_layer(settings.megatron, ours, dtype)
+        found[name] = lambda x: layer(x)[0]
     return found
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import tyro
@@ -21,6 +22,7 @@ from torch import Tensor
 from benchmarks.bench_ops import Case, as_tuple, contender
 from benchmarks.op_cases import CASES
 from benchmarks.results import Row, append
+from megatron_core.ops import fp8
 from megatron_core.ops.backend import LIBRARIES
 
 GIGA = 1e9
@@ -119,6 +121,22 @@ def report(case: Case, found: dict[str, dict[str, tuple[float, float]]], copy: f
     return rows
 
 
+def casts(settings: Settings, copy: float) -> list[Row]:
+    """Casts of a bfloat16 matrix to FP8, its scales included: bytes of the matrix and of the results, each once."""
+    blocks = {"tensor": fp8.WHOLE, "rows": fp8.ROWS, "1 x 128": fp8.Blocks(1, 128), "128 x 128": fp8.Blocks(128, 128)}
+    orders: dict[fp8.Order, int] = {"rows": 1, "columns": 1, "both": 2}
+    x, rows = torch.randn(settings.elements // 8192, 8192, dtype=torch.bfloat16), []
+    for (name, each), (order, written) in product(blocks.items(), orders.items()):
+        speeds = []
+        for backend in ("native", "reference"):
+            work = partial(fp8.quantise, x, fp8.E4M3, each, power_of_two=True, order=order, backend=backend)
+            speeds.append((size([x]) + written * x.numel()) / seconds(work, settings.repeats))
+        label = f"FP8 by {name}, order {order}"
+        print(f"{label:44} of the copy's bandwidth: native {speeds[0] / copy:5.0%} eager {speeds[1] / copy:5.0%}")
+        rows.append(Row(label, speeds[0] / GIGA, "GB/s", of_peak=speeds[0] / copy, ratio=speeds[1] / speeds[0]))
+    return rows
+
+
 def main(settings: Settings) -> int:
     """Measure every case and print the table."""
     if not torch.cuda.is_available():
@@ -135,6 +153,7 @@ def main(settings: Settings) -> int:
                 case = Case(op, (settings.elements // columns, columns), dtype, threads=1)
                 found = {name: measure(case, name, settings.repeats) for name in names_of(case)}
                 rows += report(case, found, copy)
+    rows += casts(settings, copy)
     if settings.keep:
         append("bench_ops_gpu", rows, device=device)
     return 0

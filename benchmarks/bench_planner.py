@@ -3,7 +3,8 @@
 ``--published`` predicts the steps of published tables (benchmarks/published_steps.json: each row with its source) and
 prints the errors of both halves: the constants of each kind of GPU were fitted on the first half of each table alone.
 ``--fit h100`` fits them again. Without these flags, a small model is trained in many layouts on this machine, each
-predicted beforehand with the file of ``tools/diagnose.py --machine``; the layouts take turns in each round.
+predicted beforehand with the file of ``tools/diagnose.py --machine``; the layouts take turns in each round, and the
+shortest step of each counts, as in that file: what a busy machine adds, no model knows.
 
     python -m benchmarks.bench_planner --published
     python -m benchmarks.bench_planner --hardware machine.json
@@ -79,8 +80,10 @@ class Settings:
     """Fit the constants of this kind of GPU to the first half of each table, and print them as a hardware file."""
     hardware: str = "machine.json"
     """What tools/diagnose.py --machine wrote."""
-    rounds: int = 5
-    """Steps of each layout."""
+    rounds: int = 3
+    """How often each layout takes its turn."""
+    steps: int = 4
+    """Timed steps in each turn, after one that is not."""
 
 
 @dataclass(frozen=True)
@@ -223,29 +226,32 @@ def fit(name: str) -> Hardware:
     return scaled(start, factors)
 
 
-def measured(world_size: int, config: RunConfig, rounds: int) -> float:
-    """Seconds of a step in a layout: the median of the slowest rank's."""
-    return max(statistics.median(times) for times in run_ranks(world_size, _rank, config, rounds, timeout=300.0))
-
-
-def _rank(config: RunConfig, rounds: int) -> list[float]:
+def _rank(config: RunConfig, steps: int) -> list[float]:
     torch.set_num_threads(1)
     run = set_up(config, World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cpu")))
-    return time_steps(lambda: train_step(run), rounds)[0]
+    return time_steps(lambda: train_step(run), steps)[0]
 
 
 def on_this_machine(settings: Settings) -> list[Row]:
     """Predicted beside measured; rank correlation (Spearman) and mean error."""
     hardware = read_hardware(settings.hardware)
     points = [(layout, 1) for layout in LAYOUTS] + [(layout, 4) for layout in ("1 process", "dp2", "tp2 sp", "cp2")]
-    rows, pairs = [], []
+    chosen: dict[str, tuple[int, RunConfig]] = {}
     for text, micro in points:
         layout = Layout.parse(text)
         config = RunConfig.from_flat(SHAPE | layout.settings() | {"micro_batch_size": micro})
-        expected = step_cost(config, layout.world_size, hardware, int(str(SHAPE["vocab_size"]))).seconds
-        found = measured(layout.world_size, config, settings.rounds)
+        chosen[f"{text} mbs{micro}"] = layout.world_size, config
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in range(settings.rounds):
+        for name, (world_size, config) in chosen.items():
+            ranks = run_ranks(world_size, _rank, config, settings.steps, timeout=300.0)
+            seconds[name] += [max(each) for each in zip(*ranks, strict=True)]
+    rows, pairs = [], []
+    for name, (world_size, config) in chosen.items():
+        expected = step_cost(config, world_size, hardware, int(str(SHAPE["vocab_size"]))).seconds
+        found = min(seconds[name])
         pairs.append((expected, found))
-        name, error = f"{text} mbs{micro}", expected / found - 1
+        error = expected / found - 1
         print(f"{name:20} predicted {expected:7.3f} s, measured {found:7.3f} s, {error:+.0%}")
         rows.append(Row(name, found, "s", ratio=expected / found))
     error = statistics.mean(abs(a / b - 1) for a, b in pairs)

@@ -13,36 +13,28 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "verification.md"
 BEGIN, END = "<!-- bug classes: begin -->", "<!-- bug classes: end -->"
-IN_PART = "in part: "
 
 COMMENT = re.compile(r"#.*?\bC\d+\b.*")
 CLASS = re.compile(r"\bC\d+\b")
 
 
-@dataclass(frozen=True)
-class BugClass:
-    """A line of the csv: what goes wrong, and the feature that has to come first, if there is one."""
+class BugClass(NamedTuple):
+    """A line of the csv: what goes wrong."""
 
     name: str
     title: str
-    waits_for: str
-
-    @property
-    def owes_a_test(self) -> bool:
-        """Whether its feature exists, at least in part."""
-        return not self.waits_for or self.waits_for.startswith(IN_PART)
 
 
 def bug_classes() -> list[BugClass]:
     """All classes, in their order."""
     with (ROOT / "docs" / "bug_classes.csv").open(newline="") as file:
-        return [BugClass(row["class"], row["title"], row["waits_for"]) for row in csv.DictReader(file)]
+        return [BugClass(row["class"], row["title"]) for row in csv.DictReader(file)]
 
 
 def references(source: str) -> Iterator[tuple[str, str | None]]:
@@ -116,17 +108,8 @@ def table() -> str:
     lines = ["| class | what goes wrong | covered by |", "|---|---|---|"]
     for bug in bug_classes():
         cell = "<br>".join(f"`{test}`" for test in tests.get(bug.name, []))
-        if bug.waits_for:
-            cell += ("<br>" if cell else "") + waiting(bug.waits_for)
         lines.append(f"| {bug.name} | {bug.title} | {cell} |")
     return "\n".join(lines)
-
-
-def waiting(feature: str) -> str:
-    """What a class waits for, as words of the table."""
-    if feature.startswith(IN_PART):
-        return f"in part waits for {feature.removeprefix(IN_PART)}"
-    return f"waits for {feature}"
 
 
 def with_table(page: str) -> str:

@@ -6,7 +6,7 @@ MODEL=$1 TEXT=$2 RESULT=$3
 HERE=$(cd "$(dirname "$0")/.." && pwd)
 
 python "$HERE/tools/preprocess_data.py" --input "$TEXT" --output-prefix "$RESULT/corpus" \
-  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" --append-eod
+  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" --append-eod --overwrite
 
 torchrun --nproc-per-node 8 "$HERE/pretrain_gpt.py" --load-hf "$MODEL" --data-path "$RESULT/corpus_text_document" \
   --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2 --overlap-grad-reduce --overlap-param-gather --bf16 \

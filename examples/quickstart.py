@@ -70,7 +70,7 @@ class Job:
         )  # fmt: skip
         self.run(
             "tokens", "tools/preprocess_data.py", "--input", self.corpus, "--output-prefix", self.prefix,
-            *self.tokenizer_flags(), "--append-eod", "--workers", "2",
+            *self.tokenizer_flags(), "--append-eod", "--workers", "2", "--overwrite",
         )  # fmt: skip
 
     def train(self) -> None:

@@ -17,3 +17,13 @@ class LayerType(Enum):
     encoder = 3
     decoder = 4
     mtp = 5
+
+
+class Fp8Recipe(Enum):
+    """How factors of FP8 are found; ``--fp8-recipe`` names those that there are here."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+    custom = "custom"

@@ -3,9 +3,32 @@
 They are also of the built-in kinds that users of Megatron Core catch, whose checks are assertions for the most part.
 """
 
+import re
+
+MOST_SHOWN = 200
+"""Longest value that a message quotes."""
+LONGEST_WORD, LONGEST_LINE, LONGEST_MESSAGE = 300, 2_000, 20_000
+
+
+def shortened(text: str, most: int = MOST_SHOWN) -> str:
+    """``text`` for a message: of a long one the beginning, and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def _middle_left_out(text: str, most: int) -> str:
+    """A long ``text`` without its middle: the setting stands at its beginning, and the way out at its end."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+
 
 class MegatronError(Exception):
-    """Base of every error the package raises on purpose."""
+    """Base of every error the package raises on purpose; its message cuts values that are too long to read."""
+
+    def __str__(self) -> str:
+        """The message, whatever values of a user it was made from."""
+        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: shortened(found[0]), super().__str__())
+        lines = (_middle_left_out(line, LONGEST_LINE) for line in text.split("\n"))
+        return _middle_left_out("\n".join(lines), LONGEST_MESSAGE)
 
 
 class ConfigError(MegatronError, ValueError, AssertionError):

@@ -1,7 +1,5 @@
 """For Megatron Core's users: a grid of ranks with named dimensions, and process groups over some of them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from math import prod

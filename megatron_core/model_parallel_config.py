@@ -1,7 +1,5 @@
 """For Megatron Core's users: the configuration of modules that are split over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """For Megatron Core's users: the number of micro-batches in a step, constant or in steps of the samples used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.errors import ConfigError, LayoutError

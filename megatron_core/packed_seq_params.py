@@ -1,7 +1,5 @@
 """For Megatron Core's users: where the documents of a packed batch lie."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ Everything here reads or sets the process's current ``ParallelGroups``; the arit
 groups are made in ``parallel.groups``. Getters of an axis that is not split work all the same: size 1, index 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod

@@ -33,13 +33,7 @@ _GETTERS = {
     "inter_dist_opt": lambda: parallel_state.get_inter_distributed_optimizer_instance_group(False),
     "intra_dist_opt": lambda: parallel_state.get_intra_distributed_optimizer_instance_group(False),
 }
-_UNUSED = (
-    "gtp_remat",
-    "expt_gtp_remat",
-    "dp_cp_gtp_remat",
-    "expt_dp_gtp_remat",
-    "tp_ep_pp_with_egtp_remat",
-)
+_UNUSED = ("gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat", "expt_dp_gtp_remat", "tp_ep_pp_with_egtp_remat")
 
 
 class ProcessGroupCollection:
@@ -74,3 +68,7 @@ class ProcessGroupCollection:
         if wrong:
             raise ConfigError(f"Invalid process groups requested: {wrong}; legal: {', '.join(_GETTERS)}")
         return cls(**{name: _GETTERS[name]() for name in wanted if name in _GETTERS})
+
+
+ModelCommProcessGroups = ProcessGroupCollection
+"""Its name before release 0.15."""

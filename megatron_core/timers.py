@@ -1,7 +1,5 @@
 """For Megatron Core's users: named timers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

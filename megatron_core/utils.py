@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,22 +13,42 @@ from torch import Tensor
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.checkpoint_tensors import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import Normal
-from megatron_core.tensor_parallel.splitting import divide
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.tensor_parallel.data import broadcast_data
+from megatron_core.tensor_parallel.utils import divide
 
 __all__ = [
+    "StragglerDetector",
+    "WrappedTensor",
+    "configure_nvtx_profiling",
+    "deprecate_inference_params",
     "divide",
     "ensure_divisibility",
     "get_attr_wrapped_model",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
     "get_model_config",
     "get_pg_rank",
     "get_pg_size",
     "get_tensor_model_parallel_group_if_none",
     "init_method_normal",
+    "is_fa_min_version",
     "is_te_min_version",
     "is_torch_min_version",
     "log_single_rank",
+    "make_sharded_tensor_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "make_viewless_tensor",
+    "mup_scaled_init_method_normal",
+    "nvtx_range_pop",
+    "nvtx_range_push",
     "scaled_init_method_normal",
     "unwrap_model",
 ]
@@ -96,6 +116,13 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
+def mup_scaled_init_method_normal(
+    sigma: float, num_layers: int, width_mult: float, multiplier: float = 2.0
+) -> Callable[[Tensor], Tensor]:
+    """N(0, sigma / sqrt(multiplier x num_layers x width_mult))."""
+    return Normal(sigma / math.sqrt(multiplier * num_layers * width_mult))
+
+
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """Whether torch is of ``version`` or later; strictly later without ``check_equality``."""
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
@@ -106,6 +133,96 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """False: models of this package do not consist of Transformer Engine's modules."""
     return False
+
+
+def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: the flash-attn package is not used."""
+    return False
+
+
+def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+    """The first that is there: ``inference_params`` is the old name of ``inference_context``."""
+    return inference_params if inference_context is None else inference_context
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """``inp``, or a copy if it is a view of another tensor; without ``keep_graph`` a leaf."""
+    found = inp if inp._base is None else inp.clone()
+    return found if keep_graph else found.detach().requires_grad_(requires_grad)
+
+
+_NVTX = {"enabled": False}
+
+
+def configure_nvtx_profiling(enabled: bool) -> None:
+    """Whether ``nvtx_range_push`` and ``nvtx_range_pop`` mark ranges, which needs a GPU."""
+    _NVTX["enabled"] = enabled and torch.cuda.is_available()
+
+
+def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
+    """Begin a range of NVIDIA's profiler."""
+    if _NVTX["enabled"]:
+        torch.cuda.nvtx.range_push(".".join(filter(None, (msg, suffix))))
+
+
+def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
+    """End the last one."""
+    if _NVTX["enabled"]:
+        torch.cuda.nvtx.range_pop()
+
+
+class WrappedTensor:
+    """A tensor that its caller gives away: ``unwrap`` returns it, once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._held = [tensor]
+
+    def unwrap(self) -> Tensor:
+        """The tensor. IndexError the second time."""
+        return self._held.pop()
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = None, **others: Any) -> dict[str, Any]:
+    """This context-parallel rank's part of whole sequences ``[b, s]``, and of a mask ``[b, 1, s, s]`` its queries, cut
+    as ``SequenceSplit`` does."""
+    if cp_group is None:
+        cp_group = parallel_state.get_context_parallel_group()
+    split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
+
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        return split.local(value.transpose(1, 2)).transpose(1, 2) if name == "attention_mask" else split.local(value)
+
+    return {name: part(name, value) for name, value in batch.items()}
+
+
+def get_batch_on_this_tp_rank(batch: Mapping[str, Any] | None, **unused: Any) -> dict[str, Tensor | None]:
+    """What the first tensor-parallel rank has, on this rank's device: tokens, labels, positions ``[b, s]`` int64, the
+    loss's mask float32, that of attention bool, in Megatron's order; None for those that it has not. Other ranks may
+    pass None or {}."""
+    device, found = World.from_environment().device, dict[str, Tensor | None]()
+    kinds = {torch.int64: ("tokens", "labels", "position_ids"), torch.float32: ("loss_mask",)}
+    for dtype, names in (kinds | {torch.bool: ("attention_mask",)}).items():
+        given = [(batch or {}).get(name) for name in names]
+        data = {n: torch.empty(0, dtype=dtype) if t is None else t for n, t in zip(names, given, strict=True)}
+        parts = broadcast_data(names, data, dtype)
+        found |= {name: part.to(device) if part.numel() else None for name, part in parts.items()}
+    return {name: found[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")}
+
+
+class StragglerDetector:
+    """Megatron's context around the work of a micro-batch; slow ranks are found by ``--log-straggler`` without it."""
+
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """Itself; ``bdata`` marks the reading of a batch."""
+        return self
+
+    def __enter__(self) -> StragglerDetector:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was measured."""
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron_core import parallel_state
 
-# ``fast``: tests in modules that start no process, outside these folders, whose tests are many or long; and one row of
-# the parity matrix.
+# ``fast``: tests in modules that start no process, outside these folders, whose tests are many or long; and those that
+# say so themselves.
 LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "preprocess", "tools", "verify"}
 PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
-PARITY_SAMPLE = "test_layout_computes_what_one_process_computes[dp2 tp2 sp, overlap]"
+WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
+# The same examples in every run, so that a change fails by what it changes, and no limits of time, which a busy machine
+# breaks; the whole matrix draws anew.
+settings.register_profile(
+    "make test", deadline=None, derandomize=not WHOLE_MATRIX, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("make test")
+
+# A shell starts jobs of the background with Ctrl-C ignored, and so would be the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark the fast tests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Mark the fast tests; leave those for the whole matrix to it."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         starts_none = not PROCESS_STARTERS & vars(item.module).keys()
         short = starts_none and folder not in LONG_FOLDERS and "memory" not in item.name  # those make large files
-        if short or item.name == PARITY_SAMPLE:
+        if short:
             item.add_marker("fast")
+    if not WHOLE_MATRIX:
+        later = [item for item in items if item.get_closest_marker("whole_matrix")]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,11 @@ Default: the source code of Python's standard library, about 9 MB.
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import os
 import sys
@@ -16,11 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
 from megatron_core.datasets.atomic_write import atomic_write, partial_path
-from megatron_core.errors import DataError, MegatronError
+from megatron_core.errors import DataError
 
 LIBRARY_PATTERNS = ("*.py",)
 FOLDER_PATTERNS = ("*.txt", "*.md", "*.py")
@@ -65,12 +71,12 @@ def collect(settings: Settings) -> None:
     patterns = settings.pattern or (FOLDER_PATTERNS if settings.folder else LIBRARY_PATTERNS)
     skipped = SKIPPED if settings.folder else SKIPPED | SKIPPED_IN_LIBRARY
     # The patterns may match the output of an earlier run or of this one.
-    own = {Path(settings.output).resolve(), partial_path(settings.output).resolve()}
+    own = {os.path.realpath(settings.output), os.path.realpath(partial_path(settings.output))}
     documents = size = 0
     undecodable: list[str] = []
     with atomic_write(settings.output) as file:
         for path in find(folder, patterns, skipped):
-            if path.resolve() in own:
+            if os.path.realpath(path) in own:
                 continue
             name = path.relative_to(folder).as_posix()
             try:
@@ -98,15 +104,9 @@ def left_out(names: Sequence[str]) -> str:
     return f"skipped {len(names)} files that are not UTF-8: {shown}"
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
-    settings = tyro.cli(Settings, description=__doc__)
-    try:
-        collect(settings)
-    except (MegatronError, OSError) as error:
-        sys.exit(f"collect_corpus: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+def main() -> NoReturn:
+    """Parse the flags, run and exit."""
+    run_tool("collect_corpus", lambda: collect(tyro.cli(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

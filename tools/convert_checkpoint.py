@@ -9,6 +9,11 @@ python tools/convert_checkpoint.py --from megatron --to hf --load megatron-check
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import os
 import sys
 import tempfile
@@ -21,8 +26,12 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
+
+TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
+MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
+"""Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +94,18 @@ def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
         raise CheckpointError(f"{save.parent} cannot be written: {error}") from error
 
 
-def main() -> int:
+def main() -> None:
     """Parse the flags, convert, say so."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not look for files anywhere else
+    foreign = [word for word in sys.argv[1:] if word.split("=")[0].replace("_", "-") in MEGATRON]
+    if foreign:
+        raise ConfigError(
+            f"{' '.join(foreign)}: flags of Megatron-LM's convert.py. Here: --from megatron (or hf) --to native "
+            "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so that there is no target"
+        )
     settings = tyro.cli(Settings, description=__doc__)
-    try:
-        print(convert(settings))
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(convert(settings))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("convert_checkpoint", main)

@@ -9,6 +9,11 @@ RUN is the folder of --save, or the file of --metrics-file. Rules and their sour
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import sys
 from collections.abc import Sequence
@@ -75,4 +80,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("diagnose.py", main)

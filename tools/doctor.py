@@ -7,11 +7,15 @@ The last lines recommend what to install. The exit status is 1 if the collective
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import importlib.metadata
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -212,4 +216,4 @@ def main(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Settings, description=__doc__)))
+    run_tool("doctor", lambda: main(tyro.cli(Settings, description=__doc__)))

@@ -9,6 +9,11 @@ torchrun --nproc-per-node 2 tools/generate_text.py --load ... --prompt ... --ten
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +26,7 @@ import tyro
 from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
-from megatron_core.inference.start import GenerationLayout, start_generator
+from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts
@@ -181,7 +186,7 @@ def read_prompts(path: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         try:
             prompt = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, RecursionError, TypeError, KeyError):
             prompt = None
         if not isinstance(prompt, str):
             raise DataError(f'{path}:{number}: this is not an object with a text "prompt"')

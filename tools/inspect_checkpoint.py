@@ -9,7 +9,11 @@ python tools/inspect_checkpoint.py checkpoints --ckpt-step 1000 --diff other_che
 
 from __future__ import annotations
 
-import sys
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
-from megatron_core.errors import CheckpointError, MegatronError
+from megatron_core.errors import CheckpointError
 
 MOST_LINES = 50
 """Longest list of differences without --tensors."""
@@ -187,17 +191,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for a user error, or if tensors differ."""
+def main() -> int:
+    """Parse the flags and run; 1 if tensors differ."""
     settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        if not inspect_checkpoint(settings):
-            sys.exit(1)
-    except (MegatronError, OSError) as error:
-        sys.exit(f"inspect_checkpoint: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    return 0 if inspect_checkpoint(settings) else 1
 
 
 if __name__ == "__main__":
-    main()
+    run_tool("inspect_checkpoint", main)

@@ -10,12 +10,17 @@ python tools/inspect_dataset.py corpus_text_document --samples 3 --tokenizer-typ
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import numpy as np
 import tyro
@@ -26,8 +31,9 @@ from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.header import get_header_path
 from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
-from megatron_core.errors import ConfigError, DataError, MegatronError
-from megatron_core.tokenizers import Tokenizer, build_tokenizer
+from megatron_core.errors import ConfigError
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.tokenizers.build import TokenizerFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +69,7 @@ class Settings:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the flags, if they name one."""
-        if self.tokenizer_type is None:
-            return None
-        return build_tokenizer(
-            self.tokenizer_type,
-            self.tokenizer_model,
-            self.vocab_file,
-            self.merge_file,
-            self.vocab_size,
-            self.tiktoken_pattern,
-            self.tiktoken_num_special_tokens,
-        )
+        return None if self.tokenizer_type is None else TokenizerFiles.of(self.tokenizer_type, self).load()
 
 
 def inspect_dataset(settings: Settings) -> None:
@@ -95,7 +91,10 @@ def inspect_dataset(settings: Settings) -> None:
     if settings.png is not None:
         from megatron_core.datasets.lengths import plot_lengths  # matplotlib takes a while to load
 
-        plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")
+        try:
+            plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")
+        except ValueError as error:
+            raise ConfigError(f"--png {settings.png}: {error}") from None
         print(f"\nwrote {settings.png}")
     for number in numbers:
         print("\n" + shown(dataset, number, lengths.unit, tokenizer, settings.max_tokens))
@@ -115,7 +114,14 @@ def checked(settings: Settings, tokenizer: Tokenizer | None) -> str:
     vocab_size = settings.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    with tqdm(total=total_bytes(settings.prefix), unit="B", unit_scale=True, desc="checking", leave=False) as bar:
+    with tqdm(
+        total=total_bytes(settings.prefix),
+        unit="B",
+        unit_scale=True,
+        desc="checking",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         found = validate(settings.prefix, vocab_size, bar.update)
     against = (
         "no vocabulary (give --vocab-size)" if found.vocab_size is None else f"a vocabulary of {found.vocab_size:,}"
@@ -162,7 +168,7 @@ def picture(lengths: Lengths, width: int) -> list[str]:
         return [f"no {unit}"]
     lines = [
         f"tokens in a {unit}: shortest {lengths.shortest:,}, median about {lengths.quantile(0.5):,}, mean "
-        f"{lengths.mean:,.1f}, 99% up to about {lengths.quantile(0.99):,}, longest {lengths.longest:,}",
+        f"{lengths.mean:,.1f}, 99% up to about {lengths.quantile(0.99):,}, longest {lengths.longest:,}"
     ]
     bars = lengths.bars(parts=1)
     names = [f"{bar.low:,} to {bar.high - 1:,}" if bar.high - bar.low > 1 else f"{bar.low:,}" for bar in bars]
@@ -214,13 +220,7 @@ def first_tokens(dataset: IndexedDataset, first: int, last: int, most: int) -> l
     """At most ``most`` token ids of the sequences [first, last)."""
     ids: list[int] = []
     for sequence in range(first, last):
-        try:
-            ids += dataset.get(sequence)[: most - len(ids)].tolist()
-        except (IndexError, ValueError) as error:
-            raise DataError(
-                f"sequence {sequence} of {dataset.path_prefix} cannot be read: the index is damaged; find the fault "
-                "with --validate"
-            ) from error
+        ids += dataset.get(sequence)[: most - len(ids)].tolist()
         if len(ids) == most:
             break
     return ids
@@ -236,15 +236,12 @@ def as_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in tokenizer.detokenize(ids))
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
-    settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        inspect_dataset(settings)
-    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
-        sys.exit(f"inspect_dataset: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+def main() -> NoReturn:
+    """Parse the flags, run and exit."""
+    run_tool(
+        "inspect_dataset",
+        lambda: inspect_dataset(tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))),
+    )
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import typing
 
+from megatron_core.command import run_tool
 from megatron_core.config import RunConfig, megatron_flags
 
 HEAD = """# Flags of Megatron-LM
 
-All flags of Megatron-LM's `pretrain_gpt.py` are known here. This page is printed by `python tools/list_flags.py`;
+All flags of Megatron-LM's `pretrain_gpt.py` are known here, and those of forks (Megatron-DeepSpeed, Pai-Megatron-Patch,
+MindSpeed-LLM) that most of their scripts have. This page is printed by `python tools/list_flags.py`;
 what else differs is in [from_megatron.md](from_megatron.md). A launch script is judged as a whole, on any machine, by
 
     python pretrain_gpt.py ALL ITS FLAGS --dry-run --world-size N
@@ -87,4 +89,4 @@ def _shown(names: typing.Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool("list_flags.py", main)

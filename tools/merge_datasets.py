@@ -7,11 +7,18 @@ python tools/merge_datasets.py --input wiki_text_document books_text_document --
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import tyro
@@ -27,9 +34,10 @@ from megatron_core.datasets import (
     write_header,
 )
 from megatron_core.datasets.atomic_write import make_output_folder
+from megatron_core.datasets.builder import refuse_existing
 from megatron_core.datasets.header import check_header_path
 from megatron_core.datasets.indexed import index_bytes
-from megatron_core.errors import ConfigError, DataError, MegatronError
+from megatron_core.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,8 @@ class Settings:
     """Path of the output without suffix: PREFIX.bin, PREFIX.idx, and the header PREFIX.json if every input has one."""
     multimodal: bool = False
     """Keep the mode of each sequence; only for inputs that were written as multimodal."""
+    overwrite: bool = False
+    """Replace token files of the name of the output; without it they are an error."""
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -51,8 +61,8 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in inputs:
         found += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
-    times = Counter(Path(prefix).resolve() for prefix in found)
-    twice = next((prefix for prefix in found if times[Path(prefix).resolve()] > 1), None)
+    times = Counter(map(os.path.realpath, found))
+    twice = next((prefix for prefix in found if times[os.path.realpath(prefix)] > 1), None)
     if twice is not None:
         raise ConfigError(f"--input has {twice} twice, so that its documents would be duplicated; remove one")
     return found
@@ -74,13 +84,15 @@ def folder_prefixes(folder: Path) -> list[str]:
 
 
 def check_output(prefixes: Sequence[str], settings: Settings) -> None:
-    """ConfigError if the output is an input or has no folder; DataError if the header would replace another file."""
-    output = Path(settings.output_prefix).resolve()
-    if any(Path(prefix).resolve() == output for prefix in prefixes):
+    """ConfigError if the output is an input, exists or has no folder; DataError if the header replaces another file."""
+    output = os.path.realpath(settings.output_prefix)
+    if any(os.path.realpath(prefix) == output for prefix in prefixes):
         raise ConfigError(
             f"--output-prefix {settings.output_prefix} is one of the inputs; choose another one, or move the "
             "output of an earlier run out of --input"
         )
+    if not settings.overwrite:
+        refuse_existing([settings.output_prefix])
     check_header_path(settings.output_prefix)
     make_output_folder("--output-prefix", settings.output_prefix)
 
@@ -159,7 +171,7 @@ def merge(settings: Settings) -> None:
     header = common_header(prefixes)
     with (
         IndexedDatasetBuilder(get_bin_path(settings.output_prefix), dtype, settings.multimodal) as builder,
-        tqdm(total=size, unit="B", unit_scale=True, mininterval=0.5) as bar,
+        tqdm(total=size, unit="B", unit_scale=True, mininterval=0.5, disable=not sys.stderr.isatty()) as bar,
     ):
         for prefix in prefixes:
             bar.set_postfix_str(Path(prefix).name, refresh=False)
@@ -172,15 +184,11 @@ def merge(settings: Settings) -> None:
     print(f"{settings.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} files", flush=True)
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
-    settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        merge(settings)
-    except (MegatronError, OSError) as error:
-        sys.exit(f"merge_datasets: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+def main() -> NoReturn:
+    """Parse the flags, run and exit."""
+    run_tool(
+        "merge_datasets", lambda: merge(tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    )
 
 
 if __name__ == "__main__":

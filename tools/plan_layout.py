@@ -9,6 +9,11 @@ All settings of pretrain_gpt.py may stand beside these; what a layout determines
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import sys
 from collections.abc import Sequence
@@ -166,4 +171,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("plan_layout.py", main)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import sys
 from typing import Annotated, Literal
 
@@ -48,4 +53,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    run_tool("plot_metrics.py", lambda: tyro.cli(main))

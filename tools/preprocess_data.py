@@ -11,27 +11,28 @@ worker holds 0.25 MiB of text with its tokens, or one document of up to 256 MiB,
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import sys
+from typing import NoReturn
 
 import tyro
 
-from megatron_core.errors import MegatronError
 from megatron_core.preprocess import PreprocessSettings, preprocess
 from megatron_core.preprocess.megatron_flags import translate
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for an error in the settings or the data."""
-    try:
-        given = translate(sys.argv[1:])
-        preprocess(
-            tyro.cli(PreprocessSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-        )
-    except (MegatronError, OSError) as error:
-        sys.exit(f"preprocess_data: {error}")
-    except KeyboardInterrupt:
-        print("preprocess_data: interrupted; run the same command to resume", file=sys.stderr)
-        sys.exit(130)
+def main() -> NoReturn:
+    """Parse the flags, run and exit."""
+    run_tool("preprocess_data", _run, interrupted="interrupted; run the same command to resume")
+
+
+def _run() -> None:
+    given = translate(sys.argv[1:])
+    preprocess(tyro.cli(PreprocessSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
 
 
 if __name__ == "__main__":

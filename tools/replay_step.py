@@ -9,6 +9,11 @@ not to the data or the weights. The exit status is 0 if loss and gradients are f
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import math
 import sys
 from collections.abc import Sequence
@@ -104,4 +109,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("replay_step.py", main)

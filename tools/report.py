@@ -8,6 +8,11 @@ RUN is the folder of --save, or the file of --metrics-file.
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,4 +48,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("report.py", main)

@@ -9,20 +9,25 @@ Needs the extra: pip install "megatron-native[server]"
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import ipaddress
+import os
 import signal
 import socket
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine
+from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.inference.openai import Limits, Protocol
 from megatron_core.inference.service import GenerationService
-from megatron_core.inference.start import GenerationLayout, start_generator
 from megatron_core.parallel import World, run_job
 from megatron_core.tokenizers.chat import chat_template_of
 from megatron_core.training.compatibility import open_model
@@ -85,7 +90,7 @@ def serve(settings: Settings, world: World) -> None:
     assert engine.max_length is not None
     limits = Limits(engine.max_length, min(settings.max_waiting, 64))
     template = chat_template_of(tokenizer, settings.chat_template)
-    name = settings.model_name or Path(settings.load).resolve().name
+    name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
     protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size)
     hosts = LOOPBACK_NAMES if is_loopback(settings.host) else ("*",)
     server = uvicorn.Server(

@@ -9,6 +9,11 @@ python tools/show_schedule.py --measured traces --png measured.png
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import os
 import shutil
@@ -191,7 +196,7 @@ def write(path: str, text: str) -> None:
 def with_bare_json(arguments: Sequence[str]) -> list[str]:
     """``--json`` without a file is ``--json -``."""
     found: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         found += [argument, "-"] if argument == "--json" and following.startswith("--") else [argument]
     return found
 
@@ -209,4 +214,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool("show_schedule.py", main)

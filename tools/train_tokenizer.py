@@ -9,6 +9,11 @@ Use a .json file with --tokenizer-type HuggingFaceTokenizer, a .model file with 
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import io
 import re
 import sys
@@ -16,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import sentencepiece
 import tyro
@@ -26,6 +31,7 @@ from tqdm import tqdm
 from megatron_core.datasets.atomic_write import atomic_write, make_output_folder
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.preprocess import find_inputs, read_texts
+from megatron_core.preprocess.report import counted
 from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -36,6 +42,8 @@ PADDING = "<pad>"
 # sentencepiece silently skips lines longer than max_sentence_length bytes: they are split into parts of this length
 # instead. A character has at most 4 bytes.
 LINE_CHARACTERS = 4096
+# Sixteen times the largest in use; the libraries make room for all of it at once.
+LARGEST_VOCABULARY = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +66,17 @@ class Settings:
 
 
 def texts(settings: Settings) -> Iterator[list[str]]:
-    """Batches of the texts in the inputs, with a progress bar."""
+    """Batches of the texts in the inputs, with a progress bar in a terminal; what is broken is left out and told."""
     paths = find_inputs(settings.input)
-    with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True, desc="reading") as bar:
-        for found, size in read_texts(paths, settings.json_keys):
+    total = sum(path.stat().st_size for path in paths)
+    broken, first = 0, ""
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=not sys.stderr.isatty()) as bar:
+        for found, size, faults in read_texts(paths, settings.json_keys):
             yield found
             bar.update(size)
+            broken, first = broken + len(faults), first or next(iter(faults), "")
+    if broken:
+        print(f"{counted(broken, 'broken document')} left out; the first: {first}", file=sys.stderr, flush=True)
 
 
 def train(settings: Settings) -> None:
@@ -113,6 +126,8 @@ def check(settings: Settings, own: Sequence[str]) -> None:
         raise ConfigError(
             f"--vocab-size {settings.vocab_size} is too small; the 256 bytes and {' '.join(named)} need {smallest}"
         )
+    if settings.vocab_size > LARGEST_VOCABULARY:
+        raise ConfigError(f"--vocab-size {settings.vocab_size} is too large; legal: up to {LARGEST_VOCABULARY}")
 
 
 def train_tokenizers(settings: Settings) -> bytes:
@@ -210,15 +225,9 @@ def nothing_to_learn(settings: Settings) -> DataError:
     )
 
 
-def main() -> None:
-    """Parse the flags and run; exit with one line on stderr and status 1 for a user error."""
-    settings = tyro.cli(Settings, description=__doc__)
-    try:
-        train(settings)
-    except (MegatronError, OSError) as error:
-        sys.exit(f"train_tokenizer: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+def main() -> NoReturn:
+    """Parse the flags, run and exit."""
+    run_tool("train_tokenizer", lambda: train(tyro.cli(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_core.command import end_on_interrupt, run_tool
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import sys
 from collections.abc import Iterator
@@ -19,8 +24,12 @@ from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
+from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, small_run
 from megatron_core.verify.table import TerminalTable, page, summary
+
+MOST_RANKS = 4096
+"""Processes of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,8 @@ class Options:
     model's flags."""
     all: bool = False
     """Instead of --layouts: every layout of --world-size ranks that fits the model, with 1f1b and interleaved."""
+    pairwise: bool = False
+    """With --all: of the layouts of each world size only some, in which every pair of sizes and switches occurs."""
     world_size: tuple[int, ...] = ()
     """With --all: numbers of ranks, such as 2 4 8. Without --all and --layouts: ranks of the layout of the flags."""
     steps: int = 3
@@ -114,11 +125,19 @@ def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_la
 def all_layouts(config: RunConfig, options: Options) -> Task:
     """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
-    layouts = [each for size in options.world_size for each in fitting_layouts(config, size)]
+    sizes = [fitting_layouts(config, size) for size in options.world_size]
+    layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
     if not layouts or max(options.world_size) == 1:
-        sizes = ", ".join(map(str, options.world_size))
-        raise ConfigError(f"no layout of --world-size {sizes} fits the model; give sizes such as --world-size 2 4 8")
+        asked = ", ".join(map(str, options.world_size))
+        raise ConfigError(f"no layout of --world-size {asked} fits the model; give sizes such as --world-size 2 4 8")
     return Task(config, layouts)
+
+
+def sampled(layouts: list[Layout]) -> list[Layout]:
+    """Some of ``layouts``, in which every pair of values that any two of their fields have occurs."""
+    values = [{name: repr(value) for name, value in vars(layout).items()} for layout in layouts]
+    kept = pairwise(values, "layouts")
+    return [layout for i, layout in enumerate(layouts) if i in kept]
 
 
 def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterator[str]:
@@ -168,10 +187,14 @@ def refuse_contradictions(options: Options) -> None:
         raise ConfigError("--all and --layouts exclude one another; keep one of them")
     if options.all and not options.world_size:
         raise ConfigError("--all needs --world-size, for example --all --world-size 2 4 8")
+    if options.pairwise and not options.all:
+        raise ConfigError("--pairwise samples the layouts of --all; add --all, or remove it")
     if options.layouts and options.world_size:
         raise ConfigError("--layouts determine the number of ranks; remove --world-size")
     if len(options.world_size) > 1 and not options.all:
         raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
+    if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
+        raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
     for path in (options.json, options.markdown):
@@ -194,6 +217,7 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
         f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
         f", sequences of {config.data.seq_length}; {steps} in {options.dtype} on {device}; errors are relative, and in "
         "epsilons of the dtype"
+        + ("; of all layouts a sample, in which every pair of sizes and switches occurs" if options.pairwise else "")
     )
 
 
@@ -203,9 +227,6 @@ def run(args: list[str] | None = None) -> int:
     try:
         refuse_contradictions(options)
         return main(options, flags)
-    except KeyboardInterrupt:
-        print("verify_layout.py: interrupted", file=sys.stderr)
-        return 130
     except RankFailure as error:
         print(f"verify_layout.py: training in one process failed: {error}", file=sys.stderr)
         return 1
@@ -215,4 +236,4 @@ def run(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    run_tool("verify_layout.py", run)

@@ -1,4 +1,4 @@
-// What the row-wise operations share: how rows go to threads, the residual, and sums over rows.
+// What the row-wise operations share: how rows go to threads, and sums over rows.
 #pragma once
 #include <algorithm>
 
@@ -30,14 +30,6 @@ template <typename F> void for_rows(int64_t rows, int64_t threads, const F& work
     for (; row < last; ++row) (*static_cast<const F*>(data))(row);
   };
   for_parts(rows, std::min(rows, threads == 1 ? 1 : 4 * threads), threads, nullptr, 0, part, &work);
-}
-
-// The lanes at `i` of the row that is normalised: of x, or of x + residual in x's precision, which goes to `sum`.
-template <typename T, typename N>
-MEGATRON_INLINE auto with_residual(const T* x, const T* residual, T* sum, int64_t i, N n) {
-  if (!residual) return load(x + i, n);
-  store(sum + i, load(x + i, n) + load(residual + i, n), n);
-  return load(sum + i, n);
 }
 
 // Calls work(row, partial_row) for every row. The rows are dealt to num_partials parts, whatever the number of

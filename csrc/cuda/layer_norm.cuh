@@ -6,12 +6,11 @@ namespace megatron {
 
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(1024)
-    layer_norm_kernel(int64_t columns, Array<T> x, int64_t x_stride, Array<T> residual,
-                      int64_t residual_stride, Array<T> weight, Array<T> bias, float epsilon, Array<T> y,
-                      Array<T> sum, Array<float> mean, Array<float> rstd) {
+    layer_norm_kernel(int64_t columns, Array<T> x, int64_t x_stride, Array<T> weight, Array<T> bias, float epsilon,
+                      Array<T> y, Array<float> mean, Array<float> rstd) {
   __shared__ Scratch scratch;
   const int64_t row = blockIdx.x, out = row * columns;
-  Row<T, N, kHeld> values(x, row * x_stride, residual, row * residual_stride);
+  Row<T, N, kHeld> values(x, row * x_stride);
   values.fetch(columns);
   Two sums{0, 0};
   for_packs<kHeld, N>(columns, [&](int slot, int64_t i) {
@@ -35,15 +34,13 @@ __global__ void __launch_bounds__(1024)
     for (int k = 0; k < N; ++k)
       normed.of[k] = from_float<T>((to_float(v.of[k]) - center) * scale * to_float(w.of[k]) + to_float(b.of[k]));
     y.template store<N>(out + i, normed);
-    if (sum) sum.template store<N>(out + i, v);
   });
 }
 
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(512)
-    layer_norm_backward_kernel(int64_t rows, int64_t columns, Array<T> dy, int64_t dy_stride,
-                               Array<T> dsum, int64_t dsum_stride, Array<T> x, int64_t x_stride,
-                               Array<T> weight, Array<float> mean, Array<float> rstd, Array<T> dx,
+    layer_norm_backward_kernel(int64_t rows, int64_t columns, Array<T> dy, int64_t dy_stride, Array<T> x,
+                               int64_t x_stride, Array<T> weight, Array<float> mean, Array<float> rstd, Array<T> dx,
                                Array<float> partial) {
   __shared__ Scratch scratch;
   ColumnSums<N, kHeld> dweight(partial, blockIdx.x * 2 * columns), dbias(partial, (blockIdx.x * 2 + 1) * columns);
@@ -71,12 +68,11 @@ __global__ void __launch_bounds__(512)
     const float average = products.a / columns, slope = products.b / columns * scale;
     for_packs<kHeld, N>(columns, [&](int slot, int64_t i) {
       const Pack<T, N> g = grads.load(slot, i), v = values.load(slot, i), w = weight.template load<N>(i);
-      Pack<T, N> beside{}, grad;
-      if (dsum) beside = dsum.template load<N>(row * dsum_stride + i);
+      Pack<T, N> grad;
       for (int k = 0; k < N; ++k) {
         const float d =
             scale * (to_float(g.of[k]) * to_float(w.of[k]) - average - (to_float(v.of[k]) - center) * slope);
-        grad.of[k] = from_float<T>(dsum ? d + to_float(beside.of[k]) : d);
+        grad.of[k] = from_float<T>(d);
       }
       dx.template store<N>(row * columns + i, grad);
     });

@@ -17,34 +17,31 @@ static const float* second(const void* statistics, int64_t rows) {
 }
 
 const char* megatron_rms_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
-                              const void* residual, int64_t residual_stride, const void* weight, double epsilon,
-                              void* y, void* sum, void* rstd, int64_t, void* stream) {
+                              const void* weight, double epsilon, void* y, void* rstd, int64_t, void* stream) {
   if (rows == 0) return nullptr;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    const bool packed = in_packs<T>({x, residual, weight, y, sum}, {x_stride, residual_stride, columns});
+    const bool packed = in_packs<T>({x, weight, y}, {x_stride, columns});
     return with_row<T, kNormThreads, kNormHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = rms_norm_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, rows, threads, stream, columns, Array<T>(x, extent(rows, x_stride, columns)),
-                    x_stride, Array<T>(residual, extent(rows, residual_stride, columns)), residual_stride,
-                    Array<T>(weight, columns), static_cast<float>(epsilon), Array<T>(y, rows * columns),
-                    Array<T>(sum, rows * columns), Array<float>(rstd, rows));
+                    x_stride, Array<T>(weight, columns), static_cast<float>(epsilon), Array<T>(y, rows * columns),
+                    Array<float>(rstd, rows));
     });
   });
 }
 
-const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy, int64_t dy_stride,
-                                       const void* dsum, int64_t dsum_stride, const void* x, int64_t x_stride,
-                                       const void* weight, const void* rstd, void* dx, void* dweight, void* partial,
-                                       int64_t num_partials, int64_t, void* stream) {
+const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy,
+                                       int64_t dy_stride, const void* x, int64_t x_stride, const void* weight,
+                                       const void* rstd, void* dx, void* dweight, void* partial, int64_t num_partials,
+                                       int64_t, void* stream) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
+    const bool packed = in_packs<T>({dy, x, weight, dx}, {dy_stride, x_stride, columns});
     auto launch = [=](auto n, auto held, int threads) {
       auto kernel = rms_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
-                    Array<T>(dsum, extent(rows, dsum_stride, columns)), dsum_stride,
                     Array<T>(x, extent(rows, x_stride, columns)), x_stride, Array<T>(weight, columns),
                     Array<float>(rstd, rows), Array<T>(dx, rows * columns),
                     Array<float>(partial, num_partials * columns));
@@ -56,36 +53,33 @@ const char* megatron_rms_norm_backward(int64_t dtype, int64_t rows, int64_t colu
 }
 
 const char* megatron_layer_norm(int64_t dtype, int64_t rows, int64_t columns, const void* x, int64_t x_stride,
-                                const void* residual, int64_t residual_stride, const void* weight, const void* bias,
-                                double epsilon, void* y, void* sum, void* statistics, int64_t, void* stream) {
+                                const void* weight, const void* bias, double epsilon, void* y, void* statistics,
+                                int64_t, void* stream) {
   if (rows == 0) return nullptr;
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    const bool packed = in_packs<T>({x, residual, weight, bias, y, sum}, {x_stride, residual_stride, columns});
+    const bool packed = in_packs<T>({x, weight, bias, y}, {x_stride, columns});
     return with_row<T, kNormThreads, kNormHeld>(columns, packed, [=](auto n, auto held, int threads) {
       auto kernel = layer_norm_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, rows, threads, stream, columns, Array<T>(x, extent(rows, x_stride, columns)),
-                    x_stride, Array<T>(residual, extent(rows, residual_stride, columns)), residual_stride,
-                    Array<T>(weight, columns), Array<T>(bias, columns), static_cast<float>(epsilon),
-                    Array<T>(y, rows * columns), Array<T>(sum, rows * columns), Array<float>(statistics, rows),
+                    x_stride, Array<T>(weight, columns), Array<T>(bias, columns), static_cast<float>(epsilon),
+                    Array<T>(y, rows * columns), Array<float>(statistics, rows),
                     Array<float>(second(statistics, rows), rows));
     });
   });
 }
 
 const char* megatron_layer_norm_backward(int64_t dtype, int64_t rows, int64_t columns, const void* dy,
-                                         int64_t dy_stride, const void* dsum, int64_t dsum_stride, const void* x,
-                                         int64_t x_stride, const void* weight, const void* statistics, void* dx,
-                                         void* dweight, void* dbias, void* partial, int64_t num_partials, int64_t,
-                                         void* stream) {
+                                         int64_t dy_stride, const void* x, int64_t x_stride, const void* weight,
+                                         const void* statistics, void* dx, void* dweight, void* dbias, void* partial,
+                                         int64_t num_partials, int64_t, void* stream) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);
-    const bool packed = in_packs<T>({dy, dsum, x, weight, dx}, {dy_stride, dsum_stride, x_stride, columns});
+    const bool packed = in_packs<T>({dy, x, weight, dx}, {dy_stride, x_stride, columns});
     auto launch = [=](auto n, auto held, int threads) {
       auto kernel = layer_norm_backward_kernel<T, decltype(n)::value, decltype(held)::value>;
       return LAUNCH(kernel, num_partials, threads, stream, rows, columns,
                     Array<T>(dy, extent(rows, dy_stride, columns)), dy_stride,
-                    Array<T>(dsum, extent(rows, dsum_stride, columns)), dsum_stride,
                     Array<T>(x, extent(rows, x_stride, columns)), x_stride, Array<T>(weight, columns),
                     Array<float>(statistics, rows), Array<float>(second(statistics, rows), rows),
                     Array<T>(dx, rows * columns),

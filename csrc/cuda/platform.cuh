@@ -1,6 +1,6 @@
-// The vocabulary of the kernels, which is all that they may use of CUDA: indices, __syncthreads, shuffles, Array (whose
-// elements and 16-byte vectors are checked on the host), Shared, and LAUNCH. Compiled by nvcc it is CUDA; compiled by
-// a C++ compiler it is csrc/host_cuda, which runs the same sources on the CPU.
+// The vocabulary of the kernels, which is all that they may use of CUDA: indices, __syncthreads, shuffles, atomicMax,
+// Array (whose elements and 16-byte vectors are checked on the host), Shared, and LAUNCH. Compiled by nvcc it is CUDA;
+// compiled by a C++ compiler it is csrc/host_cuda, which runs the same sources on the CPU.
 #pragma once
 #include <cstdint>
 

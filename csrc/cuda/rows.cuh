@@ -19,42 +19,22 @@ template <int kHeld, int N, typename F> __device__ inline void for_packs(int64_t
   }
 }
 
-// The part of a row of T that is this thread's, with the residual's row added in T's precision where there is one.
-// fetch() reads what is held; load() then gives pack after pack.
+// The part of a row of T that is this thread's: fetch() reads what is held; load() then gives pack after pack.
 template <typename T, int N, int kHeld> struct Row {
-  Array<T> tensor, residual;
-  int64_t begin, residual_begin;
+  Array<T> tensor;
+  int64_t begin;
   Pack<T, N> held[kHeld > 0 ? kHeld : 1];
 
-  __device__ Row(Array<T> tensor, int64_t begin) : Row(tensor, begin, Array<T>(nullptr, 0), 0) {}
-  __device__ Row(Array<T> tensor, int64_t begin, Array<T> residual, int64_t residual_begin)
-      : tensor(tensor), residual(residual), begin(begin), residual_begin(residual_begin) {}
+  __device__ Row(Array<T> tensor, int64_t begin) : tensor(tensor), begin(begin) {}
 
   __device__ void fetch(int64_t columns) {
     if constexpr (kHeld > 0) {
-      // All loads before the first addition, so that they are under way together.
       for_packs<kHeld, N>(columns, [&](int slot, int64_t i) { held[slot] = tensor.template load<N>(begin + i); });
-      if (!residual) return;
-      Pack<T, N> beside[kHeld];
-      for_packs<kHeld, N>(columns, [&](int slot, int64_t i) {
-        beside[slot] = residual.template load<N>(residual_begin + i);
-      });
-      for_packs<kHeld, N>(columns, [&](int slot, int64_t) { held[slot] = sum(held[slot], beside[slot]); });
     }
   }
   __device__ Pack<T, N> load(int slot, int64_t i) const {
     if constexpr (kHeld > 0) return held[slot];
-    return read(i);
-  }
-
- private:
-  __device__ static Pack<T, N> sum(Pack<T, N> v, Pack<T, N> r) {
-    for (int k = 0; k < N; ++k) v.of[k] = from_float<T>(to_float(v.of[k]) + to_float(r.of[k]));
-    return v;
-  }
-  __device__ Pack<T, N> read(int64_t i) const {
-    const Pack<T, N> v = tensor.template load<N>(begin + i);
-    return residual ? sum(v, residual.template load<N>(residual_begin + i)) : v;
+    return tensor.template load<N>(begin + i);
   }
 };
 

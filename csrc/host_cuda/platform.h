@@ -19,6 +19,11 @@ extern Dim threadIdx, blockIdx, blockDim, gridDim;
 
 void __syncthreads();
 float __shfl_xor_sync(unsigned mask, float value, int lane);
+inline unsigned atomicMax(unsigned* p, unsigned v) {
+  const unsigned old = *p;
+  if (v > old) *p = v;
+  return old;
+}
 
 namespace megatron {
 

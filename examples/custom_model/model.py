@@ -6,7 +6,8 @@ The model embeds the items, applies blocks with a moving average over time, and 
 
 Activations are [s, b, h]. A custom model has to specify three things: how its own parameters are split (``decay`` over
 tp, like the channels), which gradients are partial (those of the norms with sequence parallelism, because each rank
-sees a part of the sequence), and parameter names that do not depend on the pipeline stage.
+sees a part of the sequence), and parameter names that do not depend on the pipeline stage. With context parallelism
+what looks at other tokens gathers them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.collectives import gather_from_sequence
+from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.initialization import initialise_by_name
+from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.sharding import allocate, replicated, split
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
@@ -54,19 +58,27 @@ class Norm(nn.Module):
 
 
 class MovingAverage(nn.Module):
-    """An exponential moving average over time, with a learned decay for each channel."""
+    """An exponential moving average over time, with a learned decay for each channel.
 
-    def __init__(self, size: int, options: ModelParallelConfig, tp_index: int, tp_size: int) -> None:
+    Ranks of ``cp_group`` share each sequence.
+    """
+
+    def __init__(
+        self, size: int, options: ModelParallelConfig, tp_index: int, tp_size: int, cp_group: Group = ALONE
+    ) -> None:
         super().__init__()
+        self.cp_group = cp_group
         self.decay = allocate(split((size,), 0, tp_index, tp_size), options.params_dtype, options.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, c]`` -> the same; m_t = sum_u (1 - a) a^(t - u) x_u over u <= t."""
+        """``[s, b, c]``, s local tokens -> the same; m_t = sum_u (1 - a) a^(t - u) x_u over u <= t on all ranks."""
         keep = torch.sigmoid(self.decay)
-        steps = torch.arange(x.shape[0], device=x.device)
-        age = (steps[:, None] - steps[None, :])[..., None]
+        whole, size = gather_from_sequence(x, self.cp_group), self.cp_group.size()
+        ranks = [SequenceSplit(cp_rank=rank, cp_size=size) for rank in range(size)]
+        steps = [each.positions(len(whole), x.device) for each in ranks]  # two runs of positions on each rank
+        age = (steps[self.cp_group.rank()][:, None] - torch.cat(steps)[None, :])[..., None]
         weights = torch.where(age >= 0, (1.0 - keep) * keep ** age.clamp_min(0), 0.0)
-        return torch.einsum("tuc,ubc->tbc", weights.to(x.dtype), x)
+        return torch.einsum("tuc,ubc->tbc", weights.to(x.dtype), whole)
 
 
 class Block(nn.Module):
@@ -79,7 +91,7 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(
             config.hidden_size, config.inner_size, config=options, gather_output=False, tp_group=tp
         )
-        self.average = MovingAverage(config.inner_size, options, index, size)
+        self.average = MovingAverage(config.inner_size, options, index, size, groups.group("cp"))
         self.down = RowParallelLinear(
             config.inner_size, config.hidden_size, config=options, input_is_parallel=True, tp_group=tp
         )

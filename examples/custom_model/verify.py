@@ -32,6 +32,8 @@ LAYOUTS = (
     "dp4 zero1 overlap",
     "pp2",
     "pp2 v2",
+    "cp2",
+    "cp2 tp2 sp zero1",
     "tp2 pp2 sp",
     "tp2 dp2 sp zero1",
 )

@@ -1,7 +1,5 @@
 """A rank's tensors as boxes of the global tensors: what a checkpoint stores and reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -5,15 +5,15 @@ SAVE/iter_0000100/manifest.json               counters, configuration, files, an
 SAVE/iter_0000100/rank_00000.safetensors      the boxes that rank 0 wrote
 SAVE/iter_0000100/tokenizer/                  the tokenizer's files
 SAVE/.lock                                    locked by the run that writes here
+SAVE/.run                                     the run's id, if it keeps copies in the hosts' memory
 """
-
-from __future__ import annotations
 
 import errno
 import fcntl
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from megatron_core.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
+RUN = ".run"
+"""A file with an id of the run that saves here; copies in memory belong to it."""
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
@@ -34,6 +36,26 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 def iteration_of(folder: Path) -> int:
     """The iteration that the name of a checkpoint's folder says."""
     return int(folder.name.removeprefix("iter_"))
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file with the boxes that ``rank`` wrote."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def run_of(save: Path) -> str:
+    """The id of the run whose checkpoints are in ``save``; empty if it has none."""
+    try:
+        return (save / RUN).read_text()[:64]
+    except (OSError, ValueError):
+        return ""
+
+
+def run_id(save: Path, *, anew: bool) -> str:
+    """As ``run_of``, but a new one if there is none, or if the run starts ``anew``."""
+    if anew or not run_of(save):
+        write_file(save / RUN, uuid.uuid4().hex.encode())
+    return run_of(save)
 
 
 def complete_iterations(root: Path) -> list[int]:
@@ -66,6 +88,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     complete = complete_iterations(root)
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
+        incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)
+        if incomplete is not None:
+            raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
             return Candidates()
         raise CheckpointError(f"{root / TRACKER} {fault}; name an iteration with --ckpt-step")
@@ -88,6 +113,11 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     return Candidates(tuple(iteration_folder(root, number) for number in before), note=newer)
 
 
+def _is_written(folder: Path) -> bool:
+    """Whether a rank has written into ``folder``, whose manifest is gone: it cannot be taken for an empty one."""
+    return any(folder.glob("rank_*.safetensors"))
+
+
 def find_checkpoint(load: str, step: int | None = None) -> Path | None:
     """The first of ``find_candidates``; None if there is none."""
     return next(iter(find_candidates(load, step).folders), None)
@@ -96,6 +126,8 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
 def _tracked(root: Path) -> tuple[int | None, str]:
     """The iteration in the tracker file; where it cannot be read, what is wrong with it."""
     try:
+        if (root / TRACKER).exists() and not (root / TRACKER).is_file():
+            return None, "is no file"
         with (root / TRACKER).open("rb") as file:
             text = file.read(64).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -115,12 +147,23 @@ def track(save: Path, iteration: int) -> None:
     sync_folder(save)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint: out of sight first, because a half deleted folder still has its manifest."""
+def hide(folder: Path) -> Path:
+    """Take a checkpoint out of sight, if it is there; -> what is to be deleted then."""
     hidden = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(hidden, ignore_errors=True)
     if folder.exists():
         folder.rename(hidden)
+    return hidden
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint: out of sight first, because a half deleted folder still has its manifest."""
+    shutil.rmtree(hide(folder), ignore_errors=True)
+
+
+def remove_hidden(save: Path) -> None:
+    """Free the room of what killed runs have half written or half deleted; by the one that has the folder's lock."""
+    for hidden in save.glob(".iter_*"):
         shutil.rmtree(hidden, ignore_errors=True)
 
 

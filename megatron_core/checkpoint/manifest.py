@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from xxhash import xxh3_128
 
 from megatron_core.checkpoint.boxes import Box
 from megatron_core.checkpoint.hashes import HASH, StoredFile, inside, write_file
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, shortened
 
 FORMAT, VERSION = "megatron-native", 2
 MANIFEST = "manifest.json"
@@ -27,9 +26,6 @@ TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat
 """What the format's names of dtypes mean."""
 CHECKSUM = b',\n "checksum": "'
 """The last key of the file: the hash of all bytes before this."""
-MOST_SHOWN = 200
-"""Longest part of a damaged file that an error quotes."""
-
 T = TypeVar("T")
 
 
@@ -88,6 +84,8 @@ class Manifest:
         try:
             data = path.read_bytes()
             content = json.loads(data, object_pairs_hook=_without_duplicates)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
         except RecursionError:
             raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: nested too deeply") from None
         except (OSError, ValueError) as error:
@@ -130,8 +128,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _short(text: object) -> str:
-    shown = " ".join(str(text).split())
-    return shown if len(shown) <= MOST_SHOWN else shown[:MOST_SHOWN] + " ..."
+    return shortened(" ".join(str(text).split()))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,24 +192,26 @@ def box_key(name: str, box: Box) -> str:
 
 
 def collect(
-    folder: Path, iteration: int, save_id: str, state: Mapping[str, Any], files: Mapping[str, StoredFile]
+    folder: Path,
+    iteration: int,
+    save_id: str,
+    state: Mapping[str, Any],
+    reports: Iterable[Mapping[str, Any]],
+    files: Mapping[str, StoredFile],
 ) -> Manifest:
-    """The manifest of ``files`` in ``folder``, from their headers; every tensor must be stored exactly once."""
+    """The manifest of ``files`` in ``folder``, with the boxes that the ranks' ``reports`` name; every tensor must be
+    stored exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     boxes: dict[str, list[StoredBox]] = {}
-    for name in sorted(files):
-        if not name.endswith(".safetensors"):
-            continue
-        with safe_open(folder / name, framework="pt") as file:
-            shapes |= {tensor: tuple(shape) for tensor, shape in json.loads(file.metadata()["shapes"]).items()}
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                tensor, _, where = key.rpartition("@")
-                part = file.get_slice(key)
-                start = tuple(int(i) for i in where.split(",")) if where else ()
-                stop = tuple(a + n for a, n in zip(start, part.get_shape(), strict=True))
-                dtypes[tensor] = part.get_dtype()
-                boxes.setdefault(tensor, []).append(StoredBox(name, key, start, stop))
+    for report in reports:
+        shapes |= {tensor: tuple(shape) for tensor, shape in report["shapes"].items()}
+        for key, dtype, shape in report["boxes"]:
+            tensor, _, where = key.rpartition("@")
+            start = tuple(int(i) for i in where.split(",")) if where else ()
+            stop = tuple(a + n for a, n in zip(start, shape, strict=True))
+            dtypes[tensor] = dtype
+            boxes.setdefault(tensor, []).append(StoredBox(report["name"], key, start, stop))
     for tensor, parts in boxes.items():
         stored = sum(part.box.numel for part in parts)
         if stored != prod(shapes[tensor]):

@@ -5,8 +5,6 @@ Each rank writes ``rank_00000.safetensors`` into a temporary folder, brings it t
 the two, so that threads can write while the ranks train on (``BackgroundSave``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -15,8 +13,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, Piece
-from megatron_core.checkpoint.folder import drop_old, iteration_folder, remove, track
+from megatron_core.checkpoint.folder import drop_old, hide, iteration_folder, rank_file, remove, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.errors import CheckpointError
@@ -72,11 +71,11 @@ class Save:
         """Where it is written."""
         return self.folder / f".{self.final.name}.incomplete"
 
-    def prepare(self) -> None:
-        """Make an empty temporary folder with the save's id in it; by rank 0."""
+    def prepare(self, save_id: str = "") -> None:
+        """Make an empty temporary folder with the save's id in it, by default a new one; by rank 0."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        write_file(self.partial / "save_id", uuid.uuid4().hex.encode())
+        (self.partial / "save_id").write_text(save_id or uuid.uuid4().hex)
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Write this rank's owned pieces, and report."""
@@ -90,24 +89,29 @@ class Save:
     ) -> None:
         """Write ``tensors``, boxes of tensors of the global ``shapes``, and report."""
         save_id = (self.partial / "save_id").read_text()
-        path = self.partial / f"rank_{self.rank:05d}.safetensors"
-        files: dict[str, StoredFile] = {}
-        try:
-            if entries:
-                metadata = {"shapes": json.dumps(shapes), "save_id": save_id, "iteration": str(self.iteration)}
-                files[path.name] = write_safetensors(path, entries, tensors, metadata)
-            self._report(files)
-        except FAILURES as error:
-            path.unlink(missing_ok=True)  # on a full disk the report needs its room
-            with suppress(OSError):
-                self._report({}, str(error))
-            raise
+        path = self.partial / rank_file(self.rank)
+        boxes = [(key, DTYPES[dtype], shape) for key, dtype, shape in entries]
+        report: dict[str, Any] = {"name": path.name, "shapes": shapes, "boxes": boxes, "error": ""}
+        if entries:
+            metadata = {"shapes": json.dumps(shapes), "save_id": save_id, "iteration": str(self.iteration)}
+            report["file"] = asdict(write_safetensors(path, entries, tensors, metadata))
+        self._report(report)
 
-    def _report(self, files: Mapping[str, StoredFile], error: str = "") -> None:
-        report = {"files": {name: asdict(file) for name, file in files.items()}, "error": error}
-        hidden, path = (self.partial / f"rank_{self.rank:05d}.{kind}" for kind in ("unreported", "report"))
+    def fail(self, error: str) -> None:
+        """Let rank 0 know that this rank's part will not come."""
+        with suppress(OSError):
+            (self.partial / rank_file(self.rank)).unlink(missing_ok=True)  # on a full disk the report needs its room
+            self._report({"name": rank_file(self.rank), "error": error})
+
+    @property
+    def report(self) -> Path:
+        """Where this rank says what it has written."""
+        return (self.partial / rank_file(self.rank)).with_suffix(".report")
+
+    def _report(self, report: Mapping[str, Any]) -> None:
+        hidden = self.report.with_suffix(".unreported")
         write_file(hidden, json.dumps(report).encode())
-        hidden.rename(path)
+        hidden.rename(self.report)
 
     def wait_for_reports(self, seconds: float) -> None:
         """Wait until every rank has reported; an error after ``seconds`` in which none did."""
@@ -121,29 +125,36 @@ class Save:
 
     def publish(self) -> None:
         """Complete the checkpoint from the reports: manifest, final name, tracker; by rank 0."""
+        self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
+        before = hide(self.final)
+        self.partial.rename(self.final)
+        track(self.folder, self.iteration)
+        shutil.rmtree(before, ignore_errors=True)
+        for other in self.replaced:
+            if other != self.final:
+                remove(other)
+        drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
+
+    def complete(self, texts: Iterable[str]) -> None:
+        """Write the manifest from the ``texts`` of all ranks' reports, and the files that no rank has written."""
         files: dict[str, StoredFile] = {}
-        for path in sorted(self.partial.glob("*.report")):
-            report = json.loads(path.read_text())
+        reports = [json.loads(text) for text in texts]
+        for report in reports:
             if report["error"]:
-                raise CheckpointError(f"{path.stem}: {report['error']}")
-            files |= {name: StoredFile(**entry) for name, entry in report["files"].items()}
+                raise CheckpointError(f"{report['name']}: {report['error']}")
+            if "file" in report:
+                files[report["name"]] = StoredFile(**report["file"])
+        for path in self.partial.glob("*.report"):
             path.unlink()
         for name, source in self.extra_files.items():
             (self.partial / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(self.partial / name, source.read_bytes())
             sync_folder((self.partial / name).parent)
         save_id = self.partial / "save_id"
-        manifest = collect(self.partial, self.iteration, save_id.read_text(), self.state, files)
+        manifest = collect(self.partial, self.iteration, save_id.read_text(), self.state, reports, files)
         save_id.unlink()
         manifest.write(self.partial / MANIFEST)
         sync_folder(self.partial)
-        remove(self.final)
-        self.partial.rename(self.final)
-        track(self.folder, self.iteration)
-        for other in self.replaced:
-            if other != self.final:
-                remove(other)
-        drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
 
     def give_up(self) -> None:
         """Free the room of what was written; by rank 0."""
@@ -157,10 +168,10 @@ def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:
     final name is ever incomplete: a temporary folder is renamed once it is complete, then the tracker names it.
     """
     leader = save.rank == 0
-    _together(agree, "prepare the folder", save.prepare if leader else None)
+    together(agree, "prepare the folder", save.prepare if leader else None)
     try:
-        _together(agree, "write its tensors", lambda: save.write(pieces))
-        _together(agree, "complete", save.publish if leader else None)
+        together(agree, "write its tensors", lambda: save.write(pieces))
+        together(agree, "complete", save.publish if leader else None)
     except CheckpointError:
         if leader:
             save.give_up()
@@ -169,27 +180,40 @@ def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:
 
 
 class BackgroundSave:
-    """A checkpoint that a thread writes while the ranks go on; ``pieces`` must be a snapshot.
+    """A checkpoint that a thread copies and writes while the ranks go on.
 
-    ``seconds`` is how long rank 0 waits for another rank's report. Made on all ranks together, and so is ``finish``.
+    ``snapshot`` are this rank's pieces and what completes them, as ``Snapshot.take`` gives them: whoever changes what
+    they are copies of first calls ``wait_until_copied``. ``seconds`` is how long rank 0 waits for another rank's
+    report. Made on all ranks together, and so is ``finish``.
     """
 
-    def __init__(self, save: Save, pieces: list[Piece], agree: Agree, seconds: float) -> None:
+    def __init__(self, save: Save, snapshot: tuple[list[Piece], Callable[[], None]], agree: Agree, seconds: float):
         self._save, self._agree, self._problem = save, agree, ""
-        _together(agree, "prepare the folder", save.prepare if save.rank == 0 else None)
-        self._thread = Thread(target=self._run, args=(pieces, seconds), name="checkpoint", daemon=True)
+        self._copied = Event()
+        together(agree, "prepare the folder", save.prepare if save.rank == 0 else None)
+        self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, pieces: list[Piece], seconds: float) -> None:
+    def _run(self, pieces: list[Piece], complete: Callable[[], None], seconds: float) -> None:
         try:
+            try:
+                complete()
+            finally:
+                self._copied.set()
             self._save.write(pieces)
             if self._save.rank == 0:
                 self._save.wait_for_reports(seconds)
                 self._save.publish()
-        except FAILURES as error:
+        except Exception as error:  # also of torch, without memory: the other ranks and the run have to know
             self._problem = str(error) or type(error).__name__
             if self._save.rank == 0:
                 self._save.give_up()
+            else:
+                self._save.fail(self._problem)
+
+    def wait_until_copied(self) -> None:
+        """Wait until weights and optimizer state of this rank may change."""
+        self._copied.wait()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait for this rank's thread."""
@@ -203,7 +227,7 @@ class BackgroundSave:
             if self._problem:
                 raise CheckpointError(self._problem)
 
-        _together(self._agree, "write its part", tell)
+        together(self._agree, "write its part", tell)
         return self._save.final
 
 
@@ -213,25 +237,39 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    @torch.no_grad()
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The owned ``pieces`` with memory of their own."""
-        owned = [piece for piece in pieces if piece.owned]
-        offsets, total = [], 0
-        for piece in owned:
-            offsets.append(total)
-            total += -(-piece.memory.nbytes // 64) * 64
-        on_gpu = any(piece.memory.is_cuda for piece in owned)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+    def take(self, later: Iterable[Piece], now: Iterable[Piece] = ()) -> tuple[list[Piece], Callable[[], None]]:
+        """The owned pieces with memory of their own, and what copies those of ``later``, in any thread.
+
+        Until that has returned, ``later`` must not change; ``now`` are copied at once.
+        """
+        first, second = ([piece for piece in pieces if piece.owned] for pieces in (later, now))
+        offsets = [0, *accumulate(-(-piece.memory.nbytes // 64) * 64 for piece in first + second)]
+        device = next((piece.memory.device for piece in first + second if piece.memory.is_cuda), None)
+        if self._buffer.numel() < offsets[-1]:
+            self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
         copies = []
-        for piece, at in zip(owned, offsets, strict=True):
-            source = piece.memory
-            copy = self._buffer[at : at + source.nbytes].view(source.dtype).view(source.shape)
-            copies.append(replace(piece, memory=copy.copy_(source, non_blocking=on_gpu)))
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
+        for piece, at in zip(first + second, offsets, strict=False):
+            room = self._buffer[at : at + piece.memory.nbytes]
+            copies.append(replace(piece, memory=room.view(piece.memory.dtype).view(piece.memory.shape)))
+        _copy(second, copies[len(first) :])
+        ready = None if device is None else torch.cuda.current_stream(device).record_event()
+
+        def complete() -> None:
+            if ready is None:
+                return _copy(first, copies)
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                _copy(first, copies)
+            stream.synchronize()
+
+        return copies, complete
+
+
+@torch.no_grad()
+def _copy(pieces: Iterable[Piece], copies: Iterable[Piece]) -> None:
+    for piece, copy in zip(pieces, copies, strict=False):
+        copy.memory.copy_(piece.memory, non_blocking=True)
 
 
 def save_tensors(
@@ -261,7 +299,7 @@ def save_tensors(
     return save.final
 
 
-def _together(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
+def together(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
     """Run ``action`` on this rank; if it fails anywhere, it is an error on every rank instead of a hang."""
     problem: Exception | None = None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,20 @@ class CheckpointConfig:
     """Write checkpoints in the background, from a copy in the host's memory, while the training goes on."""
     non_persistent_save_interval: int | None = None
     """With --save: steps between checkpoints for a fast restart, of which only the newest is kept."""
+    non_persistent_ckpt_type: Literal["global", "local"] = "global"
+    """Where these are: global: in one folder that all ranks see; local: each host keeps those of its own ranks in its
+    own memory."""
     non_persistent_global_ckpt_dir: str | None = None
     """Folder of these, which all ranks see, such as /dev/shm/NAME on one host; default non_persistent in that of
     --save."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Folder of these in the memory of each host, such as /dev/shm/NAME."""
+    replication: bool = False
+    """With --non-persistent-ckpt-type local: other hosts keep copies, so that a lost host costs nothing."""
+    replication_jump: int | None = None
+    """How many ranks further the copies of a rank are kept; default as many as a host has."""
+    replication_factor: int = 2
+    """Hosts that have what a rank has written, its own included."""
     use_checkpoint_opt_param_scheduler: bool = False
     """With --load: take learning rate and weight decay with their schedules from the checkpoint, not from the flags."""
     load: str | None = None
@@ -61,8 +73,13 @@ class CheckpointConfig:
     """With --load: a folder without checkpoints is an error, as it always is with --finetune, --ckpt-step and
     --use-checkpoint-args."""
 
+    @property
+    def local_folder(self) -> Path | None:
+        """Where each host keeps checkpoints for a fast restart in its own memory; None if it does not."""
+        return Path(self.non_persistent_local_ckpt_dir or ".") if self.non_persistent_ckpt_type == "local" else None
+
     def temporary_folder(self, root: str) -> Path:
-        """Where the checkpoints for a fast restart are, of a run that saves into ``root``."""
+        """Where the checkpoints for a fast restart are that all ranks see, of a run that saves into ``root``."""
         return Path(self.non_persistent_global_ckpt_dir or Path(root) / "non_persistent")
 
     @property

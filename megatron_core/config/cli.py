@@ -1,7 +1,5 @@
 """Parses the command line into a ``RunConfig``: flags (by tyro), ``--config`` files, Megatron-LM's spellings."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field, fields
@@ -42,7 +40,7 @@ class DryRun:
     dry_run: bool = False
     """Do not train; print the settings, groups, layers, parameters and memory of one rank of a world of any size."""
     world_size: int | None = None
-    """With --dry-run: number of ranks of that world; default: the ranks of one model copy."""
+    """With --dry-run: number of ranks of that world; default: the least that fits."""
     rank: int = 0
     """With --dry-run: the rank to describe."""
 
@@ -91,7 +89,7 @@ def parse_command_line(
             "add --dry-run or remove them"
         )
     if faults and dry.dry_run:
-        check(without_data(config), dry.world_size or max(config.parallel.model_parallel_size, 1), faults)
+        check(without_data(config), dry.world_size or config.parallel.smallest_world_size, faults)
     elif faults:
         check(config, int(os.environ.get("WORLD_SIZE", "1")), faults)
     return config, dry

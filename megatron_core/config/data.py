@@ -1,7 +1,5 @@
 """Training data and the tokenizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

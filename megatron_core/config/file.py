@@ -1,23 +1,26 @@
 """A configuration as a file: YAML or JSON, flat or nested by section."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import types
 import typing
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, Literal
 
 import yaml
 
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig
-from megatron_core.errors import ConfigError
+from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
+
+LARGEST_FILE = 2**24
 
 
+@cache
 def field_types() -> dict[str, Any]:
     """Every setting's name and its type, over all sections."""
     sections = typing.get_type_hints(RunConfig).values()
@@ -51,9 +54,13 @@ def write_config(config: RunConfig, path: str | Path) -> None:
 def _load(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)  # a device may have no end
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(f"--config {path} has more than {LARGEST_FILE} bytes; give a file of settings")
     try:
         is_json = path.suffix == ".json"
         loaded = json.loads(text, object_pairs_hook=_once) if is_json else _Loader(text).get_single_data()
@@ -87,9 +94,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """``text`` for a message: of a long one the beginning, and how long it is."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxother = 2, MOST_SHOWN
+
+
+def _quoted(value: object) -> str:
+    """A value of a file for a message. Not all of it: a few lines of YAML that refer to one another can stand for
+    gigabytes, and Python prints no whole number of more than 4,300 digits."""
+    try:
+        return shortened(repr(value) if isinstance(value, str) else _REPR.repr(value))
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
@@ -103,13 +118,13 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
             raise ConfigError(
-                f"{name}={shortened(repr(value))} in {path}: {name} is a section; write its settings indented below it"
+                f"{name}={_quoted(value)} in {path}: {name} is a section; write its settings indented below it"
             )
 
 
 def _plain(key: object) -> str:
     """A key as a field's name."""
-    return str(key).lstrip("-").replace("-", "_")
+    return (key if isinstance(key, str) else _quoted(key)).lstrip("-").replace("-", "_")
 
 
 def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
@@ -118,7 +133,7 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
         flag = FLAGS[name]
         what = f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else f"{flag.reason}"
         return f"Megatron-LM's {name} in {path} is not a setting here: {what}"
-    return f"{shortened(name)} in {path} is not a setting; {perhaps(name[:200], kinds)}"
+    return f"{name} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
 
 
 def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -133,7 +148,7 @@ def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
     try:
         return convert(value, kind)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={shortened(repr(value))} in {path} does not fit; legal: {describe(kind)}") from None
+        raise ConfigError(f"{name}={_quoted(value)} in {path} does not fit; legal: {describe(kind)}") from None
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -147,7 +162,7 @@ def convert(value: Any, kind: Any) -> Any:
             return None
         return convert(value, next(option for option in options if option is not type(None)))
     if typing.get_origin(kind) is Literal:
-        return options[[str(option) for option in options].index(str(value))]
+        return options[[str(option) for option in options].index(_convert_plain(value, str))]
     if typing.get_origin(kind) is tuple:
         items = value if isinstance(value, list) else [value]
         kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
@@ -170,11 +185,11 @@ def _convert_plain(value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def describe(kind: Any) -> str:
-    """The legal values of a type, for messages."""
+def describe(kind: Any, nothing: str = "null") -> str:
+    """The legal values of a type, for messages; ``nothing`` is how None is written."""
     options = typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join("null" if option is type(None) else describe(option) for option in options)
+        return " or ".join(nothing if option is type(None) else describe(option) for option in options)
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, options))
     if typing.get_origin(kind) is tuple:

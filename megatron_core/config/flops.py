@@ -9,8 +9,6 @@ The causal mask is ignored: scores and weighted values count all S keys of each 
 older releases of Megatron-LM. Newer ones count half of them, and so print less for long sequences.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_core.config.model import ModelConfig
@@ -65,7 +63,8 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
             mtp_num_layers=None,
             window_size=model.window_of_layer(layers - 1),
             window_attn_skip_freq=None,
-            moe_layer_freq=(int(model.has_experts(layers - 1)),),
+            num_experts=model.num_experts if model.has_experts(layers - 1) else None,
+            moe_layer_freq=(1,),
         )
         each = sum(forward_flops_per_token(last, seq_length, vocab_size).values())
         terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden)

@@ -1,7 +1,5 @@
 """Matrix products in 8-bit floating point."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

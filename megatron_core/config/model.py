@@ -1,49 +1,106 @@
 """The shape of the transformer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.rotary import RotaryConfig
 
 EXECUTION_SETTINGS = (
-    "attention_backend",
-    "apply_query_key_layer_scaling",
-    "kernel_backend",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "recompute_granularity",
-    "recompute_modules",
-    "recompute_method",
-    "recompute_num_layers",
-    "cpu_offloading",
-    "cpu_offloading_num_layers",
-    "moe_token_dispatcher_type",
-    "moe_pad_expert_input_to_capacity",
-    "moe_router_force_load_balancing",
+    *("attention_backend", "apply_query_key_layer_scaling", "kernel_backend", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "recompute_granularity", "recompute_modules", "recompute_method"),
+    *("recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers", "moe_token_dispatcher_type"),
+    *("moe_pad_expert_input_to_capacity", "moe_router_force_load_balancing"),
 )
 """Settings of the model that say how it is computed, not what."""
 TRAINING_SETTINGS = (
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "embedding_init_method_std",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_input_jitter_eps",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "apply_wd_to_qk_layernorm",
+    *("hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff"),
+    *("moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_input_jitter_eps", "mtp_num_layers"),
+    *("mtp_loss_scaling_factor", "apply_wd_to_qk_layernorm"),
 )
 """Settings of the model that do not change what trained weights compute in evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
+class LatentAttentionConfig:
+    """Attention whose keys and values come from one small latent of each token (DeepSeek-AI 2024, arXiv 2405.04434,
+    section 2.1); it has rotary positions, in channels of their own, whatever --position-embedding-type adds."""
+
+    multi_latent_attention: bool = False
+    """Multi-latent attention in all layers; default: one projection to queries, keys and values."""
+    q_lora_rank: int | None = None
+    """Width of the queries' latent; default: queries straight from the hidden state."""
+    kv_lora_rank: int = 32
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = 128
+    """Channels of a query and key head without positions."""
+    qk_pos_emb_head_dim: int = 64
+    """Channels of a query head with rotary positions; those of the key are the same for all heads."""
+    v_head_dim: int = 128
+    """Channels of a value head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary positions (Su et al. 2021) and how they are stretched."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_base_of_windows: float | None = None
+    """Base in layers with the window of --window-size, if it is another one (Gemma 3); not scaled."""
+    rotary_percent: float = 1.0
+    """Fraction of each head's channels to which rotary positions apply."""
+    rotary_interleaved: bool = False
+    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide positions by this, for longer sequences than the model was trained on (Chen et al. 2023); default: no."""
+    use_rope_scaling: bool = False
+    """Scale the frequencies by --rope-scaling-factor in the way of --rope-scaling-type."""
+    rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = "llama3"
+    """llama3: turn slow channels more slowly and fast ones as before (Llama 3.1). yarn: the same between other bounds,
+    with longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: the same with the factor
+    that --max-position-embeddings needs, 1 up to the original length (emozilla 2023). Needs --use-rope-scaling."""
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling; Llama 3.1: 8, Llama 3.2: 32."""
+    original_max_position_embeddings: int | None = None
+    """Positions that the model was trained on before --use-rope-scaling; default 8192 for llama3; ntk needs none."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: channels with more turns than this over the original positions are not scaled."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: channels with fewer turns than this over the original positions are scaled by the whole factor."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: round the channels at which scaling begins and ends outwards to whole numbers."""
+    mscale: float = 1.0
+    """YaRN: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor)."""
+    mscale_all_dim: float = 0.0
+    """YaRN: x of the divisor; see --mscale."""
+    yarn_attention_factor: float | None = None
+    """YaRN: multiply cosine and sine by this; default: as --mscale says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuPConfig:
+    """Maximal update parametrisation (Yang et al. 2022): what was tuned on a narrow model is right for a wide one.
+
+    With m the width over the base width, hidden matrices begin with a standard deviation of init_method_std / sqrt(m),
+    logits are divided by m, attention scores by the channels of a head; learning rates follow ``optimizer.mup``.
+    """
+
+    use_mup: bool = False
+    """Scale initial weights, attention, logits and learning rates with --hidden-size over --mup-base-hidden-size."""
+    mup_base_hidden_size: int | None = None
+    """The width whose learning rate is given; default --hidden-size, at which nothing but attention is scaled."""
+    mup_base_head_dim: float | None = None
+    """Channels of a head of the base model: scores are multiplied by their square root, too; default 1."""
+    mup_attn_scale_power: float = 1.0
+    """Scores are divided by the channels of a head to this power; 0.5 is the usual scale."""
+    mup_embedding_mult: float = 1.0
+    """Factor on the embeddings."""
+    mup_output_mult: float = 1.0
+    """Factor on the logits; at 1.0 it is --mup-base-hidden-size / --hidden-size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = 2
@@ -192,6 +249,35 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig):
     def head_size(self) -> int:
         """Channels of one head after defaults."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def mup_width_mult(self) -> float:
+        """The width over the base width; 1 without ``use_mup``."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def hidden_init_std(self) -> float:
+        """Standard deviation of initial hidden matrices that do not add to the residual stream."""
+        return self.init_method_std / self.mup_width_mult**0.5
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on the products of queries and keys; None: 1 / sqrt(channels of a head)."""
+        if self.softmax_scale is not None or not self.use_mup:
+            return self.softmax_scale
+        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_size**self.mup_attn_scale_power
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor on what is embedded, words and positions."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def logit_factor(self) -> float:
+        """Factor on the logits."""
+        if not self.use_mup:
+            return 1.0
+        return self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
 
     @property
     def query_head_size(self) -> int:

@@ -1,7 +1,5 @@
 """Mixture of experts: settings of the router, the experts and how tokens reach them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

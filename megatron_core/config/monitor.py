@@ -1,7 +1,5 @@
 """Logging and checks during training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,10 +23,19 @@ class MonitorConfig:
     """User or team that owns the project."""
     wandb_save_dir: str | None = None
     """Folder for its files; default: wandb in the --save folder."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow to which metrics are logged; needs the packages mlflow-skinny, sqlalchemy and
+    alembic."""
+    mlflow_run_name: str | None = None
+    """Name of the run there."""
+    mlflow_tracking_uri: str | None = None
+    """Its store, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
     log_params_norm: bool = False
     """Log the norm of all weights, of those that a step begins with."""
     log_num_zeros_in_grad: bool = False
     """Log how many elements of the gradient are 0."""
+    log_norms_by_layer: bool = False
+    """Log the norms of gradient and weights of the embedding, each layer and the head; it reads both once more."""
     progress: bool = True
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
     replica_check_interval: int | None = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, Literal
 
 from megatron_core.schedules import SCHEDULES, TRAINING
@@ -100,6 +101,8 @@ class ParallelConfig:
     sharding); 1: all ranks are one group."""
     grad_reduce_in_bf16: bool = False
     """Sum gradients over data-parallel ranks in bfloat16; the same as --grad-compression bf16."""
+    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    """Gradients that travel in bfloat16 to sharded optimizers (ZeRO 1 to 3) are summed in float32 where they arrive."""
     grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam"] = "none"
     """How gradients travel: bf16 rounded; powersgd (Vogels et al. 2019) as products of thin matrices; onebit-adam (Tang
     et al. 2021) as signs of momenta; the last two with error feedback, and with --zero-stage 0."""
@@ -154,6 +157,11 @@ class ParallelConfig:
     def expert_model_size(self) -> int:
         """Ranks that hold one copy of all experts."""
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Ranks over which both views can be laid out; at least 1, whatever the sizes."""
+        return max(lcm(self.model_parallel_size, self.expert_model_size), 1)
 
     @property
     def expert_tensor_size(self) -> int:

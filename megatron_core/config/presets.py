@@ -3,8 +3,6 @@
 Sources: the configurations that their authors published with the weights.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MOST_INCREMENTS = 100_000
+"""Of a ramp: more would be one at each step."""
+
 
 @dataclass(frozen=True)
 class Ramp:
@@ -36,6 +39,19 @@ class Ramp:
         # In integers, because a quotient of floats can be off by one increment at the ends of the steps.
         return self.start + consumed_samples * increments // self.samples * self.increment
 
+    def change_after(self, consumed_samples: int) -> int:
+        """Samples from which on the next value holds after ``consumed_samples``, which are less than ``samples``."""
+        increments = (self.end - self.start) // self.increment or 1
+        return -(-(consumed_samples * increments // self.samples + 1) * self.samples // increments)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it rises from 1 or more to ``end`` exactly, in at most ``MOST_INCREMENTS``."""
+        if min(self.start, self.increment, self.end - self.start + 1) < 1:
+            return False
+        increments, rest = divmod(self.end - self.start, self.increment)
+        return rest == 0 and increments <= MOST_INCREMENTS and (self.samples > 0 or increments == 0)
+
     def __str__(self) -> str:
         """The values as given on the command line."""
         return f"{self.start} {self.increment} {self.samples}"
@@ -52,6 +68,10 @@ class Steps:
     def samples(self) -> int:
         """Samples from which on the value stays."""
         return self.begins[-1][0]
+
+    def change_after(self, consumed_samples: int) -> int:
+        """Samples from which on the next value holds after ``consumed_samples``, which are less than ``samples``."""
+        return next(samples for samples, _ in self.begins if samples > consumed_samples)
 
     def at(self, consumed_samples: int) -> int:
         """The value after ``consumed_samples`` samples."""

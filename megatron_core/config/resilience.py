@@ -45,6 +45,9 @@ class ResilienceConfig:
     last 64 good steps."""
     save_bad_steps: int = 1
     """With --save: bad steps of which the weights and samples are kept in bad_steps, for tools/replay_step.py."""
+    elastic: bool = False
+    """With --save and --load: under torchrun --nnodes MIN:MAX a run goes on with the ranks that there are. As many
+    take part as the layout and the batch can be split over; the others wait."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose batches are left out."""
     inject_fault: tuple[str, ...] = ()
@@ -62,14 +65,30 @@ def resilience_problems(config: ResilienceConfig, settings: Mapping[str, object]
     """Faults that do not exist, and settings without effect; ``settings`` are all of the run by name."""
     for text in config.inject_fault:
         if Fault.of(text) is None:
-            yield f"inject_fault={text[:200]} is none; legal: KIND@RANK:STEP, where KIND is {', '.join(FAULTS)}"
+            yield f"inject_fault={text} is none; legal: KIND@RANK:STEP, where KIND is {', '.join(FAULTS)}"
     on_disk = [fault.kind for fault in config.faults if fault.kind in FAULTS[5:]]
     if on_disk and settings["async_save"]:
         yield f"inject_fault={on_disk[0]} and async_save=True exclude one another; remove one of them"
-    if config.spike_factor is not None and config.max_bad_steps == 0:
-        yield f"spike_factor={config.spike_factor} has no effect without max_bad_steps; add --max-bad-steps"
+    if config.elastic:
+        yield from _elastic_problems(settings)
     if config.max_bad_steps and not settings["check_for_nan_in_loss_and_grad"]:
         yield (
             f"max_bad_steps={config.max_bad_steps} and check_for_nan_in_loss_and_grad=False exclude one another; "
             "remove one of them"
         )
+
+
+def _elastic_problems(settings: Mapping[str, object]) -> Iterator[str]:
+    """What a run cannot go on with or without, when the number of its ranks changes."""
+    if settings["save"] is None or settings["load"] != settings["save"]:
+        yield (
+            f"elastic=True goes on from the run's own checkpoints, but save={str(settings['save'])[:200]} and "
+            f"load={str(settings['load'])[:200]}; give both the same folder"
+        )
+    if settings["global_batch_size"] is None and settings["rampup_batch_size"] is None:
+        yield (
+            "elastic=True needs global_batch_size, which otherwise changes with the number of ranks; add "
+            "--global-batch-size"
+        )
+    if settings["skip_train"]:
+        yield "elastic=True has no effect with skip_train=True; remove one of them"

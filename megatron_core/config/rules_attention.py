@@ -1,11 +1,7 @@
 """Rules for attention, positions, activations and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import fields
 
-from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.rules_layout import uneven
 from megatron_core.config.run import RunConfig
 
@@ -30,41 +26,23 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
             "whose table is on the first stage alone; use --position-embedding-type rope"
         )
-    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != 0.1:
-        yield f"mtp_loss_scaling_factor={model.mtp_loss_scaling_factor} has no effect without mtp_num_layers; remove it"
+    if model.use_mup and model.multi_latent_attention:
+        yield "use_mup cannot be used with multi_latent_attention, whose heads have a scale of their own; remove one"
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
-    kinds = set(config.parallel.cp_comm_type) - {"a2a"}
-    if model.attn_logit_softcapping is not None and kinds and config.parallel.context_parallel_size > 1:
-        yield (
-            f"attn_logit_softcapping={model.attn_logit_softcapping} cannot be used with cp_comm_type="
-            f"{', '.join(sorted(kinds))}; use a2a"
-        )
     if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
         yield (
             f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
             "cross_entropy_fusion_impl=linear; use native"
-        )
-    if model.cross_entropy_fusion_impl == "linear" and not model.cross_entropy_loss_fusion:
-        yield (
-            "cross_entropy_fusion_impl=linear has no effect without cross_entropy_loss_fusion; "
-            "add --cross-entropy-loss-fusion or remove it"
         )
 
 
 def _group_problems(config: RunConfig) -> Iterator[str]:
     """Grouped-query attention."""
     model = config.model
-    if model.num_query_groups is not None and not model.group_query_attention:
-        yield (
-            f"num_query_groups={model.num_query_groups} has no effect without group_query_attention; "
-            "add --group-query-attention or remove it"
-        )
-    elif model.group_query_attention:
+    if model.group_query_attention:
         yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
-    if model.apply_wd_to_qk_layernorm and not model.qk_layernorm:
-        yield "apply_wd_to_qk_layernorm=True has no effect without qk_layernorm; add --qk-layernorm or remove it"
     if model.attention_output_gate:
         size = config.parallel.tensor_model_parallel_size
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
@@ -80,20 +58,12 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
 
 def _latent_problems(config: RunConfig) -> Iterator[str]:
     """Multi-latent attention."""
-    model, defaults = config.model, LatentAttentionConfig()
-    if not model.multi_latent_attention:
-        for name in (part.name for part in fields(LatentAttentionConfig)):
-            if (value := getattr(model, name)) != getattr(defaults, name):
-                yield (
-                    f"{name}={value} has no effect without multi_latent_attention; add --multi-latent-attention or "
-                    "remove it"
-                )
-        return
+    model = config.model
     for name in (
         *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
         *("add_qkv_bias", "rotary_base_of_windows", "attention_output_gate"),
     ):
-        if value := getattr(model, name):
+        if model.multi_latent_attention and (value := getattr(model, name)):
             yield f"{name}={value} cannot be used with multi_latent_attention, which has its own projections; remove it"
 
 
@@ -105,11 +75,11 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
             f"window_size={window} must be the number of tokens before (-1: all) and after a token, and the second "
             "must be 0, because the model is causal; for example --window-size 127 0 for a window of 128"
         )
-    if skip is not None and window is None:
-        yield f"window_attn_skip_freq={skip} has no effect without window_size; add --window-size or remove it"
-    elif skip is not None and len(skip) == 1 and skip[0] < 1:
+    if skip is None or window is None:
+        return
+    if len(skip) == 1 and skip[0] < 1:
         yield f"window_attn_skip_freq={skip} must be 1 or more: every n-th layer has full attention"
-    elif skip is not None and len(skip) != 1 and (len(skip) != layers or set(skip) - {0, 1}):
+    elif len(skip) != 1 and (len(skip) != layers or set(skip) - {0, 1}):
         yield (
             f"window_attn_skip_freq={skip} must be one number n (every n-th layer has full attention), or 1 (window) "
             f"or 0 (full) for each of num_layers={layers}"
@@ -131,8 +101,6 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
             )
         elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
             yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
-    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
-        yield f"rope_scaling_type={model.rope_scaling_type} has no effect without --use-rope-scaling; add it"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
         if getattr(model, name) and model.position_embedding_type != "rope" and not latent:
             yield (

@@ -1,10 +1,10 @@
 """Rules for data sources, the tokenizer and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
+from megatron_core.config.checkpoint import CheckpointConfig
+from megatron_core.config.rules_ranges import shown
 from megatron_core.config.run import RunConfig
 
 _TOKENIZER_FILES = {
@@ -15,16 +15,25 @@ _TOKENIZER_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "NullTokenizer": ("vocab_size",),
 }
-_FIM_NEEDS = {
-    "fim_split_sample": ("fim_data", "fim_fragment_rate"),
-    "fim_fragment_rate": ("fim_data", "fim_split_sample"),
-    "fim_no_prefix": ("fim_data",),
-    "fim_eod_token": ("fim_data",),
-}
-
 
 # The sources of tokens, of which exactly one must be given; --split applies to those in DIVIDED.
 DIVIDED = ("data_path", "data_args_path", "data_phases")
+PLACES = [
+    "save",
+    "load",
+    "load_hf",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+    "data_cache_path",
+    "metrics_file",
+    "prometheus_file",
+    "tensorboard_dir",
+    "trace_pipeline",
+    "profile_dir",
+    "optimizer_offload_dir",
+    "zero3_param_offload_dir",
+]
+"""Files and folders, whose empty names would be the current folder or a traceback."""
 SOURCES = (*DIVIDED, "train_data_path", "per_split_data_args_path", "mock_data")
 
 
@@ -40,16 +49,16 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     if given and data.dataloader_type == "external":
         yield (
             f"dataloader_type=external takes the datasets of your script, but {given[0]}="
-            f"{_shown(getattr(data, given[0]))} names others; remove one of them"
+            f"{shown(getattr(data, given[0]))} names others; remove one of them"
         )
     if len(given) > 1:
-        shown = " and ".join(f"{name}={_shown(getattr(data, name))}" for name in given)
-        yield f"{shown} exclude one another; keep one of them"
+        all_of_them = " and ".join(f"{name}={shown(getattr(data, name))}" for name in given)
+        yield f"{all_of_them} exclude one another; keep one of them"
     for name in held_out:
         paths = getattr(data, name)
         if paths and not data.train_data_path and not config.training.skip_train:
             yield (
-                f"{name}={_shown(paths)} needs train_data_path; give it, or use --data-path with --split, or only "
+                f"{name}={shown(paths)} needs train_data_path; give it, or use --data-path with --split, or only "
                 "evaluate with --skip-train"
             )
     if data.split is not None:
@@ -57,13 +66,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     yield from _order_problems(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
-    yield from _fim_problems(config)
     yield from _sft_problems(config)
-
-
-def _shown(value: object) -> str:
-    """A value as on the command line."""
-    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _number(text: str) -> float | None:
@@ -79,8 +82,8 @@ def _order_problems(config: RunConfig) -> Iterator[str]:
     data = config.data
     endless = [name for name in ("mock_data", "data_phases") if getattr(data, name)]
     if data.dataloader_type == "cyclic" and endless:
-        shown = f"{endless[0]}={getattr(data, endless[0])}"
-        yield f"dataloader_type=cyclic repeats the samples of an epoch, but {shown} has no epochs; use single"
+        source = f"{endless[0]}={getattr(data, endless[0])}"
+        yield f"dataloader_type=cyclic repeats the samples of an epoch, but {source} has no epochs; use single"
     if data.data_order == "megatron" and data.data_phases is not None:
         yield (
             f"data_phases={data.data_phases} needs data_order=keyed, which can start at any sample; "
@@ -107,11 +110,11 @@ def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
         return
     if len(paths) % 2 or len(given) < len(weights):
         yield (
-            f"{name}={_shown(paths)} has weights, but is not of the form weight prefix weight prefix ...; "
+            f"{name}={shown(paths)} has weights, but is not of the form weight prefix weight prefix ...; "
             "give every prefix a weight, or none (write ./7 for a prefix 7)"
         )
     elif not all(0 < weight < math.inf for weight in given):
-        yield f"{name}={_shown(paths)} has a weight that is not a number above 0; leave that dataset out"
+        yield f"{name}={shown(paths)} has a weight that is not a number above 0; leave that dataset out"
 
 
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:
@@ -134,8 +137,6 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 def _sft_problems(config: RunConfig) -> Iterator[str]:
     """Conversations, whose samples are made in one way."""
     data = config.data
-    if data.chat_template is not None and not data.sft:
-        yield f"chat_template={data.chat_template} has no effect without sft; add --sft or remove it"
     others = ("mock_data", "fim_data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "data_phases")
     if data.sft:
         said = [f"{name}={getattr(data, name)}" for name in (*others, "seq_length_warmup") if getattr(data, name)]
@@ -145,46 +146,42 @@ def _sft_problems(config: RunConfig) -> Iterator[str]:
             yield f"sft=True cannot be used with {' and '.join(said)}; conversations are documents of their own already"
 
 
-def _fim_problems(config: RunConfig) -> Iterator[str]:
-    """Fill-in-the-middle: rates outside 0 to 1, and settings without the switch that they need."""
-    data = config.data
-    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-        rate = getattr(data, name)
-        if rate is not None and not 0 <= rate <= 1:
-            yield f"{name}={rate} is not a share; legal: 0 to 1"
-    for name, needs in _FIM_NEEDS.items():
-        missing = [need for need in needs if getattr(data, need) in (None, False)]
-        if getattr(data, name) is not None and missing:
-            flag = "--" + missing[0].replace("_", "-")
-            yield f"{name}={getattr(data, name)} has no effect without {missing[0]}; give {flag} or remove it"
-
-
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Settings of saving and loading that have no effect without a folder, and unknown names of model settings."""
+    """Folders without a name, and unknown names of model settings."""
     checkpoint = config.checkpoint
-    needs = {
-        "save_retain_interval": "save",
-        "keep_last": "save",
-        "overwrite_checkpoints": "save",
-        "async_save": "save",
-        "non_persistent_save_interval": "save",
-        "ckpt_step": "load",
-        "use_checkpoint_args": "load",
-        "finetune": "load",
-        "changed_model_settings": "load",
-    }
-    for name, folder in needs.items():
-        value = getattr(checkpoint, name)
-        if value not in (None, False, ()) and getattr(checkpoint, folder) is None:
-            yield f"{name}={_shown(value)} has no effect without {folder}; add --{folder} FOLDER or remove it"
-    for name in ("save", "load", "load_hf", "non_persistent_global_ckpt_dir"):
-        if getattr(checkpoint, name) == "":
-            yield f"{name}='' names no folder; give one (. is the current one), or leave the flag out"
-    if checkpoint.non_persistent_global_ckpt_dir is not None and checkpoint.non_persistent_save_interval is None:
-        yield (
-            f"non_persistent_global_ckpt_dir={checkpoint.non_persistent_global_ckpt_dir} has no effect without "
-            "non_persistent_save_interval; give both or neither"
-        )
+    settings = config.flat()
+    for name in PLACES:
+        if settings[name] == "":
+            kind = "file" if name.endswith("_file") else "folder"
+            yield f"{name}='' names no {kind}; give one (. is the current folder), or leave the flag out"
+    yield from _memory_problems(checkpoint)
     unknown = [name for name in checkpoint.changed_model_settings if not hasattr(config.model, name)]
     if unknown:
-        yield f"changed_model_settings={_shown(tuple(unknown))}: no setting of the model; give names as rotary_base"
+        yield f"changed_model_settings={shown(tuple(unknown))}: no setting of the model; give names as rotary_base"
+
+
+def _memory_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Checkpoints in the hosts' memory."""
+    kind, folder = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
+    other = "global" if kind == "local" else "local"
+    unused = getattr(checkpoint, f"non_persistent_{other}_ckpt_dir")
+    if unused:
+        yield (
+            f"non_persistent_{other}_ckpt_dir={unused} has no effect with non_persistent_ckpt_type={kind}; remove it, "
+            f"or add --non-persistent-ckpt-type {other}"
+        )
+    if kind == "local" and folder is None:
+        yield (
+            "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "
+            "--non-persistent-local-ckpt-dir /dev/shm/NAME"
+        )
+    if checkpoint.replication and kind != "local":
+        yield (
+            f"replication=True has no effect with non_persistent_ckpt_type={kind}, whose folder all ranks see; remove "
+            "it, or add --non-persistent-ckpt-type local"
+        )
+    if checkpoint.replication_factor < 2:
+        yield (
+            f"replication_factor={checkpoint.replication_factor} makes no copy; give 2, 3, ... or leave out "
+            "--replication"
+        )

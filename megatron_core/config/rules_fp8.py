@@ -1,27 +1,16 @@
 """Rules for matrix products in FP8: what a recipe needs, and layouts in which its scales would be others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.run import RunConfig
 
-SIZES = ("fp8_amax_history_len", "fp8_statistics_interval")
-COUNTS = ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-
 
 def fp8_problems(config: RunConfig) -> Iterator[str]:
     """Settings of FP8 that contradict each other, the model or the layout."""
     fp8 = config.training
-    for name, least in (*((name, 1) for name in SIZES), *((name, 0) for name in COUNTS)):
-        value = getattr(fp8, name)
-        if value is not None and value < least:
-            yield f"{name}={value} is out of range; legal: {least}, {least + 1}, ..."
     if fp8.fp8_format is None:
-        asked = [name for name in ("fp8_param_gather", "fp8_statistics_interval") if getattr(fp8, name)]
-        yield from (f"{name} has no effect without fp8_format; add --fp8-format or remove it" for name in asked)
         return
     if not fp8.fp8_layers(config.model.num_layers):
         yield (
@@ -29,6 +18,10 @@ def fp8_problems(config: RunConfig) -> Iterator[str]:
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
             "or remove --fp8-format"
         )
+    for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"):
+        value, recipe = getattr(fp8, name), fp8.fp8_recipe
+        if recipe != "delayed" and value != getattr(FP8Config, name):
+            yield f"{name}={value} has no effect with fp8_recipe={recipe}; add --fp8-recipe delayed or remove it"
     if fp8.fp8_param_gather:
         yield from _gather_problems(config)
     if size := block_size(fp8):

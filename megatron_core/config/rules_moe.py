@@ -1,12 +1,8 @@
 """Rules for experts: the router, capacity, and how experts are split over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import fields
 
-from megatron_core.config.moe import MoEConfig
-from megatron_core.config.rules_layout import divisors, leaves_rest
+from megatron_core.config.rules_layout import divisors, uneven
 from megatron_core.config.run import RunConfig
 
 
@@ -14,7 +10,9 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     """Settings of experts that contradict each other or the layout."""
     model = config.model
     if model.num_experts is None:
-        yield from _without_experts(config)
+        # Megatron-LM's scripts for dense models give expert_tensor_parallel_size, too, which changes nothing there.
+        if (size := config.parallel.expert_model_parallel_size) > 1:
+            yield f"expert_model_parallel_size={size} has no effect without num_experts; legal: 1, or add --num-experts"
         return
     if model.num_experts < 1 or model.moe_router_topk < 1:
         return  # reported as out of range
@@ -30,17 +28,6 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     yield from _split_problems(config)
 
 
-def _without_experts(config: RunConfig) -> Iterator[str]:
-    defaults = MoEConfig()
-    for name in (part.name for part in fields(MoEConfig)):
-        value = getattr(config.model, name)
-        if value != getattr(defaults, name):
-            yield f"{name}={value} has no effect without num_experts; add --num-experts or remove it"
-    # Megatron-LM's scripts for dense models give expert_tensor_parallel_size, too, which changes nothing there.
-    if (size := config.parallel.expert_model_parallel_size) > 1:
-        yield f"expert_model_parallel_size={size} has no effect without num_experts; legal: 1, or add --num-experts"
-
-
 def _layer_problems(config: RunConfig) -> Iterator[str]:
     """Which layers have experts, and the shared ones."""
     model, pattern = config.model, config.model.moe_layer_freq
@@ -52,21 +39,13 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"(dense) for each of num_layers={model.num_layers}"
         )
     shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
-    if model.moe_shared_expert_gate and shared is None:
-        yield (
-            "moe_shared_expert_gate=True has no effect without moe_shared_expert_intermediate_size; "
-            "add --moe-shared-expert-intermediate-size or remove it"
-        )
     if model.moe_shared_expert_overlap and shared is not None and model.moe_token_dispatcher_type != "alltoall":
         yield (
             f"moe_shared_expert_overlap=True overlaps with moe_token_dispatcher_type=alltoall alone, not with "
             f"{model.moe_token_dispatcher_type}; choose that or remove --moe-shared-expert-overlap"
         )
-    if shared is not None and leaves_rest(shared, tp):
-        yield (
-            f"moe_shared_expert_intermediate_size={shared} cannot be split over tensor_model_parallel_size={tp}; "
-            f"legal: {', '.join(map(str, divisors(shared)))}"
-        )
+    if shared is not None:
+        yield from uneven("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
 
 
 def _choice_problems(config: RunConfig) -> Iterator[str]:
@@ -94,13 +73,6 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             f"moe_router_enable_expert_bias=True cannot be used with moe_router_score_function="
             f"{model.moe_router_score_function} and moe_router_load_balancing_type="
             f"{model.moe_router_load_balancing_type}; legal: sigmoid or sqrtsoftplus, and no sinkhorn"
-        )
-    if model.moe_router_bias_update_rate != MoEConfig().moe_router_bias_update_rate and not (
-        model.moe_router_enable_expert_bias
-    ):
-        yield (
-            f"moe_router_bias_update_rate={model.moe_router_bias_update_rate} has no effect without "
-            "moe_router_enable_expert_bias; add --moe-router-enable-expert-bias or remove it"
         )
 
 
@@ -143,14 +115,7 @@ def _capacity_problems(config: RunConfig) -> Iterator[str]:
     """Experts that take no more than so many tokens."""
     model = config.model
     factor, kind = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
-    if factor is None:
-        for name, default in (("moe_pad_expert_input_to_capacity", False), ("moe_token_drop_policy", "probs")):
-            if getattr(model, name) != default:
-                yield (
-                    f"{name}={getattr(model, name)} has no effect without moe_expert_capacity_factor; "
-                    "add --moe-expert-capacity-factor or remove it"
-                )
-    elif kind == "sinkhorn":
+    if factor is not None and kind == "sinkhorn":
         yield (
             f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type=sinkhorn; legal: "
             "seq_aux_loss, aux_loss, global_aux_loss, none"
@@ -164,8 +129,5 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
         ("num_experts", model.num_experts or 1, "expert_model_parallel_size", parallel.expert_model_parallel_size),
         ("moe_ffn_hidden_size", model.expert_ffn_size, "expert_tensor_parallel_size", parallel.expert_tensor_size),
     ):
-        if leaves_rest(extent, size):
-            default = " (the default is tensor_model_parallel_size)" * (name != "num_experts")
-            yield f"{name}={extent} cannot be split over {over}={size}{default}; legal: " + ", ".join(
-                map(str, divisors(extent))
-            )
+        default = " (the default is tensor_model_parallel_size)" * (name != "num_experts")
+        yield from uneven(name, extent, over, size, default)

@@ -1,7 +1,5 @@
 """Rules for records, timers and profiles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config.run import RunConfig

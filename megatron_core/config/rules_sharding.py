@@ -1,7 +1,5 @@
 """Rules for ZeRO, offload and compressed gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config.parallel import SHARDING_STRATEGIES
@@ -80,11 +78,6 @@ def _compression_problems(config: RunConfig) -> Iterator[str]:
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
     parallel, optimizer = config.parallel, config.optimizer
-    if optimizer.offloads_optimizer and optimizer.optimizer == "muon":
-        yield (
-            "optimizer=muon works on whole matrices, so that its state cannot be offloaded; remove "
-            "--optimizer-cpu-offload and --optimizer-offload-dir, or choose another optimizer"
-        )
     if optimizer.optimizer_offload_fraction != 1.0 and not optimizer.offloads_optimizer:
         yield (
             f"optimizer_offload_fraction={optimizer.optimizer_offload_fraction} has no effect without an offload; add "

@@ -1,6 +1,5 @@
-"""Rules for which layers are on which stage: an explicit layout, or counts for the first and the last rank."""
-
-from __future__ import annotations
+"""Rules for pipelines: which layers are on which stage (a layout, or counts for the first and the last rank), and the
+schedule."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,6 +7,7 @@ from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_layout import divisors, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.pipeline_layout import parse_layout
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -126,3 +126,37 @@ def _legal_counts(config: RunConfig, counts: dict[str, int]) -> str:
         return f"change num_layers to a multiple of {chunks}"
     shown = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
     return f"legal: {shown}" + " in all" * (len(counts) > 1)
+
+
+def schedule_problems(config: RunConfig) -> Iterator[str]:
+    """A schedule that does not allow the number of chunks, or is given together with a custom plan."""
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    if schedule is None or config.model.num_layers < 1 or parallel.pipeline_model_parallel_size < 1:
+        return
+    if any(stage_problems(config)):
+        return  # the number of chunks is unknown
+    if parallel.pipeline_plan is not None:
+        yield f"pipeline_schedule={schedule} and pipeline_plan={parallel.pipeline_plan} exclude one another; keep one"
+    wanted, chunks = SCHEDULES[schedule].chunks, parallel.num_chunks(config.model.num_layers)
+    if wanted is None and chunks == 1:
+        yield (
+            f"pipeline_schedule={schedule} with one chunk on each rank is 1f1b; set "
+            "num_virtual_stages_per_pipeline_rank to 2 or more, or choose 1f1b"
+        )
+    elif wanted not in (None, 1) and parallel.pipeline_model_parallel_size == 1:
+        yield (
+            f"pipeline_schedule={schedule} has {wanted} chunks on each of several pipeline ranks, but there is one "
+            "rank; remove it or raise pipeline_model_parallel_size to 2 or more"
+        )
+    elif wanted == chunks == 2 and any(getattr(parallel, name) is not None for name in (FIRST, LAST)):
+        yield (
+            f"pipeline_schedule={schedule} has the first and the last stage on the first rank, so that "
+            f"{FIRST} and {LAST} do not apply; use "
+            "pipeline_model_parallel_layout instead"
+        )
+    elif wanted not in (None, chunks):
+        others = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
+        yield (
+            f"pipeline_schedule={schedule} cannot have {chunks} chunks on each rank; legal: {wanted} (with {chunks} "
+            f"chunks: {others})"
+        )

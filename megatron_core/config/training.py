@@ -79,11 +79,13 @@ class TrainingConfig(FP8Config):
         tokens were used."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
-        ramp, left, steps = self.batch_ramp(data_parallel_size, seq_length), self.train_samples or 0, 0
-        left -= consumed_samples
-        while consumed_samples < ramp.samples and left >= ramp.at(consumed_samples):
-            batch = ramp.at(consumed_samples)
-            consumed_samples, left, steps = consumed_samples + batch, left - batch, steps + 1
+        ramp, steps = self.batch_ramp(data_parallel_size, seq_length), 0
+        left = (self.train_samples or 0) - consumed_samples
+        while consumed_samples < ramp.samples and left >= (batch := ramp.at(consumed_samples)):
+            # All steps of one size at once: a ramp over 10^14 samples has too many to count them one by one.
+            until = -(-(ramp.change_after(consumed_samples) - consumed_samples) // batch)
+            count = min(until, left // batch)
+            consumed_samples, left, steps = consumed_samples + count * batch, left - count * batch, steps + count
         return steps + max(left, 0) // ramp.at(consumed_samples)
 
     def num_iterations(self, data_parallel_size: int, seq_length: int) -> int:
@@ -146,6 +148,9 @@ class OptimizerConfig:
     """Decay rate of the sum of gradients, for --optimizer muon."""
     muon_num_ns_steps: int = 5
     """Newton-Schulz iterations, for --optimizer muon."""
+    use_layer_wise_param_layout: bool = True
+    """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
+    --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""
     decoupled_lr: float | None = None
     """Highest learning rate of embeddings and output layer; default --lr."""
     decoupled_min_lr: float | None = None

@@ -11,7 +11,7 @@ from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
 
 MOST_REPEATS = 10_000
-"""Largest factor in an expression for a list, such as [1]*24: far more layers than any model has."""
+"""Longest list of an expression such as [1]*24, and largest factor: far more layers than any model has."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Translation:
             self.faults.append(f"{' '.join([flag, *values])}: this belongs to no flag; remove it")
         elif flag == "--":
             self.faults += [f"{value}: this belongs to no flag; remove it" for value in values]
-        elif (meaning := megatron_flags.VALUE_MEANS.get((name, " ".join(values)))) is not None:
+        elif (meaning := megatron_flags.VALUE_MEANS.get(f"{name}={' '.join(values)}")) is not None:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(f"{name}={values[0]}", ())
             self.strong += meaning
         elif name in self.known:
@@ -96,7 +96,7 @@ class Translation:
             found = convert(values if _is_list(kind) else _one(values), kind)
             values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for a whole number
         except (TypeError, ValueError, OverflowError, SyntaxError, RecursionError):
-            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {describe(kind)}")
+            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {describe(kind, 'None')}")
         else:
             self.strong += [flag, *values]
 
@@ -179,6 +179,8 @@ def _value_of(node: ast.expr) -> Any:
             return [_value_of(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _value_of(left) + _value_of(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))) if times <= MOST_REPEATS:
-            return _value_of(left) * times
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            value = _value_of(left)
+            if times * (len(value) if isinstance(value, list) else 1) <= MOST_REPEATS:
+                return value * times
     raise ValueError(ast.dump(node))

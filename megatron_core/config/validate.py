@@ -1,28 +1,24 @@
 """Finds all faults of a configuration at once, with a message for each that says how to correct it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_core.config.resilience import resilience_problems
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_context import context_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_fp8 import fp8_problems
-from megatron_core.config.rules_layout import parallel_problems, recompute_problems
+from megatron_core.config.rules_layout import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_monitor import monitor_problems
-from megatron_core.config.rules_pipeline import schedule_problems
-from megatron_core.config.rules_ramps import ramp_problems
-from megatron_core.config.rules_ranges import range_problems
+from megatron_core.config.rules_ranges import range_problems, unused_problems
 from megatron_core.config.rules_sharding import sharding_problems
-from megatron_core.config.rules_stages import stage_problems
+from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     batch_problems,
     learning_rate_problems,
     length_problems,
     precision_problems,
+    ramp_problems,
 )
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
@@ -37,6 +33,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if world_size < 1:
         yield f"world_size={world_size} is out of range; legal: 1, 2, 3, ..."
     yield from range_problems(config)
+    yield from unused_problems(config)
     yield from model_problems(config)
     yield from moe_problems(config)
     yield from recompute_problems(config)
@@ -56,6 +53,13 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from checkpoint_problems(config)
     yield from monitor_problems(config, world_size)
     yield from resilience_problems(config.resilience, config.flat())
+
+
+def largest_world_size(config: RunConfig, most: int) -> int:
+    """The largest number of ranks, at most ``most``, on which ``config`` has no problem; ``most`` if there is none."""
+    step = config.parallel.model_parallel_size
+    sizes = range(most // step * step, 0, -step) if step > 0 else ()
+    return next((size for size in sizes if next(problems(config, size), None) is None), most)
 
 
 def check(config: RunConfig, world_size: int, faults: Sequence[str] = ()) -> None:

@@ -3,13 +3,14 @@
 from megatron_core.context_parallel.attention import SharedSequence, shared_attention
 from megatron_core.context_parallel.exchange import AllGather, Exchange, Ring
 from megatron_core.context_parallel.heads import HeadExchange
-from megatron_core.context_parallel.products import Products, Unfused, fused_products
+from megatron_core.context_parallel.products import Mask, Products, Unfused, fused_products
 from megatron_core.context_parallel.tiles import Tile, tiles
 
 __all__ = [
     "AllGather",
     "Exchange",
     "HeadExchange",
+    "Mask",
     "Products",
     "Ring",
     "SharedSequence",

@@ -1,6 +1,4 @@
-"""Causal attention of this rank's queries over the keys of all ranks."""
-
-from __future__ import annotations
+"""Attention of this rank's queries over the keys of all ranks."""
 
 from dataclasses import dataclass
 
@@ -8,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.context_parallel.exchange import Exchange
-from megatron_core.context_parallel.products import Products, merge_
+from megatron_core.context_parallel.products import Products, finite, merge_
 from megatron_core.context_parallel.tiles import Documents, Tile, tiles
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import zigzag
@@ -25,10 +23,15 @@ class SharedSequence:
     """Lengths of the documents in each whole sequence; None: one document each."""
     window: int | None = None
     """Keys that a query sees, its own and those before it; None: all."""
+    causal: bool = True
+    """Whether a query sees no key after its own; else ``products`` know what it sees."""
 
     def tiles_with(self, owner: int) -> tuple[Tile, ...]:
         """The products of this rank's queries with the keys of rank ``owner``."""
         size, rank = self.exchange.group.size(), self.exchange.group.rank()
+        if not self.causal:
+            whole = 0, self.length // size
+            return (Tile(None, whole, whole),)
         queries, keys = (zigzag(self.length, each, size) for each in (rank, owner))
         return tiles(queries, keys, self.documents, self.window)
 
@@ -56,7 +59,7 @@ class _SharedAttention(torch.autograd.Function):
                 at, of = _ranges(tile)
                 merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, owner))
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, lse)
+        ctx.save_for_backward(query, own, out, finite(lse))
         ctx.sequence = sequence
         return out
 

@@ -1,7 +1,5 @@
 """How the keys and values of all ranks come to each of them, and their gradients back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Sequence parts for heads and back: each rank gets some heads of the whole sequence (Jacobs et al. 2023, Ulysses)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ attention is sum exp(l_i - l) o_i, and the gradients of part i are those of atte
 Source: Dao et al. 2022, section 3.1; Liu et al. 2023 for parts on several ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -20,6 +18,8 @@ from megatron_core.ops.rows import wide
 Gradients = tuple[Tensor, Tensor, Tensor]
 Drop = Callable[[Tensor, Tile, int], Tensor]
 """(weights of a tile, the tile, the rank whose keys they are) -> the weights that stay, over the share that does."""
+Mask = Callable[[Tile, int], Tensor]
+"""(a tile, the rank whose keys they are) -> ``[b or 1, 1, q, k]``, True where a query must not see a key."""
 
 
 class Products(Protocol):
@@ -40,19 +40,19 @@ class Products(Protocol):
 
 
 class Unfused:
-    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, if there is any.
+    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, ``mask`` a caller's own.
 
     With ``softcap`` c scores s become c tanh(s / c), whose derivative is 1 - tanh(s / c)^2.
     """
 
-    def __init__(self, drop: Drop | None = None, softcap: float | None = None) -> None:
-        self.drop, self.softcap = drop, softcap
+    def __init__(self, drop: Drop | None = None, softcap: float | None = None, mask: Mask | None = None) -> None:
+        self.drop, self.softcap, self.mask = drop, softcap, mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        scores = self._masked(self._scores(query, key), tile)
+        scores = self._masked(self._scores(query, key), tile, owner)
         lse = scores.logsumexp(-1)
-        weights = self._kept((scores - lse.unsqueeze(-1)).exp(), tile, owner)
+        weights = self._kept((scores - finite(lse).unsqueeze(-1)).exp(), tile, owner)
         return (_by_group(weights, key) @ value.unsqueeze(2).to(weights.dtype)).flatten(1, 2), lse
 
     def backward(
@@ -61,7 +61,7 @@ class Unfused:
         """As ``Products``."""
         grad, out, query, key, value = (x.to(lse.dtype) for x in (grad, out, query, key, value))
         scores = self._scores(query, key)
-        weights = (self._masked(scores, tile) - lse.unsqueeze(-1)).exp()
+        weights = (self._masked(scores, tile, owner) - lse.unsqueeze(-1)).exp()
         grad_value = _over_group(self._kept(weights, tile, owner), grad, key)
         grad_weights = (_by_group(grad, key) @ value.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
         grad_weights = self._kept(grad_weights, tile, owner)
@@ -76,8 +76,9 @@ class Unfused:
         scores = scores.to(wide(scores.dtype)) / math.sqrt(query.shape[-1])
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
-    def _masked(self, scores: Tensor, tile: Tile) -> Tensor:
-        return scores if tile.band is None else scores.masked_fill(~visible(tile, scores.device), -torch.inf)
+    def _masked(self, scores: Tensor, tile: Tile, owner: int) -> Tensor:
+        unseen = hidden(tile, owner, self.mask, scores.device)
+        return scores if unseen is None else scores.masked_fill(unseen, -torch.inf)
 
     def _kept(self, weights: Tensor, tile: Tile, owner: int) -> Tensor:
         return weights if self.drop is None else self.drop(weights, tile, owner)
@@ -87,31 +88,37 @@ class FusedOnCPU:
     """torch's flash attention for CPUs, which has float64, groups of heads and masks; values with fewer channels than
     keys are filled up with zeros."""
 
+    def __init__(self, mask: Mask | None = None) -> None:
+        self.mask = mask
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        mask, missing = self._mask(query, tile), query.shape[-1] - value.shape[-1]
+        mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, _filled(value, missing), 0.0, tile.is_causal_square, attn_mask=mask
+            query, key, _filled(value, missing), 0.0, self._is_causal(tile), attn_mask=mask
         )
+        if self.mask is not None and mask is not None:  # the operator's log-sum-exp of a row without keys is 0
+            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         return out[..., : value.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
     ) -> Gradients:
         """As ``Products``."""
-        mask, missing = self._mask(query, tile), query.shape[-1] - value.shape[-1]
+        mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
         grad, filled, out = (_filled(x, missing) for x in (grad, value, out))
         grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, filled, out, lse, 0.0, tile.is_causal_square, attn_mask=mask
+            grad, query, key, filled, out, lse, 0.0, self._is_causal(tile), attn_mask=mask
         )
         return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
-    def _mask(self, query: Tensor, tile: Tile) -> Tensor | None:
+    def _is_causal(self, tile: Tile) -> bool:
+        return tile.is_causal_square and self.mask is None
+
+    def _added(self, query: Tensor, tile: Tile, owner: int) -> Tensor | None:
         """Added to the scores: 0 where a query sees a key, else -inf."""
-        if tile.band is None or tile.is_causal_square:
-            return None
-        seen = visible(tile, query.device)
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        unseen = None if self._is_causal(tile) else hidden(tile, owner, self.mask, query.device)
+        return None if unseen is None else torch.zeros_like(unseen, dtype=query.dtype).masked_fill_(unseen, -torch.inf)
 
 
 class FusedOnCUDA:
@@ -144,11 +151,11 @@ class FusedOnCUDA:
         return (tile.band is not None and not tile.is_causal_square) or query.shape[-1] != value.shape[-1]
 
 
-def fused_products(device: torch.device, dtype: torch.dtype) -> Products:
-    """The fastest of those that compute on ``device`` in ``dtype``."""
+def fused_products(device: torch.device, dtype: torch.dtype, mask: Mask | None = None) -> Products:
+    """The fastest of those that compute on ``device`` in ``dtype``, with a caller's own ``mask``."""
     if device.type == "cpu":
-        return FusedOnCPU()
-    return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) else Unfused()
+        return FusedOnCPU(mask)
+    return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) and mask is None else Unfused(mask=mask)
 
 
 def visible(tile: Tile, device: torch.device) -> Tensor:
@@ -159,10 +166,25 @@ def visible(tile: Tile, device: torch.device) -> Tensor:
     return torch.ones(shape, dtype=torch.bool, device=device).tril(offset).triu(offset - window + 1)
 
 
+def hidden(tile: Tile, owner: int, mask: Mask | None, device: torch.device) -> Tensor | None:
+    """True where a query of a tile must not see a key, as its band and ``mask`` say; None: it sees all."""
+    own = None if mask is None else mask(tile, owner)
+    if tile.band is None:
+        return own
+    unseen = ~visible(tile, device)
+    return unseen if own is None else own | unseen
+
+
+def finite(lse: Tensor) -> Tensor:
+    """The log-sum-exp to subtract from scores: of rows without keys, whose scores are all -inf, 0."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add the attention over some keys to that over others, in place; ``lse`` is -inf where there were none yet."""
     total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+    base = finite(total)
+    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - base).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 

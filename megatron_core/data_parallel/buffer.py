@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,15 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
+from megatron_core.data_parallel.layout import BucketLayout
 from megatron_core.data_parallel.placement import DiskPlacement
-from megatron_core.parallel.collectives import Done, Handle, all_gather_flat_, all_reduce_, reduce_scatter_flat_
+from megatron_core.parallel.collectives import (
+    Done,
+    Handle,
+    all_gather_flat_,
+    all_reduce_,
+    reduce_scatter_flat_,
+    reduce_scatter_wide_,
+)
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 
 Initialise = Callable[[str, nn.Parameter], None]
-SHARD_MULTIPLE = 8
-"""Elements of which a shard has a whole multiple, so that each begins at 16 bytes, which kernels read at once."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,11 @@ class BucketKind:
     """Weights are gathered in FP8."""
 
     @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it is a matrix between two layers: no embedding, head, bias or norm."""
+        return self.matrix and not self.embedding
+
+    @property
     def is_partial(self) -> bool:
         """Whether gradients have to be completed before they are summed over data-parallel ranks."""
         return bool(self.partial_axes or self.shared_axes or self.tied)
@@ -90,20 +101,20 @@ class Bucket:
     """Parameters that lie one after another in one flat buffer, and their gradients in another.
 
     ``parameter.data`` becomes a view of ``weights`` and ``parameter.main_grad`` a view of ``grads`` (float32 for 16-bit
-    weights). The end is padded so that the ranks' shards are equal and begin at 16 bytes. This rank updates ``shard``,
-    one of those parts, or at ``zero_stage`` 0 the whole bucket. From stage 2 on ``grads`` has memory only between
-    ``open_grads`` and the end of a reduction, which adds to ``grad_shard``; at stage 3 ``weights`` only between
-    ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized. With ``disk`` the
-    shard of stage 3 lies there, and is in memory only while it is gathered or updated (Rajbhandari et al. 2021).
+    weights; none if it is not trained). The end is padded so that ranks' shards are equal and begin at 16 bytes. This
+    rank updates ``shard``, one of those parts, or at ``zero_stage`` 0 the whole bucket. From stage 2 on ``grads`` has
+    memory only between ``open_grads`` and the end of a reduction, which adds to ``grad_shard``; at stage 3 ``weights``
+    only between ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized. With
+    ``disk`` the shard of stage 3 lies there, and is in memory only while it is gathered or updated.
 
     ``dp_group`` are the ranks among which the bucket is split, ``instances`` those that hold the same shard of other
-    copies (hybrid sharding). Parameters on the meta device get memory on
-    ``device`` here, and ``initialise`` fills it.
+    copies (hybrid sharding). Parameters on the meta device get memory on ``device``, which ``initialise`` fills.
     """
 
     def __init__(
         self,
         named: list[tuple[str, nn.Parameter]],
+        layout: BucketLayout,
         kind: BucketKind,
         stage: int,
         dp_group: Group,
@@ -120,26 +131,21 @@ class Bucket:
         self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
         self.disk = disk
         # A rank that is alone keeps its gradients, and its weights unless they are on disk.
-        self.splits_grads = zero_stage >= 2 and dp_group.size() > 1
-        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or disk is not None)
         first = self.parameters[0]
-        numel = sum(p.numel() for p in self.parameters)
-        step = dp_group.size() * SHARD_MULTIPLE
-        padded = -(-numel // step) * step
+        self.splits_grads = zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
+        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or disk is not None)
+        padded = layout.padded
         part = padded // dp_group.size()
         self.shard = (
             slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
         )
         grad_dtype = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=device or first.device)
-        self.grads = torch.empty(0, dtype=grad_dtype, device=device or first.device)
-        self.grads = self.grads.new_empty(padded) if self.splits_grads else self.grads.new_zeros(padded)
-        self.offsets: list[int] = []
-        at = 0
-        for name, parameter in named:
+        make = torch.empty if self.splits_grads else torch.zeros
+        self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device or first.device)
+        self.offsets, self.end, self.used = layout.offsets, layout.end, layout.used
+        for (name, parameter), at in zip(named, self.offsets, strict=True):
             self._adopt(name, parameter, at, initialise)
-            self.offsets.append(at)
-            at += parameter.numel()
         self._weight_shard: Tensor | None = None
         if self.splits_weights:
             own = self.weights[self.shard]
@@ -150,7 +156,9 @@ class Bucket:
         if self.splits_grads:
             _release(self.grads)
         self.wire_dtype = grad_dtype
-        """In which sums are taken over the ranks."""
+        """In which gradients travel, and are summed over the ranks."""
+        self.sums_wide = False
+        """Whether shards are sums in the dtype of the gradients of what travelled in ``wire_dtype``."""
         self.compressor: Compressor | None = None
         self.wire_bytes = 0
         """Bytes that this rank has contributed to sums since the beginning."""
@@ -170,7 +178,8 @@ class Bucket:
         else:
             view.copy_(parameter.data)
             parameter.data = view
-        parameter.main_grad = self.grads[at : at + parameter.numel()].view_as(parameter)
+        if parameter.requires_grad:
+            parameter.main_grad = self.grads[at : at + parameter.numel()].view_as(parameter)
 
     @property
     def is_writer(self) -> bool:
@@ -206,6 +215,12 @@ class Bucket:
         """This rank's part of the gradients; complete once they have been reduced."""
         return self.grads[self.shard] if self._grad_shard is None else self._grad_shard
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a parameter lies in more than one shard."""
+        part, ends = self.weights.numel() // self.dp_group.size(), zip(self.offsets, self.parameters, strict=True)
+        return self.is_sharded and any(at // part != (at + p.numel() - 1) // part for at, p in ends)
+
     def open_grads(self) -> None:
         """Give the gradients memory, with zeros, if they have none; a sum of earlier ones is finished first."""
         if self._wire is not None and self.splits_grads:
@@ -227,8 +242,12 @@ class Bucket:
         self.wire_bytes += wire.nbytes
         if self.is_sharded:
             direct = wire is self.grads and not self._has_sum
-            self._partial = self.grad_shard if direct else wire.new_empty(self.grad_shard.numel())
-            self._reducing = reduce_scatter_flat_(self._partial, wire, self.dp_group, async_op=True)
+            like = self.grad_shard if self.sums_wide else wire
+            self._partial = self.grad_shard if direct else like.new_empty(self.grad_shard.numel())
+            if self.sums_wide and wire is not self.grads:
+                self._reducing = reduce_scatter_wide_(self._partial, wire, self.dp_group)
+            else:
+                self._reducing = reduce_scatter_flat_(self._partial, wire, self.dp_group, async_op=True)
         else:
             self._reducing = all_reduce_(wire, self.dp_group, async_op=True)
 
@@ -323,57 +342,6 @@ class Bucket:
                     joined = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
                     ranges.append((joined, end))
         return ranges
-
-
-def make_buckets(
-    units: Iterable[Sequence[tuple[str, nn.Parameter]]],
-    stage: int,
-    groups: ParallelGroups,
-    *,
-    bucket_size: int,
-    zero_stage: int,
-    device: torch.device | None = None,
-    initialise: Initialise | None = None,
-    on_disk: Callable[[], DiskPlacement] | None = None,
-) -> list[Bucket]:
-    """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
-
-    Backward finishes the last layers first, so that the first buckets are complete first. ``units`` are the named
-    parameters of the stage's units (embedding, each layer, head); from ``zero_stage`` 2 on, where a unit is reduced,
-    gathered and freed as a whole, no bucket crosses the border of one.
-    """
-    open_: dict[BucketKind, list[tuple[str, nn.Parameter]]] = {}
-    buckets: list[Bucket] = []
-
-    def close(kind: BucketKind, unit: int) -> None:
-        axes = "-".join(kind.replica_axes)
-        buckets.append(
-            Bucket(
-                open_.pop(kind),
-                kind,
-                stage,
-                groups.shard_group(axes),
-                zero_stage,
-                device=device,
-                unit=unit,
-                instances=groups.instance_group(axes),
-                initialise=initialise,
-                disk=on_disk() if on_disk is not None else None,
-            )
-        )
-
-    number = 0
-    for number, unit in reversed(list(enumerate(units))):
-        for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad]):
-            kind = BucketKind.of(parameter, groups)
-            open_.setdefault(kind, []).append((name, parameter))
-            if sum(p.numel() for _, p in open_[kind]) >= bucket_size:
-                close(kind, number)
-        for kind in list(open_) if zero_stage >= 2 else ():
-            close(kind, number)
-    for kind in list(open_):
-        close(kind, number)
-    return buckets
 
 
 @torch.no_grad()

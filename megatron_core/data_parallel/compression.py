@@ -5,8 +5,6 @@ What is compressed is each rank's own part of a matrix, so that results depend o
 compression does; errors belong to a data-parallel rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 
@@ -58,7 +56,7 @@ class PowerSGD:
         for piece, error, total in zip(rest, self._split(bucket, errors)[1], plain, strict=True):
             piece.copy_(total)
             error.zero_()
-        errors[bucket.offsets[-1] + bucket.parameters[-1].numel() :] = 0.0
+        errors[bucket.end :] = 0.0
         return sent + sum(tensor.nbytes for tensor in (*rights, *plain))
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
@@ -120,18 +118,19 @@ class OneBitAdam:
         if not bool(scales.isfinite().all()):  # all ranks see it, and skip the step: nothing may be remembered of it
             bucket.grads.fill_(torch.nan)
             return scale.nbytes
-        own.copy_(message - _decompressed(bits, scale))
+        trained = variance > 0  # padding has no gradient, so no sign, and no error that a checkpoint would have
+        own.copy_(message - _decompressed(bits, scale)).mul_(trained)
         received = all_to_all_rows(bits.view(size, -1), [1] * size, [1] * size, group)
         total = share.clone()
         for part, factor in zip(received, scales, strict=True):
             total += _decompressed(part, factor)
         share_bits, share_scale = _compressed(total)
-        share.copy_(total - _decompressed(share_bits, share_scale))
+        share.copy_(total - _decompressed(share_bits, share_scale)).mul_(trained.view(size, -1)[group.rank()])
         all_gather_flat_(bits, share_bits, group)
         all_gather_flat_(scales, share_scale.view(1), group)
         parts = zip(bits.view(size, -1), scales, strict=True)
         summed = torch.cat([_decompressed(part, factor) for part, factor in parts])
-        summed.mul_(variance > 0)  # padding, which has no gradient, has no sign either
+        summed.mul_(trained)
         torch.sub(summed, momentum, alpha=self.beta1, out=bucket.grads).div_(1.0 - self.beta1)
         return bits.nbytes + share_bits.nbytes + 2 * scale.nbytes
 

@@ -4,8 +4,6 @@ All sums here are linear, so that the data-parallel sum may come after them. It 
 gradients, and nothing has to be assumed about which of their shards lie on which rank.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

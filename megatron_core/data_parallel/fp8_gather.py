@@ -90,9 +90,8 @@ def start_narrow_gather(
     for parameter, start, stop, at in spans:
         grid = grids[parameter]
         by_row = scales[parameter].reshape(-1, grid.shape[-1])[grid.rows(start, stop)]
-        narrow = cast(
-            grid.whole_rows(shard[at : at + stop - start], start), by_row, E4M3, Blocks(1, grid.blocks.columns)
-        )
+        rows, backend = grid.whole_rows(shard[at : at + stop - start], start), _layer_of(parameter).backend
+        narrow = cast(rows, by_row, E4M3, Blocks(1, grid.blocks.columns), backend=backend)
         before = start % parameter.shape[-1]
         sent[at : at + stop - start] = narrow.data.view(torch.uint8).flatten()[before : before + stop - start]
     full = torch.empty(weights.numel(), dtype=torch.uint8, device=shard.device)
@@ -109,7 +108,8 @@ def _scales(
     amax = {p: torch.zeros(grid.shape, dtype=wide, device=shard.device) for p, grid in grids.items()}
     for parameter, start, stop, at in spans:
         grid = grids[parameter]
-        own = block_amax(grid.whole_rows(shard[at : at + stop - start], start), Blocks(1, grid.blocks.columns))
+        whole, backend = grid.whole_rows(shard[at : at + stop - start], start), _layer_of(parameter).backend
+        own = block_amax(whole, Blocks(1, grid.blocks.columns), backend=backend)
         rows = grid.rows(start, stop)[:, None].expand_as(own)
         amax[parameter].view(-1, grid.shape[-1]).scatter_reduce_(0, rows, own.to(wide), "amax")
     flat = torch.cat([each.flatten() for each in amax.values()])

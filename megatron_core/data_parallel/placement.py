@@ -5,8 +5,6 @@ kernel reads the next (``MADV_WILLNEED``), and what is done leaves its memory (`
 Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys

@@ -6,8 +6,6 @@ all the state there is: memory follows from it, so that hooks may fire in any nu
 inside a backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,16 +1,18 @@
 """Gradients of all stages of a rank: accumulated, completed, and summed over data-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.buffer import Bucket, Compressor, Initialise, make_buckets, materialise
+from megatron_core.data_parallel.buffer import Bucket, BucketKind, Compressor, Initialise, materialise
+from megatron_core.data_parallel.fill import in_order, make_buckets
 from megatron_core.data_parallel.finalize import complete_gradients, complete_shard, complete_shared
+from megatron_core.data_parallel.layout import Rule
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.groups import ParallelGroups
@@ -24,15 +26,17 @@ class DataParallel:
     Losses are expected to be normalised by the whole global batch already, so that gradients are summed, never
     averaged. ``zero_stage`` (Rajbhandari et al. 2020, section 5): 0 sums gradients on every rank, 1 leaves each rank
     the sums of its shard, once a step; 2 reduces a unit's gradients whenever its backward ends and keeps the shard
-    alone, and 3 keeps a shard of the weights alone, too, and gathers a unit's for its forward and backward.
+    alone, and 3 keeps a shard of the weights alone, too, matrices that are not trained included, and gathers a unit's
+    for its forward and backward.
 
     With ``overlap_grad_reduce`` a bucket's sum begins as soon as the last micro-batch's backward (from stage 2 on:
     each one's) has finished with its parameters; buckets whose gradients are partial wait for ``finish_grad_sync``.
     With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, at stage 3 the next one
     is gathered meanwhile: a parameter may be read only once the forward of a module of its unit has begun.
-    ``wire_dtype`` is the dtype in which gradients are summed, by default their own; ``compressor`` sums them lossily.
+    ``wire_dtype`` is the dtype in which gradients travel and are summed, by default their own; with ``sums_wide``
+    shards are summed in their own all the same. ``compressor`` sums them lossily.
     ``keep_after_forward`` keeps the weights that stage 3 has gathered to the end of the step; in ``weights_folder`` lie
-    its shards, if it is given. Parameters
+    its shards, if it is given. ``rule_of`` says how buckets are filled (``make_buckets``). Parameters
     on the meta device get memory on ``device``, a bucket at a time, and ``initialise`` fills it.
     """
 
@@ -48,24 +52,26 @@ class DataParallel:
         bucket_size: int = 40_000_000,
         device: torch.device | None = None,
         wire_dtype: torch.dtype | None = None,
+        sums_wide: bool = False,
         compressor: Compressor | None = None,
         initialise: Initialise | None = None,
         weights_folder: Path | None = None,
+        rule_of: Callable[[BucketKind, int], Rule] = in_order,
     ) -> None:
         self.groups, self.zero_stage = groups, zero_stage
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
-        self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if not p.requires_grad]
-
+        self.frozen_buckets: list[Bucket] = []
+        """At stage 3 the matrices that are not trained, for which there are no gradients and no optimizer state."""
         is_meta = device is not None and device.type == "meta"
 
         def on_disk() -> DiskPlacement:
             return DiskPlacement(weights_folder or Path(), groups.rank, "zero3_param_offload_dir")
 
         for stage, module in stages.items():
-            units = units_of(module, groups)
-            self.buckets += make_buckets(
-                units,
+            make = partial(
+                make_buckets,
+                units_of(module, groups),
                 stage,
                 groups,
                 bucket_size=bucket_size,
@@ -73,19 +79,25 @@ class DataParallel:
                 device=device,
                 initialise=initialise,
                 on_disk=on_disk if weights_folder is not None and not is_meta else None,
+                rule_of=rule_of,
             )
+            self.buckets += make()
+            self.frozen_buckets += make(frozen=True) if zero_stage == 3 else []
+        self._bucket_of = {p: bucket for bucket in self.all_buckets for p in bucket.parameters}
+        self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if p not in self._bucket_of]
+        """Parameters that are not trained and whole on every rank: all of them below stage 3, there vectors."""
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
         self.compressor = compressor
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
+            bucket.sums_wide = sums_wide
         # A rank without parameters needs it, too: it takes part in collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self._waiting: dict[Bucket, int] = {}
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._sync: dict[int, UnitSync] = {}
-        if any(bucket.splits_grads or bucket.splits_weights for bucket in self.buckets):
+        if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
             options = UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward)
             self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
         for bucket in self.buckets:
@@ -96,6 +108,11 @@ class DataParallel:
         if overlap_param_gather and zero_stage < 3:
             for module in stages.values():
                 self._wait_before_forward(module)
+
+    @property
+    def all_buckets(self) -> list[Bucket]:
+        """Those that are trained, and those that are not."""
+        return self.buckets + self.frozen_buckets
 
     def zero_grad(self) -> None:
         """Begin a new step."""
@@ -162,7 +179,7 @@ class DataParallel:
         """Bytes of the weights and gradients that stay, and of the most that is whole for a while besides."""
         shards = {"weights": 0, "gradients": 0}
         units: dict[tuple[int, int], int] = {}
-        for bucket in self.buckets:
+        for bucket in self.all_buckets:
             in_memory = bucket.weight_shard.nbytes * (bucket.disk is None)
             shards["weights"] += in_memory if bucket.splits_weights else bucket.weights.nbytes
             shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
@@ -195,12 +212,12 @@ class DataParallel:
             bucket.release_weights()
 
     def frozen_on_first_copy(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters that are not trained, on the first of the data-parallel ranks that have copies of them."""
+        """``frozen`` on the first of the data-parallel ranks that have copies of them."""
         axes = [(pair, "-".join(spec_of(pair[1]).replica_axes)) for pair in self.frozen]
         return [pair for pair, names in axes if self.groups.group(names).rank() == 0]
 
     def _unit_sync(self, stage: int, module: nn.Module, options: UnitOptions) -> UnitSync:
-        own = [bucket for bucket in self.buckets if bucket.stage == stage]
+        own = [bucket for bucket in self.all_buckets if bucket.stage == stage]
         return UnitSync(module, modules_of(module), own, self._bucket_of, options, self._start_reduce)
 
     def _start_reduce(self, bucket: Bucket) -> None:
@@ -269,14 +286,18 @@ def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, 
     """The named parameters of a stage by unit: what the module's ``units()`` lists, or else each of its children.
 
     A parameter in no unit is a part of the first one, a parameter in several of the first of them. Parameters without a
-    ``ShardSpec`` get that of a tensor which is whole on every rank.
+    ``ShardSpec`` get that of a tensor which is whole on every rank; ``allreduce=False`` marks those of experts, which
+    only expert-data-parallel ranks share.
     """
     units = modules_of(module)
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
     result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in _named(module):
         if not hasattr(parameter, "shard_spec"):
-            parameter.shard_spec = replicated(tuple(parameter.shape), groups.index("tp"))
+            expert = not getattr(parameter, "allreduce", True)
+            axis = "etp" if expert else "tp"
+            spec = replicated(tuple(parameter.shape), groups.index(axis), axis=axis)
+            parameter.shard_spec = replace(spec, replica_axes=("edp",)) if expert else spec
         result[number.get(parameter, 0)].append((name, parameter))
     return result
 

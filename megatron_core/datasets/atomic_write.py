@@ -49,7 +49,14 @@ def commit(file: BinaryIO, path: str | Path) -> None:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary file to write to, which appears at `path` when the block ends and never if it fails."""
+    """A binary file to write to, which appears at `path` when the block ends and never if it fails.
+
+    What is there and no file, such as /dev/null or a pipe, is written to as it is: root could replace it.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        with Path(path).open("wb") as device:
+            yield device
+        return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = partial_path(path).open("wb")
     try:

@@ -1,5 +1,7 @@
 """What training asks of a data set."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -35,3 +37,14 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """The sample at a position of the endless order."""
         ...
+
+
+def sources_of(dataset: Dataset | None) -> tuple[str, ...]:
+    """Names of what a blend reads from, in the order of the numbers that its `source_of(index)` gives; else none."""
+    return getattr(dataset, "sources", ())
+
+
+def short_names(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """File names without their folders, if they differ."""
+    names = tuple(Path(prefix).name for prefix in prefixes)
+    return names if len(set(names)) == len(names) else tuple(prefixes)

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
-from megatron_core.datasets.base import Dataset, Sample
+from megatron_core.datasets.base import Dataset, Sample, short_names
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.errors import ConfigError
 
@@ -59,6 +58,7 @@ class BlendedDataset:
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each")
         self._datasets = tuple(datasets)
+        self.sources = short_names([dataset.source for dataset in datasets])
         self.sequence_length = datasets[0].sequence_length
         self.samples_per_epoch = sum(dataset.samples_per_epoch for dataset in datasets)
         self.slots = slots(weights or [dataset.samples_per_epoch for dataset in datasets])
@@ -71,6 +71,10 @@ class BlendedDataset:
         period, slot = divmod(index, PERIOD)
         dataset = int(self._dataset_of_slot[slot])
         return dataset, period * self.slots[dataset] + int(self._item_of_slot[slot])
+
+    def source_of(self, index: int) -> int:
+        """The number of the data set that a sample is read from."""
+        return self.locate(index)[0]
 
     def taken(self, samples: int) -> tuple[int, ...]:
         """How many of the first `samples` samples come from each data set."""
@@ -114,23 +118,11 @@ def _number(text: str) -> float | None:
         return None
 
 
-class Blend(Protocol):
-    """A blend of which one can ask where a sample comes from."""
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """The number of the data set that a sample is read from, and the index in it."""
-        ...
-
-    def taken(self, samples: int) -> tuple[int, ...]:
-        """How many of the first samples come from each data set."""
-        ...
-
-
 @dataclass(frozen=True)
 class MixPhase:
     """A blend of `parts`, for `samples` samples or, if None, for all that follow; parts have names."""
 
-    blend: Blend
+    blend: BlendedDataset
     parts: dict[str, Dataset]
     samples: int | None
 
@@ -145,6 +137,8 @@ class PhasedDataset:
     def __init__(self, phases: Sequence[MixPhase]) -> None:
         self.sequence_length = next(iter(phases[0].parts.values())).sequence_length
         self._phases = tuple(phases)
+        self._names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+        self.sources = short_names(self._names)
         self._first = [0, *accumulate(phase.samples or 0 for phase in phases[:-1])]
         self._offsets: list[dict[str, int]] = []
         taken: Counter[str] = Counter()
@@ -156,6 +150,10 @@ class PhasedDataset:
         """Item `index` >= 0 of the endless order."""
         name, item, phase = self.locate(index)
         return phase.parts[name][item]
+
+    def source_of(self, index: int) -> int:
+        """The number of the part that a sample is read from, among all parts of all phases."""
+        return self._names.index(self.locate(index)[0])
 
     def locate(self, index: int) -> tuple[str, int, MixPhase]:
         """The part that sample `index` is read from, the index in it, and the phase."""

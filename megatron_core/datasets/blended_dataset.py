@@ -1,4 +1,4 @@
-"""Megatron's `BlendedDataset`: several data sets drawn from in proportion to weights."""
+"""For Megatron Core's users: `BlendedDataset`, several data sets drawn from in proportion to weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from megatron_core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron_core.datasets.megatron_dataset import MegatronDataset
 from megatron_core.datasets.megatron_order.build import cached_blend, check_blend
 from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.split_names import normalize
+from megatron_core.datasets.utils import normalize
 from megatron_core.errors import ConfigError
 
 
@@ -41,7 +41,6 @@ class BlendedDataset(torch.utils.data.Dataset):
         check_blend(blend, [len(d) for d in datasets], [str(d.dataset_path) for d in datasets])
 
     def __len__(self) -> int:
-        """The number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Megatron's builder: from settings and sizes to the data sets of training, validation and test."""
+"""For Megatron Core's users: from settings and sizes to the data sets of training, validation and test."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from megatron_core.datasets.blended_megatron_dataset_config import Blend, Blende
 from megatron_core.datasets.megatron_dataset import MegatronDataset
 from megatron_core.datasets.megatron_order.blend_index import samples_per_dataset
 from megatron_core.datasets.megatron_order.build import blend_size
-from megatron_core.datasets.split_names import Split, normalize
+from megatron_core.datasets.utils import Split, normalize
 from megatron_core.errors import ConfigError
 
 Sizes = Sequence[int | None]

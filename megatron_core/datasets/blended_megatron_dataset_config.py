@@ -1,4 +1,4 @@
-"""Megatron's settings of data sets that are built from blends of token files."""
+"""For Megatron Core's users: settings of data sets that are built from blends of token files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_core.datasets.paths import parse_split
-from megatron_core.datasets.split_names import Split
+from megatron_core.datasets.utils import Split
 from megatron_core.errors import ConfigError
 
 Blend = tuple[Sequence[str], Sequence[float] | None]

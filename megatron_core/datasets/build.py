@@ -1,10 +1,10 @@
 """From the data flags to the data sets of training, validation and test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from megatron_core.config import DataConfig, RunConfig, TrainingConfig
 from megatron_core.config.rules_data import data_problems
@@ -21,93 +21,10 @@ from megatron_core.tokenizers import Tokenizer
 Wanted = dict[str, int]
 """Samples that a run asks for, by split."""
 
+Share = tuple[IndexedDataset, range]
+"""A file, and which of its sequences belong to a split."""
 
-@dataclass(frozen=True)
-class Share:
-    """The sequences of a file that belong to a split."""
-
-    indexed: IndexedDataset
-    sequences: range
-
-
-class Order(Protocol):
-    """Makes the data set of a split."""
-
-    def blend(
-        self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, notes: list[str] | None
-    ) -> Dataset | None:
-        """One data set from files with weights; None: nothing is left.
-
-        notes: takes a sentence for what is left out because it has too few tokens; None makes that a DataError.
-        """
-        ...
-
-
-class KeyedOrder:
-    """`--data-order keyed`."""
-
-    def __init__(self, data: DataConfig, seed: int, eod: int | None) -> None:
-        self._length, self._seed, self._eod = data.seq_length, seed, eod
-
-    def part(self, share: Share, name: str) -> KeyedGPTDataset:
-        """The samples of one file."""
-        masked = self._eod is not None
-        return KeyedGPTDataset(share.indexed, share.sequences, self._length, self._seed, name, self._eod, masked)
-
-    def blend(
-        self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, notes: list[str] | None
-    ) -> Dataset | None:
-        """The files that have a sample, in the proportions that they have to one another."""
-        found = [self._part_or_note(share, name, notes) for share in shares]
-        kept = [part for part in found if part is not None]
-        if len(kept) < 2:
-            return kept[0] if kept else None
-        if weights is not None:
-            weights = [weight for weight, part in zip(weights, found, strict=True) if part is not None]
-        return BlendedDataset(kept, weights)
-
-    def _part_or_note(self, share: Share, name: str, notes: list[str] | None) -> KeyedGPTDataset | None:
-        try:
-            return self.part(share, name)
-        except DataError as error:
-            _note(error, notes)
-            return None
-
-
-class MegatronOrder:
-    """`--data-order megatron`: what is asked for decides about the order, as in Megatron-LM."""
-
-    def __init__(self, data: DataConfig, seed: int, eod: int | None, wanted: Wanted) -> None:
-        self._data, self._seed, self._eod, self._wanted = data, seed, eod, wanted
-
-    def blend(
-        self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, notes: list[str] | None
-    ) -> Dataset | None:
-        """All files, or none where one has too few tokens."""
-        try:
-            return build_megatron_order(
-                [share.indexed for share in shares],
-                [share.sequences for share in shares],
-                weights,
-                self._wanted.get(name),
-                self._data.seq_length,
-                self._seed,
-                name,
-                cache=self._data.data_cache_path,
-                eod=self._eod,
-                eod_mask_loss=self._eod is not None,
-                surplus=self._data.mid_level_dataset_surplus,
-                threads=self._data.num_dataset_builder_threads,
-            )
-        except DataError as error:
-            _note(error, notes)
-            return None
-
-
-def _note(error: DataError, notes: list[str] | None) -> None:
-    if notes is None:
-        raise error
-    notes.append(f"left out: {error}")
+D = TypeVar("D")
 
 
 @dataclass(frozen=True)
@@ -133,71 +50,106 @@ def build_datasets(
     # Whether there must be training data is for the caller to know.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)
-    eod = _masked_eod(tokenizer) if data.eod_mask_loss else None
-    keyed = KeyedOrder(data, seed, eod)
-    order = MegatronOrder(data, seed, eod, wanted or {}) if data.data_order == "megatron" else keyed
-    files, paths = _Files(data, tokenizer), read_paths(data)
+    builder, paths = _Builder(data, seed, tokenizer, wanted or {}), read_paths(data)
     if not paths.phases:
-        train, valid, test = (_whole(files, order, own, name) for own, name in zip(paths.own, NAMES, strict=True))
-        splits = Splits(train, valid, test)
+        train, valid, test = (builder.whole(own, name) for own, name in zip(paths.own, NAMES, strict=True))
     else:
         fractions = parse_split(data.split or DEFAULT_SPLIT)
-        splits = _divided(files, order, paths.phases[-1], fractions)
+        train, valid, test = builder.divided(paths.phases[-1], fractions)
         if len(paths.phases) > 1:
-            mixes = [_mix(files, keyed, phase, fractions) for phase in paths.phases]
-            splits = replace(splits, train=PhasedDataset(mixes))
-    if data.dataloader_type == "cyclic" and splits.train is not None:
-        once: Any = splits.train
+            train = PhasedDataset([builder.mix(phase, fractions) for phase in paths.phases])
+    splits = Splits(train, valid, test, tuple(builder.notes))
+    if data.dataloader_type == "cyclic" and train is not None:
+        once: Any = train
         return replace(splits, train=CyclicDataset(once, once.samples_per_epoch, seed))
     return splits
 
 
-def _whole(files: "_Files", order: Order, paths: Sequence[str], name: str) -> Dataset | None:
-    """The data set of a split with paths of its own, where too few tokens are always an error."""
-    if not paths:
-        return None
-    weights, prefixes = parse_blend(paths)
-    shares = [Share(indexed, range(len(indexed))) for indexed in files.open(prefixes)]
-    # As in Megatron: the weight of a single file means nothing here.
-    return order.blend(shares, weights if len(shares) > 1 else None, name, None)
+class _Builder:
+    """Data sets of the token files of a run; a file that is named twice is opened once."""
 
-
-def _divided(files: "_Files", order: Order, phase: Phase, fractions: Sequence[float]) -> Splits:
-    """The splits of one `--data-path`.
-
-    Only training cannot go without. The default split gives a thousandth of the sequences to test: a small file, as
-    in a first try, has no sample there, and none was asked for.
-    """
-    weights, prefixes = parse_blend(phase.data_path)
-    opened = files.open(prefixes)
-    notes: list[str] = []
-    splits: list[Dataset | None] = []
-    for number, name in enumerate(NAMES):
-        shares = [Share(indexed, split_ranges(fractions, len(indexed))[number]) for indexed in opened]
-        lenient = None if name == "train" else notes
-        splits.append(order.blend(shares, weights, name, lenient) if fractions[number] else None)
-    train, valid, test = splits
-    return Splits(train, valid, test, tuple(notes))
-
-
-def _mix(files: "_Files", order: KeyedOrder, phase: Phase, fractions: Sequence[float]) -> MixPhase:
-    """The training share of a phase."""
-    weights, prefixes = parse_blend(phase.data_path)
-    if len(set(prefixes)) < len(prefixes):
-        raise ConfigError(f"data_phases: {' '.join(phase.data_path)} names a file twice; add up its weights")
-    opened = files.open(prefixes)
-    parts = [order.part(Share(file, split_ranges(fractions, len(file))[0]), "train") for file in opened]
-    return MixPhase(BlendedDataset(parts, weights), dict(zip(prefixes, parts, strict=True)), phase.samples)
-
-
-class _Files:
-    """The token files of a run; one that is named twice is opened once."""
-
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer | None) -> None:
-        self._data, self._tokenizer = data, tokenizer
+    def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer | None, wanted: Wanted) -> None:
+        self._data, self._seed, self._tokenizer, self._wanted = data, seed, tokenizer, wanted
+        self._eod = _masked_eod(tokenizer) if data.eod_mask_loss else None
         self._open = cache(self._open_file)
+        self.notes: list[str] = []
 
-    def open(self, prefixes: Sequence[str]) -> list[IndexedDataset]:
+    def whole(self, paths: Sequence[str], name: str) -> Dataset | None:
+        """The data set of a split with paths of its own, where too few tokens are always an error."""
+        if not paths:
+            return None
+        weights, prefixes = parse_blend(paths)
+        shares = [(file, range(len(file))) for file in self._opened(prefixes)]
+        # As in Megatron: the weight of a single file means nothing here.
+        return self._blend(shares, weights if len(shares) > 1 else None, name, lenient=False)
+
+    def divided(self, phase: Phase, fractions: Sequence[float]) -> list[Dataset | None]:
+        """The splits of one `--data-path`.
+
+        Only training cannot go without. The default split gives a thousandth of the sequences to test: a small file,
+        as in a first try, has no sample there, and none was asked for.
+        """
+        weights, prefixes = parse_blend(phase.data_path)
+        files = self._opened(prefixes)
+        splits: list[Dataset | None] = []
+        for number, name in enumerate(NAMES):
+            shares = [(file, split_ranges(fractions, len(file))[number]) for file in files]
+            asked = fractions[number] > 0
+            splits.append(self._blend(shares, weights, name, lenient=name != "train") if asked else None)
+        return splits
+
+    def mix(self, phase: Phase, fractions: Sequence[float]) -> MixPhase:
+        """The training share of a phase."""
+        weights, prefixes = parse_blend(phase.data_path)
+        if len(set(prefixes)) < len(prefixes):
+            raise ConfigError(f"data_phases: {' '.join(phase.data_path)} names a file twice; add up its weights")
+        shares = [(file, split_ranges(fractions, len(file))[0]) for file in self._opened(prefixes)]
+        parts = [self._keyed(share, "train") for share in shares]
+        return MixPhase(BlendedDataset(parts, weights), dict(zip(prefixes, parts, strict=True)), phase.samples)
+
+    def _blend(
+        self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, *, lenient: bool
+    ) -> Dataset | None:
+        """One data set from files with weights, None if nothing is left; in Megatron's order all files or none."""
+        if self._data.data_order == "megatron":
+            return self._or_note(partial(self._in_megatrons_order, shares, weights, name), lenient)
+        found = [self._or_note(partial(self._keyed, share, name), lenient) for share in shares]
+        kept = [part for part in found if part is not None]
+        if len(kept) < 2:
+            return kept[0] if kept else None
+        if weights is not None:
+            weights = [weight for weight, part in zip(weights, found, strict=True) if part is not None]
+        return BlendedDataset(kept, weights)
+
+    def _keyed(self, share: Share, name: str) -> KeyedGPTDataset:
+        return KeyedGPTDataset(*share, self._data.seq_length, self._seed, name, self._eod)
+
+    def _in_megatrons_order(self, shares: Sequence[Share], weights: Sequence[float] | None, name: str) -> Dataset:
+        return build_megatron_order(
+            [file for file, _ in shares],
+            [sequences for _, sequences in shares],
+            weights,
+            self._wanted.get(name),
+            self._data.seq_length,
+            self._seed,
+            name,
+            cache=self._data.data_cache_path,
+            masked_token=self._eod,
+            surplus=self._data.mid_level_dataset_surplus,
+            threads=self._data.num_dataset_builder_threads,
+        )
+
+    def _or_note(self, build: Callable[[], D], lenient: bool) -> D | None:
+        """What `build` returns; where it has too few tokens and that is no error, None and a note."""
+        try:
+            return build()
+        except DataError as error:
+            if not lenient:
+                raise
+            self.notes.append(f"left out: {error}")
+            return None
+
+    def _opened(self, prefixes: Sequence[str]) -> list[IndexedDataset]:
         """Files opened at the same time, which on a network's file system is mostly waiting."""
         with ThreadPoolExecutor(self._data.num_dataset_builder_threads) as threads:
             return list(threads.map(self._open, prefixes))

@@ -6,7 +6,7 @@ them into the index.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +24,8 @@ from megatron_core.datasets.atomic_write import (
     syncing_file,
 )
 from megatron_core.datasets.header import remove_header
-from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path
-from megatron_core.errors import DataError
+from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.errors import ConfigError, DataError
 
 # Large enough that a block's system calls cost nothing beside its copying; memory is a few of them.
 BLOCK_BYTES = 1 << 20
@@ -207,6 +207,13 @@ def publish_pair(bin_path: str | Path, idx_path: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def refuse_existing(prefixes: Iterable[str]) -> None:
+    """ConfigError if token files of these names are there, which a run would replace."""
+    for path in (path for prefix in prefixes for path in (get_bin_path(prefix), get_idx_path(prefix))):
+        if Path(path).exists():
+            raise ConfigError(f"{path} exists already; choose another --output-prefix, or replace it with --overwrite")
+
+
 def unfinished(bin_path: str | Path) -> list[Path]:
     """The files of a pair that is not finished, except its index."""
     return [partial_path(bin_path), *(partial_path(f"{bin_path}.{name}") for name in ("lengths", "documents", "modes"))]
@@ -230,13 +237,11 @@ class IndexedDatasetBuilder:
         self._multimodal = multimodal
 
     def __enter__(self) -> "IndexedDatasetBuilder":
-        """The builder itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the unfinished files, if they are unfinished."""
         if not self._writer.closed or kind is not None:
             self._writer.discard()
 
@@ -259,18 +264,6 @@ class IndexedDatasetBuilder:
             raise DataError(f"a document of {len(lengths)} sequences cannot have {len(given)} modes")
         self._append(tokens, lengths, given)
         self.end_document()
-
-    def add_documents(self, tensor: Any, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Append documents back to back in `tensor`: the length of each sequence, the sequences of each document."""
-        tokens = self._checked(tensor)
-        if sum(lengths) != len(tokens) or sum(counts) != len(lengths):
-            raise DataError(
-                f"{len(tokens)} tokens cannot be {len(lengths)} sequences of {sum(lengths)} tokens together in "
-                f"documents of {sum(counts)} sequences together"
-            )
-        self._append(tokens, lengths, [0] * len(lengths))
-        before = self._writer.extent.sequences - len(lengths)
-        self._writer.end_documents(np.cumsum(counts, dtype=np.int64) + before)
 
     def add_index(self, path_prefix: str) -> None:
         """Append all sequences and documents of another pair of files; DataError if its dtype is another."""
@@ -333,11 +326,7 @@ class IndexedDatasetBuilder:
             if low < limits.min or high > limits.max:
                 wrong = int(low if low < limits.min else high)
                 raise DataError(
-                    f"token id {wrong} does not fit {dtype.name}, which {self._path} is written "
+                    f"token id {wrong} does not fit {dtype.name}, which {self._writer.bin_path} is written "
                     "in; build with dtype=DType.optimal_dtype(vocab_size)"
                 )
         return np.ascontiguousarray(values.astype(dtype.newbyteorder("<")))
-
-    @property
-    def _path(self) -> Path:
-        return self._writer.bin_path

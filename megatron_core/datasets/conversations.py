@@ -1,7 +1,5 @@
 """Conversations as training data: chat template, loss on the assistant's answers alone, one sample for each line."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from megatron_core.datasets.base import PackedSample
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
+from megatron_core.datasets.message_schemas import messages_of
 from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
@@ -25,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 class ConversationFile:
-    """Lines of JSON with ``messages``, a list of ``{"role", "content"}``; where each line begins is kept in memory."""
+    """Lines of JSON, each with messages as ``message_schemas`` finds them; where each line begins is kept in memory."""
 
     def __init__(self, path: str) -> None:
         self.path, self._begins = Path(path), array("q")
@@ -37,26 +36,40 @@ class ConversationFile:
                         self._begins.append(at)
                     at += len(line)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}; --sft reads lines of JSON with messages") from None
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}; --sft reads lines of JSON with messages"
+            ) from None
+        if not self._begins:
+            raise DataError(f"{path} is empty; --sft reads lines of JSON with messages")
 
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __getitem__(self, line: int) -> list[list[Message]]:
-        """The conversations of a line: a message of the system begins another one."""
+    def __getitem__(self, line: int) -> tuple[list[list[Message]], Any]:
+        """The conversations of a line, where a message of the system begins another one, and the tools they have."""
         with self.path.open("rb") as file:
             file.seek(self._begins[line])
             text = file.readline()
         try:
-            messages = json.loads(text)["messages"]
-            conversations: list[list[Message]] = []
-            for message in messages:
-                if not conversations or message["role"] == "system":
-                    conversations.append([])
-                conversations[-1].append({**message, "content": message["content"]})
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self.path}, line {line}: {error!r}; a line is an object with messages") from None
-        return conversations
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"is no JSON ({error}); correct or remove the line") from None
+        if not isinstance(content, dict):
+            raise DataError(f"holds a {type(content).__name__}, expected an object with messages")
+        conversations: list[list[Message]] = []
+        for message in messages_of(content):
+            if not conversations or message["role"] == "system":
+                conversations.append([])
+            conversations[-1].append(message)
+        return conversations, content.get("tools")
+
+    def place(self, line: int) -> str:
+        """File and number of a line, from 1 and with the blank ones, as editors count."""
+        left, number = self._begins[line], 1
+        with self.path.open("rb") as file:
+            while left and (data := file.read(min(left, 1 << 20))):
+                left, number = left - len(data), number + data.count(b"\n")
+        return f"{self.path}, line {number}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class ConversationTokenizer:
     tokenizer: Tokenizer
     template: ChatTemplate
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Tokens and True for those of the assistant's answers, up to their end as the template writes it.
 
         What comes before an answer is one text, as it is when the model generates, and so is the answer.
@@ -76,19 +89,19 @@ class ConversationTokenizer:
         done = ""
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                asked = self._text(messages[:number], done, add_generation_prompt=True)
-                whole = self._text(messages[: number + 1], asked, add_generation_prompt=False)
+                asked = self._text(messages[:number], tools, done, add_generation_prompt=True)
+                whole = self._text(messages[: number + 1], tools, asked, add_generation_prompt=False)
                 for text, is_answer in ((asked[len(done) :], False), (whole[len(asked) :], True)):
                     new = self.tokenizer.tokenize(text) if text else []
                     tokens += new
                     answers += [is_answer] * len(new)
                 done = whole
-        rest = self._text(messages, done, add_generation_prompt=False)[len(done) :]
+        rest = self._text(messages, tools, done, add_generation_prompt=False)[len(done) :]
         new = self.tokenizer.tokenize(rest) if rest else []
         return tokens + new, answers + [False] * len(new)
 
-    def _text(self, messages: Sequence[Message], begin: str, *, add_generation_prompt: bool) -> str:
-        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+    def _text(self, messages: Sequence[Message], tools: Any, begin: str, *, add_generation_prompt: bool) -> str:
+        text = self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         if not text.startswith(begin):
             raise DataError(
                 "the chat template changes earlier messages when later ones follow, so that answers cannot be told "
@@ -123,17 +136,20 @@ class ConversationDataset:
         line = self._lines[KeyedPermutation(len(self._lines), (self._seed, number))[position]]
         for file in self._files:
             if line < len(file):
-                return self._sample(file[line])
+                try:
+                    return self._sample(*file[line])
+                except DataError as error:
+                    raise DataError(f"{file.place(line)}: {error}") from None
             line -= len(file)
         raise IndexError(f"sample {index}")
 
-    def _sample(self, conversations: Sequence[Sequence[Message]]) -> PackedSample:
+    def _sample(self, conversations: Sequence[Sequence[Message]], tools: Any) -> PackedSample:
         length = self.sequence_length
         lengths: list[int] = []
         tokens: list[int] = []
         counted: list[bool] = []
         for conversation in conversations:
-            ids, answers = self._encoder.encode(conversation)
+            ids, answers = self._encoder.encode(conversation, tools)
             # The first token has nothing before it in its own conversation that it could be predicted from.
             tokens += ids
             counted += [False, *answers[1:]][: len(ids)]

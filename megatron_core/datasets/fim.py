@@ -1,13 +1,12 @@
 """Fill in the middle: documents rearranged so that a model learns to write what is missing inside a text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from megatron_core.config import DataConfig
-from megatron_core.datasets.base import Dataset, Sample
+from megatron_core.datasets.base import Dataset, Sample, sources_of
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
@@ -44,7 +43,8 @@ class FIMDataset:
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, settings: DataConfig, seed: int) -> None:
         self.sequence_length = dataset.sequence_length
-        self._dataset = dataset
+        self._dataset: Any = dataset
+        self.sources = sources_of(dataset)
         self._tokenizer = tokenizer
         self._settings = settings
         self._seed = seed
@@ -69,6 +69,10 @@ class FIMDataset:
         if self._settings.eod_mask_loss:
             loss_mask[whole[:-1] == self._tokenizer.eod] = 0.0
         return Sample(tokens=whole[:-1], labels=whole[1:], loss_mask=loss_mask)
+
+    def source_of(self, index: int) -> int:
+        """Number among `sources` of the data set that a sample is read from."""
+        return self._dataset.source_of(index)
 
     def _text(self, sample: Sample) -> list[int]:
         """The tokens and the last label, without the padding behind them, which counts nowhere."""

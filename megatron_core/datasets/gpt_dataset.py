@@ -1,4 +1,4 @@
-"""Megatron's `GPTDataset`: samples of a token file as tensors, in Megatron's order."""
+"""For Megatron Core's users: `GPTDataset`, samples of a token file as tensors, in Megatron's order."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,12 +9,12 @@ import torch
 
 from megatron_core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.loader import restarted_positions
 from megatron_core.datasets.megatron_dataset import MegatronDataset, pad_token_id
-from megatron_core.datasets.megatron_order.build import check_tokens
+from megatron_core.datasets.megatron_order.build import check_tokens, divide, read_text
 from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.megatron_order.dataset import divide, read_text
 from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
-from megatron_core.datasets.split_names import Split
+from megatron_core.datasets.utils import Split
 from megatron_core.errors import ConfigError
 
 
@@ -108,7 +108,6 @@ class GPTDataset(MegatronDataset):
         return IndexedDataset(str(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
 
     def __len__(self) -> int:
-        """The number of samples, at least as many as asked for."""
         return len(self._order)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
@@ -120,27 +119,19 @@ class GPTDataset(MegatronDataset):
         config = self.config
         number = int(self.shuffle_index[0 if idx is None else idx])
         length, extra = config.sequence_length, self._extra_tokens
-        text = read_text(self.dataset, self._order, number, length, extra, self._pad_token_id).tokens
+        text = read_text(self.dataset, self._order, number, length, extra, self._pad_token_id)
         masked = config.tokenizer.eod if config.eod_mask_loss else None
         sample = divide(text, extra, self._pad_token_id, masked)
         if idx is None:
             sample["loss_mask"][:] = 0.0
         item = {name: torch.from_numpy(array) for name, array in sample.items()}
-        starts = self._document_starts(text[:length])
         positions = np.arange(length)
-        item["position_ids"] = torch.from_numpy(positions - starts if config.reset_position_ids else positions)
+        separate = config.reset_position_ids or config.reset_attention_mask
+        own = restarted_positions(text[None, :length], config.tokenizer.eod)[0] if separate else positions
+        item["position_ids"] = torch.from_numpy(own if config.reset_position_ids else positions)
         if config.create_attention_mask:
-            item["attention_mask"] = _mask(starts) if config.reset_attention_mask else self._causal_mask
+            item["attention_mask"] = _mask(positions - own) if config.reset_attention_mask else self._causal_mask
         return item
-
-    def _document_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Where the document of each token begins, in the sample: int64 [L]. An end of document is its last token."""
-        if not (self.config.reset_position_ids or self.config.reset_attention_mask):
-            return np.zeros(len(tokens), dtype=np.int64)
-        starts = np.zeros(len(tokens), dtype=np.int64)
-        ends = np.flatnonzero(tokens[:-1] == self.config.tokenizer.eod)
-        starts[ends + 1] = ends + 1
-        return np.maximum.accumulate(starts)
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor:
@@ -167,7 +158,6 @@ class MockGPTLowLevelDataset:
         self.sequence_lengths = rng.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
 
     def __len__(self) -> int:
-        """The number of documents."""
         return self.size
 
     def __getitem__(self, idx: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_core.datasets.atomic_write import atomic_write
+from megatron_core.datasets.megatron_order.cache import say_once
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
 
@@ -50,18 +51,9 @@ class DatasetHeader:
         cls, tokenizer: Tokenizer, tokenizer_type: str, *, append_eod: bool, documents: int, tokens: int
     ) -> "DatasetHeader":
         """The header of a file that the tokenizer made."""
-        return cls(
-            tokenizer_type=tokenizer_type,
-            fingerprint=tokenizer.fingerprint(),
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            bos=tokenizer.bos,
-            eos=tokenizer.eos,
-            pad=tokenizer.pad,
-            append_eod=append_eod,
-            documents=documents,
-            tokens=tokens,
-        )
+        known: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("vocab_size", *SPECIAL_IDS)}
+        known |= {"append_eod": append_eod, "documents": documents, "tokens": tokens}
+        return cls(tokenizer_type=tokenizer_type, fingerprint=tokenizer.fingerprint(), **known)
 
 
 def get_header_path(path_prefix: str) -> str:
@@ -89,8 +81,11 @@ def read_header(path_prefix: str) -> DatasetHeader | None:
     DataError: the header is of a version that is not known, lacks a field, or has one of another type.
     """
     path = Path(get_header_path(path_prefix))
-    content = _content(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content = _content(path)
     if content is None:
+        say_once(f"{path} IS NO HEADER of a token file: that the tokenizer is the right one is not checked")
         return None
     found = content.pop("format")
     if found not in READABLE:
@@ -184,7 +179,7 @@ def _content(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     ours = isinstance(content, dict) and str(content.get("format")).startswith(FAMILY)
     return content if ours else None

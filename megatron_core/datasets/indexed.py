@@ -17,10 +17,13 @@ All little-endian.
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from mmap import ACCESS_READ
+from mmap import mmap as mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +36,9 @@ HEADER = struct.Struct("<9sQBQQ")
 
 # Below this many tokens Megatron stores two bytes a token; it could be 65,536, but then files would differ.
 SMALL_VOCABULARY = 65500
+
+# Entries of an index that are checked together.
+BLOCK = 1 << 20
 
 
 class DType(IntEnum):
@@ -100,24 +106,6 @@ def index_bytes(sequences: int, document_entries: int, multimodal: bool) -> int:
     return HEADER.size + (4 + 8 + (1 if multimodal else 0)) * sequences + 8 * document_entries
 
 
-def pointers(sequence_lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Where each sequence starts, in bytes: int64 [S], since a .bin file outgrows 2**31 bytes soon."""
-    starts = np.zeros(len(sequence_lengths), dtype=np.int64)
-    np.cumsum(sequence_lengths[:-1], dtype=np.int64, out=starts[1:])
-    return starts * itemsize
-
-
-def write_index(file: BinaryIO, index: Index) -> None:
-    """Write the whole content of an `.idx` file."""
-    code = DType.code_from_dtype(index.dtype)
-    file.write(HEADER.pack(MAGIC, VERSION, code, len(index.sequence_lengths), len(index.document_indices)))
-    file.write(index.sequence_lengths.astype("<i4").tobytes())
-    file.write(index.sequence_pointers.astype("<i8").tobytes())
-    file.write(index.document_indices.astype("<i8").tobytes())
-    if index.sequence_modes is not None:
-        file.write(index.sequence_modes.astype("i1").tobytes())
-
-
 def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
     """The arrays of the index file at `path`, mapped into memory or read; DataError if it is not whole."""
     size = path.stat().st_size
@@ -127,7 +115,8 @@ def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
     dtype, sequences, document_entries = _read_header(path, buffer)
     _check_size(path, size, sequences, document_entries, multimodal)
     index = _arrays(buffer, dtype, sequences, document_entries, multimodal)
-    _check_arrays(path, index)
+    _check_sequences(path, index)
+    _check_documents(path, index)
     return index
 
 
@@ -181,13 +170,50 @@ def _arrays(
     )
 
 
-def _check_arrays(path: Path, index: Index) -> None:
-    # No document need be closed (one entry, 0); none may reach past the sequences.
-    documents = index.document_indices
-    sequences = len(index.sequence_lengths)
-    if not len(documents) or documents[0] != 0 or documents[-1] > sequences:
-        ends = f"{documents[0]} to {documents[-1]}" if len(documents) else "empty"
-        raise DataError(f"{path} has a document index of {ends}, expected 0 to {sequences}; {_AGAIN}")
+def blocks(count: int) -> Iterator[tuple[int, int]]:
+    """Successive ranges [start, stop) of at most BLOCK that make up [0, count)."""
+    return ((start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
+
+
+def _check_sequences(path: Path, index: Index) -> None:
+    """Each sequence begins where the one before it ends: otherwise a run would read other tokens, and not notice."""
+    itemsize, end = DType.size(index.dtype), 0
+    for start, stop in blocks(len(index.sequence_lengths)):
+        lengths, found = index.sequence_lengths[start:stop], index.sequence_pointers[start:stop]
+        if lengths.min() < 0:
+            wrong = int(np.argmax(lengths < 0))
+            raise DataError(
+                f"{path}: sequence {start + wrong} has {lengths[wrong]} tokens (at byte "
+                f"{HEADER.size + 4 * (start + wrong)}), expected at least 0; {_AGAIN}"
+            )
+        borders = np.cumsum(lengths, dtype=np.int64) * itemsize + end
+        if found[0] != end or not np.array_equal(found[1:], borders[:-1]):
+            expected = np.concatenate([[end], borders[:-1]])
+            wrong = int(np.argmax(found != expected))
+            raise DataError(
+                f"{path}: sequence {start + wrong} begins at byte {found[wrong]} of the .bin file (says byte "
+                f"{HEADER.size + 4 * len(index.sequence_lengths) + 8 * (start + wrong)}), expected "
+                f"{expected[wrong]}, where the one before it ends; {_AGAIN}"
+            )
+        end = int(borders[-1])
+
+
+def _check_documents(path: Path, index: Index) -> None:
+    """The document index rises from 0; no document need be closed (one entry, 0), none may reach past the sequences."""
+    sequences, entries = len(index.sequence_lengths), index.document_indices
+    if not len(entries) or entries[0] != 0:
+        first = entries[0] if len(entries) else "missing"
+        raise DataError(f"{path}: entry 0 of the document index is {first}, expected 0; {_AGAIN}")
+    for start, stop in blocks(len(entries)):
+        before = max(start - 1, 0)
+        part = entries[before:stop]
+        if (np.diff(part) < 0).any() or part[-1] > sequences:
+            wrong = int(np.argmax((np.diff(part, prepend=part[0]) < 0) | (part > sequences)))
+            raise DataError(
+                f"{path}: entry {before + wrong} of the document index (at byte "
+                f"{HEADER.size + 12 * sequences + 8 * (before + wrong)}) is {part[wrong]}, expected "
+                f"{part[wrong - 1]} to {sequences}; {_AGAIN}"
+            )
 
 
 __all__ = ["DType", "IndexedDataset", "get_bin_path", "get_idx_path"]
@@ -198,8 +224,8 @@ class IndexedDataset:
 
     `[i]` and `get(i)` give one sequence, `[a:b]` a list of them; a multimodal set gives (sequence, mode) and
     (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file.
-    DataError on opening: a file is missing, is no token file, or is shorter than it says. What would take a pass
-    over the index is left to `tools/inspect_dataset.py --validate`, so that thousands of files open in a moment.
+    DataError on opening: a file is missing, is no token file, is shorter than it says, or its index is not in order.
+    The tokens themselves are checked by `tools/inspect_dataset.py --validate`.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -214,10 +240,9 @@ class IndexedDataset:
         self.sequence_modes = index.sequence_modes
         self.itemsize = DType.size(self.dtype)
         self._check_bin()
-        self._buffer = self._map() if mmap else None
+        self._map = self._mapped() if mmap else None
 
     def __len__(self) -> int:
-        """The number of sequences."""
         return len(self.sequence_lengths)
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -245,7 +270,7 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Tokens in all sequences together."""
-        return int(self.sequence_lengths.sum(dtype=np.int64))
+        return int(self.sequence_pointers[-1]) // self.itemsize + int(self.sequence_lengths[-1]) if len(self) else 0
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
@@ -254,11 +279,6 @@ class IndexedDataset:
 
     def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
         whole = int(self.sequence_lengths[index])
-        if whole < 0:
-            raise DataError(
-                f"{get_idx_path(self.path_prefix)}: sequence {index} has {whole} tokens, expected >= 0; see what "
-                "else is wrong with tools/inspect_dataset.py --validate, then copy the file or prepare the data again"
-            )
         count = whole - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > whole:
             raise IndexError(
@@ -269,28 +289,29 @@ class IndexedDataset:
 
     def _read(self, position: int, count: int) -> np.ndarray:
         """`count` tokens from byte `position` on."""
-        if self._buffer is not None:
-            return np.frombuffer(self._buffer, dtype=self.dtype, count=count, offset=position)
-        return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=position)
+        end, size = (
+            position + count * self.itemsize,
+            self._bin.stat().st_size if self._map is None else self._map.size(),
+        )
+        if size < end:  # to read past the end of a mapped file would end this process by SIGBUS
+            raise DataError(
+                f"{self._bin} was cut off after it was opened: it has {size} bytes, expected at least {end}; {_AGAIN}"
+            )
+        if self._map is None:
+            return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=position)
+        return np.frombuffer(self._map, dtype=self.dtype, count=count, offset=position)
 
-    def _map(self) -> Any:
-        # An empty file cannot be mapped.
-        return np.memmap(self._bin, dtype=np.uint8, mode="r") if self._bin.stat().st_size else b""
+    def _mapped(self) -> mapping | None:
+        if not self._bin.stat().st_size:  # it cannot be mapped
+            return None
+        with self._bin.open("rb") as file:
+            return mapping(file.fileno(), 0, access=ACCESS_READ)
 
     def _check_bin(self) -> None:
-        """Compare the token file's size with what the last sequence that holds tokens needs."""
-        last = len(self) - 1
-        while last >= 0 and self.sequence_lengths[last] == 0:
-            last -= 1
-        if last < 0:
+        """Compare the token file's size with what the last sequence needs."""
+        if not len(self):
             return
-        first_byte = int(self.sequence_pointers[last])
-        needed = first_byte + int(self.sequence_lengths[last]) * self.itemsize
-        if first_byte < 0 or needed < first_byte:
-            raise DataError(
-                f"{get_idx_path(self.path_prefix)}: sequence {last} begins at byte {first_byte} and has "
-                f"{self.sequence_lengths[last]} tokens: the index is damaged; copy it again, or prepare the data again"
-            )
+        needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.itemsize
         size = self._bin.stat().st_size
         if size < needed:
             raise DataError(

@@ -1,10 +1,11 @@
 """Samples in keyed order: permutation, token text, and the data sets that read them, with rounds and made-up text."""
 
 from math import isqrt
+from typing import Any
 
 import numpy as np
 
-from megatron_core.datasets.base import Dataset, Sample
+from megatron_core.datasets.base import Dataset, Sample, sources_of
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.errors import ConfigError, DataError
 
@@ -45,7 +46,6 @@ class KeyedPermutation:
         self._round_keys = tuple(mix64(*key, number) for number in range(ROUNDS))
 
     def __len__(self) -> int:
-        """The number of positions."""
         return self._size
 
     def __getitem__(self, index: int) -> int:
@@ -83,24 +83,17 @@ class TokenText:
 
     def __init__(self, indexed: IndexedDataset, sequence_range: range) -> None:
         self._indexed = indexed
-        self._first, self._last = sequence_range.start, sequence_range.stop - 1
-        self._start = self._begin(self._first) if len(sequence_range) else 0
-        self._stop = self._end(self._last) if len(sequence_range) else 0
+        self._start = self._begin(sequence_range.start) if len(sequence_range) else 0
+        self._stop = self._end(sequence_range.stop - 1) if len(sequence_range) else 0
 
     def __len__(self) -> int:
-        """The number of tokens."""
         return self._stop - self._start
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """The tokens [first, first + count): int64 [count].
-
-        DataError: the sequences that hold them do not lie back to back.
-        """
+        """The tokens [first, first + count): int64 [count]."""
         if first < 0 or count < 0 or first + count > len(self):
             raise IndexError(f"tokens [{first}, {first + count}) of a text of {len(self)}")
-        begin = self._start + first
-        self._check_back_to_back(begin, begin + count)
-        return self._indexed.tokens(begin, count).astype(np.int64)
+        return self._indexed.tokens(self._start + first, count).astype(np.int64)
 
     def _begin(self, sequence: int) -> int:
         """The number, in the whole file, of a sequence's first token."""
@@ -108,21 +101,6 @@ class TokenText:
 
     def _end(self, sequence: int) -> int:
         return self._begin(sequence) + int(self._indexed.sequence_lengths[sequence])
-
-    def _check_back_to_back(self, begin: int, end: int) -> None:
-        """Look at the few sequences that a read touches: a gap would put foreign tokens into the text."""
-        pointers, itemsize = self._indexed.sequence_pointers, self._indexed.itemsize
-        low = max(int(np.searchsorted(pointers, begin * itemsize, side="right")) - 1, self._first)
-        high = min(int(np.searchsorted(pointers, end * itemsize, side="left")) - 1, self._last)
-        starts = np.asarray(pointers[low : high + 1])
-        ends = starts + self._indexed.sequence_lengths[low : high + 1].astype(np.int64) * itemsize
-        if not np.array_equal(ends[:-1], starts[1:]):
-            wrong = low + 1 + int(np.flatnonzero(ends[:-1] != starts[1:])[0])
-            raise DataError(
-                f"{self._indexed.path_prefix}.idx: sequence {wrong} does not begin where sequence {wrong - 1} ends "
-                f"(byte {starts[wrong - low]}, expected {ends[wrong - low - 1]}); copy both files "
-                "again, or prepare the data again"
-            )
 
 
 class KeyedGPTDataset:
@@ -132,7 +110,7 @@ class KeyedGPTDataset:
     n = (T - 1) // L samples; sample j holds the tokens [j L, j L + L], the last of them as label only. Item i
     is sample KeyedPermutation(n, (seed, epoch))[k] with epoch, k = divmod(i, n): no index is built or stored.
 
-    eod_mask_loss: loss_mask is 0 where the input token is `eod`.
+    loss_mask is 0 where the input token is `masked_token`.
     DataError: the range has too few tokens for one sample.
     """
 
@@ -143,15 +121,13 @@ class KeyedGPTDataset:
         sequence_length: int,
         seed: int,
         split_name: str = "train",
-        eod: int | None = None,
-        eod_mask_loss: bool = False,
+        masked_token: int | None = None,
     ) -> None:
-        if eod_mask_loss and eod is None:
-            raise ConfigError("--eod-mask-loss needs an end-of-document id; give a tokenizer that has one")
         self.sequence_length = sequence_length
+        self.source = indexed.path_prefix
         self._text = TokenText(indexed, sequence_range)
         self._seed = seed
-        self._masked_token = eod if eod_mask_loss else None
+        self._masked_token = masked_token
         self.samples_per_epoch = (self.num_tokens - 1) // sequence_length
         if self.samples_per_epoch < 1:
             raise DataError(
@@ -188,14 +164,23 @@ class CyclicDataset:
 
     def __init__(self, dataset: Dataset, samples: int, seed: int) -> None:
         self.sequence_length = dataset.sequence_length
-        self._dataset, self._samples, self._seed = dataset, samples, seed
+        self._dataset: Any = dataset
+        self._samples, self._seed = samples, seed
+        self.sources = sources_of(dataset)
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
+        return self._dataset[self._inner(index)]
+
+    def source_of(self, index: int) -> int:
+        """Number among `sources` of the data set that a sample is read from."""
+        return self._dataset.source_of(self._inner(index))
+
+    def _inner(self, index: int) -> int:
         number, position = divmod(index, self._samples)
-        return self._dataset[KeyedPermutation(self._samples, (self._seed, number))[position]]
+        return KeyedPermutation(self._samples, (self._seed, number))[position]
 
 
 STEPS = 8

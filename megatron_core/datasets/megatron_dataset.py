@@ -1,4 +1,4 @@
-"""Megatron's base class of the data sets that are made of one file."""
+"""For Megatron Core's users: the base class of the data sets that are made of one file."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from megatron_core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron_core.datasets.megatron_order.dataset import NO_PAD
-from megatron_core.datasets.split_names import Split
+from megatron_core.datasets.megatron_order.build import NO_PAD
+from megatron_core.datasets.utils import Split
 
 LowLevelDataset = Any
 

@@ -57,7 +57,7 @@ def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, .
     expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
     try:
         content = json.loads(_text("per_split_data_args_path", path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"per_split_data_args_path={path} is no JSON ({error}); {expected}") from None
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
@@ -71,7 +71,7 @@ def _read_phases(path: str) -> tuple[Phase, ...]:
     expected = "expected a list of {samples: N, data_path: [...]}, the last without samples"
     try:
         content = yaml.safe_load(_text("data_phases", path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"data_phases={path} is no YAML ({error}); {expected}") from None
     if not isinstance(content, list) or not content:
         raise ConfigError(f"data_phases={path} holds a {type(content).__name__}; {expected}")

@@ -1,6 +1,6 @@
 """Checking a whole token file: every length, position and document of its index, and every token id."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from megatron_core.datasets.header import get_header_path, read_header
 from megatron_core.datasets.indexed import HEADER, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
 
-# Entries of the index, or tokens, that are looked at together. A block of tokens and what its checks make of it take
-# about 30 MB; larger blocks are no faster.
+# Tokens that are looked at together. A block and what its checks make of it take about 30 MB; larger ones are not
+# faster.
 BLOCK = 1 << 20
 
 AGAIN = "copy both files again, or prepare the data again with tools/preprocess_data.py"
@@ -43,9 +43,15 @@ def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress
     header = read_header(path_prefix)
     if header is not None and vocab_size is None:
         vocab_size = header.vocab_size
-    tokens = _check_sequences(dataset, progress)
+    progress(12 * len(dataset) + 8 * len(dataset.document_indices))
+    tokens = dataset.num_tokens
+    if not tokens:
+        raise DataError(
+            f"{get_idx_path(path_prefix)}: no token in {len(dataset)} sequences; prepare the data again from files "
+            "with text"
+        )
     _check_bin_size(dataset, tokens)
-    documents = _check_documents(dataset, progress)
+    documents = _check_documents(dataset)
     largest = _check_tokens(dataset, vocab_size, progress)
     found = Checked(len(dataset), documents, tokens, largest, vocab_size)
     if header is not None:
@@ -64,41 +70,6 @@ def total_bytes(path_prefix: str) -> int:
     return Path(get_bin_path(path_prefix)).stat().st_size + 12 * len(dataset) + 8 * len(dataset.document_indices)
 
 
-def blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Successive ranges [start, stop) of at most BLOCK that make up [0, count)."""
-    return ((start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
-
-
-def _check_sequences(dataset: IndexedDataset, progress: Progress) -> int:
-    """Lengths and positions of the sequences; the number of tokens in them."""
-    path, itemsize, tokens = get_idx_path(dataset.path_prefix), np.dtype(dataset.dtype).itemsize, 0
-    pointers_at = HEADER.size + 4 * len(dataset)
-    for start, stop in blocks(len(dataset)):
-        lengths = dataset.sequence_lengths[start:stop].astype(np.int64)
-        wrong = np.flatnonzero(lengths < 0)[:1]
-        if len(wrong):
-            sequence = start + int(wrong[0])
-            raise DataError(
-                f"{path}: sequence {sequence} has {lengths[wrong[0]]} tokens (at byte {HEADER.size + 4 * sequence}), "
-                f"expected at least 0; {AGAIN}"
-            )
-        borders = np.concatenate([[tokens], tokens + np.cumsum(lengths)])
-        found = dataset.sequence_pointers[start:stop]
-        wrong = np.flatnonzero(found != borders[:-1] * itemsize)[:1]
-        if len(wrong):
-            sequence = start + int(wrong[0])
-            raise DataError(
-                f"{path}: sequence {sequence} begins at byte {found[wrong[0]]} of the .bin file (says byte "
-                f"{pointers_at + 8 * sequence}), expected {borders[wrong[0]] * itemsize}, where the one before it "
-                f"ends; {AGAIN}"
-            )
-        tokens = int(borders[-1])
-        progress(12 * (stop - start))
-    if not tokens:
-        raise DataError(f"{path}: no token in {len(dataset)} sequences; prepare the data again from files with text")
-    return tokens
-
-
 def _check_bin_size(dataset: IndexedDataset, tokens: int) -> None:
     path = Path(get_bin_path(dataset.path_prefix))
     expected, size = tokens * np.dtype(dataset.dtype).itemsize, path.stat().st_size
@@ -110,29 +81,15 @@ def _check_bin_size(dataset: IndexedDataset, tokens: int) -> None:
         )
 
 
-def _check_documents(dataset: IndexedDataset, progress: Progress) -> int:
-    """The document index counts up from 0 to the number of sequences, or is 0 alone; the number of documents."""
-    path, index = get_idx_path(dataset.path_prefix), dataset.document_indices
-    at = HEADER.size + 12 * len(dataset)
-    before = 0
-    for start, stop in blocks(len(index)):
-        entries = np.concatenate([[before], index[start:stop]])
-        wrong = np.flatnonzero((np.diff(entries) < 0) | (entries[1:] > len(dataset)))[:1]
-        if len(wrong):
-            document = start + int(wrong[0])
-            raise DataError(
-                f"{path}: entry {document} of the document index (at byte {at + 8 * document}) is "
-                f"{entries[wrong[0] + 1]}, expected {entries[wrong[0]]} to {len(dataset)}; {AGAIN}"
-            )
-        before = int(entries[-1])
-        progress(8 * (stop - start))
-    first = int(index[0]) if len(index) else None
-    if first != 0 or (len(index) > 1 and before != len(dataset)):
+def _check_documents(dataset: IndexedDataset) -> int:
+    """The documents hold all sequences, or there are none; how many there are."""
+    last = int(dataset.document_indices[-1])
+    if len(dataset.document_indices) > 1 and last != len(dataset):
         raise DataError(
-            f"{path}: the document index (at byte {at}) goes from {first} to {before if len(index) else None}, "
-            f"expected 0 to {len(dataset)}: sequences belong to no document; {AGAIN}"
+            f"{get_idx_path(dataset.path_prefix)}: the document index (at byte {HEADER.size + 12 * len(dataset)}) goes "
+            f"from 0 to {last}, expected 0 to {len(dataset)}: sequences belong to no document; {AGAIN}"
         )
-    return len(index) - 1
+    return len(dataset.document_indices) - 1
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Progress) -> int:

@@ -1,7 +1,5 @@
 """For Megatron Core's users: write and read sharded state dicts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,13 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, Piece, Save, find_checkpoint, pieces_of, save_checkpoint
-from megatron_core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron_core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    apply_factory_merges,
+    built,
+    is_main_replica,
+)
+from megatron_core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.parallel.sharding import replicated
+from megatron_core.parallel.texts import tell_all
 
 COMMON = "common"
+OBJECTS = "objects"
 
 
 def save(
@@ -31,25 +41,33 @@ def save(
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[..., Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    *,
+    iteration: int = 0,
 ) -> None:
     """Write a nested dict of ``ShardedTensor``, tensors and JSON values; all ranks call it together.
 
-    Tensors become parts of global ones by their keys; everything else is the first rank's. The folder gets the layout
-    of this package's checkpoints. CheckpointError: values of other kinds, a part that no rank or that two wrote, or a
-    rank that failed. Strategies are not supported.
+    Tensors become parts of global ones by their keys, each ``ShardedObject`` is its main replica's, and everything else
+    the first rank's; factories are stored as what they build. The folder gets the layout of this package's checkpoints,
+    whose number ``iteration`` is.
+    CheckpointError: values of other kinds, a part that no rank or that two wrote, or a rank that failed.
     """
-    _refuse(sharded_strategy=sharded_strategy, common_strategy=common_strategy, async_sharded_save=async_sharded_save)
-    items = list(_walk(sharded_state_dict, ()))
+    _refuse(common_strategy=common_strategy, async_sharded_save=async_sharded_save)
+    if not isinstance(sharded_strategy, TorchDistSaveShardedStrategy | None):
+        _refuse(sharded_strategy=sharded_strategy)
+    items = list(_walk(built(sharded_state_dict), ()))
     pieces = [piece for path, value in items for piece in _pieces(path, value)]
-    common = {".".join(path): value for path, value in items if not isinstance(value, ShardedTensor | Tensor)}
-    common = {name: value for name, value in common.items() if not isinstance(value, LocalNonpersistentObject)}
+    others = ShardedTensor | Tensor | LocalNonpersistentObject | ShardedObject
+    common = {".".join(path): value for path, value in items if not isinstance(value, others)}
+    objects = {v.unique_key: v.data for _, v in items if isinstance(v, ShardedObject) and is_main_replica(v.replica_id)}
     try:
         json.dumps(common)
+        texts = tell_all(json.dumps(objects), _device())
     except TypeError as error:
         raise CheckpointError(f"a sharded state dict holds tensors and JSON values alone: {error}") from error
-    state = {COMMON: common, "content_metadata": content_metadata}
+    everywhere = {key: value for text in texts for key, value in json.loads(text).items()}
+    state = {COMMON: common, OBJECTS: everywhere, "content_metadata": content_metadata}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    save_checkpoint(Save(Path(checkpoint_dir), 0, state, rank=current().rank, ranks=ranks), pieces, _all_agree)
+    save_checkpoint(Save(Path(checkpoint_dir), iteration, state, rank=current().rank, ranks=ranks), pieces, _all_agree)
 
 
 def load(
@@ -64,10 +82,24 @@ def load(
 
     ``strict`` is always so: CheckpointError for a tensor that is not stored, or that has another shape.
     """
-    _refuse(sharded_strategy=sharded_strategy, common_strategy=common_strategy)
+    _refuse(common_strategy=common_strategy)
+    if not isinstance(sharded_strategy, TorchDistLoadShardedStrategy | None):
+        _refuse(sharded_strategy=sharded_strategy)
+    parts = built(sharded_state_dict)
     with CheckpointReader(_folder(checkpoint_dir)) as reader:
-        reader.fill(piece for path, value in _walk(sharded_state_dict, ()) for piece in _pieces(path, value))
-        return _filled(sharded_state_dict, (), reader.state.get(COMMON, {}))
+        reader.fill(piece for path, value in _walk(parts, ()) for piece in _pieces(path, value))
+        filled = _filled(parts, (), reader.state.get(COMMON, {}) | reader.state.get(OBJECTS, {}))
+        return dict(apply_factory_merges(filled, sharded_state_dict))
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
+    """What ``save`` does in any case."""
+    return TorchDistSaveShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
+    """What ``load`` does in any case."""
+    return TorchDistLoadShardedStrategy()
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -122,13 +154,21 @@ def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
         return value.data
     if isinstance(value, LocalNonpersistentObject):
         return value.unwrap()
+    if isinstance(value, ShardedObject):
+        if value.unique_key not in common:
+            raise CheckpointError(f"the checkpoint has no object {value.unique_key}")
+        return common[value.unique_key]
     return value if isinstance(value, Tensor) else common.get(".".join(path), value)
 
 
 def _all_agree(ok: bool) -> bool:
     if not dist.is_initialized():
         return ok
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    everywhere = torch.tensor([int(ok)], device=device)
+    everywhere = torch.tensor([int(ok)], device=_device())
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     return bool(everywhere.item())
+
+
+def _device() -> torch.device:
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

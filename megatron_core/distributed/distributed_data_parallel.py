@@ -1,7 +1,5 @@
 """For Megatron Core's users: a model whose gradients are averaged over data-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +8,11 @@ import torch
 from torch import nn
 
 from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel.buffer import BucketKind
+from megatron_core.data_parallel.layout import InOrder, Rule
+from megatron_core.data_parallel.param_layout import FullParamLayout, in_order, whole_in_shards
 from megatron_core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_core.distributed.param_and_grad_buffer import buffers_of, partition_buckets
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current
@@ -26,8 +28,14 @@ class DistributedDataParallel(MegatronModule):
     context-parallel ranks; with ``config.calculate_per_token_loss`` they are summed. Then they are also in
     ``parameter.grad``, where a parameter's dtype is that of its gradient and ZeRO does not shard it, so that optimizers
     of torch see them. The first forward after that begins a new step and sets them to zero, unless
-    ``zero_grad_buffer`` has done so. ``disable_bucketing`` makes one bucket of each kind.
+    ``zero_grad_buffer`` has done so. ``disable_bucketing`` makes one bucket of each kind: of weights that decay and
+    of those that do not, of experts, and of gradients that are completed alike. ``full_param_layout`` says which of
+    Megatron's rules fills the buckets: ``LayerWiseDistributedOptimizer``'s, by which no shard cuts a hidden matrix, if
+    the layout has a buffer for these, or else ``DistributedOptimizer``'s.
     """
+
+    buffers: Any
+    """Megatron's name for the flat buffers of dense layers, in place of the method of ``nn.Module``."""
 
     def __init__(
         self,
@@ -36,12 +44,15 @@ class DistributedDataParallel(MegatronModule):
         module: nn.Module,
         disable_bucketing: bool = False,
         pg_collection: Any = None,
+        full_param_layout: FullParamLayout | None = None,
     ) -> None:
         super().__init__(config)
         groups = current()
         if pg_collection is not None and getattr(pg_collection, "dp_cp", None) not in (None, groups.group("dp-cp")):
             raise ConfigError("pg_collection: its groups must be those of the current layout; leave it out")
         self.module, self.ddp_config, self._groups = module, ddp_config, groups
+        keys = [] if full_param_layout is None else full_param_layout.layouts
+        self._whole_matrices = any(key.is_managed_by_layer_wise_optimizer for key in keys)
         size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * groups.group("dp-cp").size())
         self.data_parallel = DataParallel(
             {0: module},
@@ -50,9 +61,20 @@ class DistributedDataParallel(MegatronModule):
             overlap_grad_reduce=ddp_config.overlap_grad_reduce,
             overlap_param_gather=ddp_config.overlap_param_gather,
             bucket_size=2**62 if disable_bucketing else size,
+            rule_of=self._rule_of,
         )
         self.buckets = self.data_parallel.buckets
+        self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))
+        together = not ddp_config.overlap_grad_reduce
+        self.bucket_groups = partition_buckets(self.buffers, together)
+        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
         self._step_is_over = False
+
+    def _rule_of(self, kind: BucketKind, shards: int) -> Rule:
+        if not self.ddp_config.zero_stage:
+            return InOrder()
+        whole = self._whole_matrices and kind.is_hidden_matrix
+        return (whole_in_shards if whole else in_order)(shards, self.ddp_config.pad_buckets_for_high_nccl_busbw)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's; the first one after ``finish_grad_sync`` begins a new step."""
@@ -105,6 +127,11 @@ class DistributedDataParallel(MegatronModule):
         self.data_parallel.start_param_sync()
         if force_sync:
             self.data_parallel.finish_param_sync()
+
+    def free_overlap_buffers(self) -> None:
+        """Wait for parameters that are on their way, before a checkpoint is saved."""
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.free_overlap_buffers()
 
     def broadcast_params(self) -> None:
         """Make all copies equal to that of the first data-parallel rank."""

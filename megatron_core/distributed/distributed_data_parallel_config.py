@@ -1,7 +1,5 @@
 """For Megatron Core's users: the settings of ``DistributedDataParallel``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from megatron_core.errors import ConfigError
@@ -11,7 +9,9 @@ from megatron_core.errors import ConfigError
 class DistributedDataParallelConfig:
     """Megatron Core's fields and defaults.
 
-    Without effect: gradients of 16-bit weights are always summed in float32 (``grad_reduce_in_fp32``), a gradient that
+    Without effect: gradients of 16-bit weights are always accumulated and summed in float32 (``grad_reduce_in_fp32``,
+    ``param_name_patterns_for_fp32_local_accumulation``), without sharding nothing is gathered
+    (``overlap_param_gather``), a gradient that
     is not finite shows in the optimizer's norm (``check_for_nan_in_grad``), and how buckets are laid out and divided.
     """
 
@@ -23,6 +23,7 @@ class DistributedDataParallelConfig:
     num_distributed_optimizer_instances: int = 1
     check_for_nan_in_grad: bool = False
     check_for_large_grads: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     bucket_size: int | None = None
     """Elements; by default max(40,000,000, 1,000,000 x data-parallel size)."""
     num_buckets: int | None = None
@@ -53,8 +54,11 @@ class DistributedDataParallelConfig:
                 f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} is none of "
                 f"{', '.join(_STAGES)}"
             )
-        if self.overlap_param_gather and not self.zero_stage:
-            raise ConfigError("overlap_param_gather=True needs use_distributed_optimizer=True")
+        if self.grad_reduce_in_fp32 and self.param_name_patterns_for_fp32_local_accumulation:
+            raise ConfigError(
+                "param_name_patterns_for_fp32_local_accumulation is for gradients that are not reduced in float32; "
+                "leave out one of the two"
+            )
 
     @property
     def zero_stage(self) -> int:

@@ -1,7 +1,5 @@
 """For Megatron Core's users: complete and average the gradients of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """For Megatron Core's users: x + bias, dropout and the residual sum as one function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

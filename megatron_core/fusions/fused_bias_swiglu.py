@@ -1,18 +1,14 @@
 """For Megatron Core's users: bias and gated SiLU of an MLP's inner features."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops.activation import bias_swiglu
-
-__all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu", "weighted_bias_swiglu_impl"]
+from megatron_core.ops import bias_activation
 
 
 def swiglu(y: Tensor) -> Tensor:
     """``[..., 2 m]``, gate and value -> silu(gate) * value ``[..., m]``."""
-    return bias_swiglu(y, None)
+    return bias_activation(y, None, "swiglu")
 
 
 def bias_swiglu_impl(
@@ -21,7 +17,7 @@ def bias_swiglu_impl(
     """``swiglu(input + bias)``; only ``input`` is kept for backward. ConfigError for the two switches."""
     if fp8_input_store or cpu_offload_input:
         raise ConfigError("fp8_input_store and cpu_offload_input are not supported; leave them out")
-    return bias_swiglu(input, bias)
+    return bias_activation(input, bias, "swiglu")
 
 
 def weighted_bias_swiglu_impl(

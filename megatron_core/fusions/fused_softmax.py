@@ -1,7 +1,5 @@
 """For Megatron Core's users: softmax of scaled and masked attention scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

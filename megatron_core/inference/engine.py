@@ -1,7 +1,5 @@
 """Continuous batching: requests join and leave the batch between two tokens (Yu et al. 2022, Orca)."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Keys and values of earlier positions, for sequences of different lengths that are generated together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -48,10 +46,11 @@ class KVCache:
         offset = torch.arange(max(counts), device=self._device)
         count = torch.tensor(self._counts, device=self._device)[:, None]
         self._positions = start + torch.minimum(offset, count - 1)
-        # [s, b] as the keys are: where each token is stored, in the order of the mask.
-        self._kept = (offset < count).t()
-        rows = torch.arange(first, first + len(counts), device=self._device)
-        self._stored_at = self._positions.t()[self._kept], rows.expand(len(offset), -1)[self._kept]
+        # Where in [s, b], as the keys are, a token is, and where it is stored: numbers from the host, as a mask's would
+        # be waited for on a GPU, in every layer.
+        tokens = torch.arange(max(counts))[:, None] < torch.tensor(self._counts)
+        step, row = (each.to(self._device) for each in tokens.nonzero(as_tuple=True))
+        self._kept, self._stored_at = (step, row), (self._positions[row, step], row + first)
         return self._positions
 
     def end(self) -> None:

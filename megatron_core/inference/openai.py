@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,10 @@ class Protocol:
         """The job of a request's JSON; ``DataError``, one sentence, for what is wrong or not supported."""
         if not isinstance(asked, dict):
             raise DataError("the request is not a JSON object")
+        try:
+            json.dumps(asked, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError("a text has half of a surrogate pair, which is not valid Unicode") from None
         asked = {key: value for key, value in asked.items() if value is not None}
         fields = _Fields(asked)
         prompts = [self._messages(asked)] if chat else self._prompts(fields)

@@ -1,7 +1,5 @@
 """Sampling of the next token from its logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """An engine in a thread of its own, fed by the threads of a server; the other ranks of the model follow it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Sequence

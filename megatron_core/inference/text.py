@@ -1,7 +1,5 @@
 """From generated tokens to text that can be shown while it is generated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

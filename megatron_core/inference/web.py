@@ -1,7 +1,5 @@
 """OpenAI's interface over HTTP with starlette: every wrong request is one sentence, and ends nothing but itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

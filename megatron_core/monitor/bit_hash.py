@@ -6,8 +6,6 @@ in which two elements are exchanged, have the same sum with a probability of at 
 words is below 2^32. NaN is a pattern of bits like any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

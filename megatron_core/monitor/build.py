@@ -1,7 +1,5 @@
 """Sinks from a run's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ def build_sinks(
 ) -> list[Sink]:
     """Console; a metrics file where one is named or checkpoints are saved; Prometheus and
     TensorBoard where they have a file or a folder; Weights &
-    Biases where a project is named, with the ``settings`` of the run.
+    Biases and MLflow where a project or an experiment is named, with the ``settings`` of the run.
 
     Call it on the rank that reports. ``start_iteration`` is the iteration from which the run continues.
     """
@@ -41,6 +39,10 @@ def build_sinks(
         from megatron_core.monitor.wandb import WandbSink
 
         sinks.append(WandbSink(config, save_dir, settings or {}))
+    if config.mlflow_experiment is not None:
+        from megatron_core.monitor.mlflow import MlflowSink
+
+        sinks.append(MlflowSink(config, save_dir, settings or {}))
     return sinks
 
 

@@ -4,8 +4,6 @@ Each rank is a process with a track of what its time was charged to: pipeline ac
 torch.profiler stand below it, with its threads and streams. Times are the hosts' clocks in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log lines in Megatron-LM's format on standard output, and a progress bar on standard error."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys
@@ -64,13 +62,10 @@ class ConsoleSink:
     The first and the last step of the training have lines too, so that a short run prints something.
     """
 
+    setting = "standard output"
+
     def __init__(
-        self,
-        log_interval: int,
-        *,
-        progress: bool = True,
-        out: TextIO | None = None,
-        err: TextIO | None = None,
+        self, log_interval: int, *, progress: bool = True, out: TextIO | None = None, err: TextIO | None = None
     ) -> None:
         """Log every ``log_interval`` steps to ``out`` and ``err``, by default the process's own streams."""
         self._interval = log_interval

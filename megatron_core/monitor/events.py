@@ -1,7 +1,5 @@
 """What a run reports: an event for each step and each validation, and the interface of their receivers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +45,8 @@ class StepEvent:
     expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By layer with experts: how often each of them was chosen in this global batch, and, last, how many choices were
     dropped (``monitor.expert_load``)."""
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+    """By metric and part, as ``grad-norm by layer/head``, ``params-norm by layer/head``, ``lm loss by source/web``."""
     skipped: bool = False
     """Whether the weights were left as they were because gradients were not finite."""
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -94,6 +94,9 @@ class ValidationEvent:
 
 class Sink(Protocol):
     """Takes the events of a run; only the rank that reports has any."""
+
+    setting: str
+    """The setting that names where it writes."""
 
     def on_step(self, event: StepEvent) -> None:
         """Take one step."""

@@ -1,10 +1,9 @@
 """Goodput: the share of the time since the first start in which training went forward.
 
 What a run loses: the start of each process until its first step, the time between a process's end and the start of
-the next, steps that a resumed run repeats, steps that were skipped, saves and evaluations. The rest is ``useful``.
+the next, steps that a resumed run repeats, steps that were skipped, saves and evaluations. The rest is ``useful``. The
+time between a run that did all its iterations and its continuation with more of them is no part of either.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -21,7 +20,7 @@ class Goodput:
         self._useful: list[tuple[int, int, float]] = []
         """First and last step of each stretch, and its useful seconds."""
         self._total_useful = 0.0
-        self._fresh = False
+        self._fresh = self._complete = False
 
     @property
     def seconds(self) -> float:
@@ -46,9 +45,12 @@ class Goodput:
         began = record.get("began", self._at)
         if self._began is None:
             self._began = began
+        elif self._complete:
+            self._began += max(began - self._at, 0.0)
         else:
             self.lost["restart"] += max(began - self._at, 0.0)
-            self._repeat_after(record.get("iteration", 0))
+        self._complete = False
+        self._repeat_after(record.get("iteration", 0))
         self._at, self._fresh = max(began, self._at), True
 
     def _repeat_after(self, iteration: int) -> None:
@@ -74,4 +76,4 @@ class Goodput:
         self.lost["skipped"] += skipped
         self._useful.append((record["first"], record["last"], seconds - skipped))
         self._total_useful += seconds - skipped
-        self._at = max(self._at, record["at"])
+        self._at, self._complete = max(self._at, record["at"]), record.get("complete", False)

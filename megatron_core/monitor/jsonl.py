@@ -4,11 +4,10 @@ JSON has no NaN and no infinity. Such a number is ``null`` under its name, and `
 it was: ``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"loss": "nan"}}``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,16 +20,19 @@ from megatron_core.monitor.expert_load import ExpertLoad
 class JsonLinesSink:
     """Appends every event to a file; a resumed run appends to the same file."""
 
+    setting = "metrics_file"
+
     def __init__(self, path: str | Path) -> None:
         """Open ``path`` for appending, with its folder."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_lines(path)
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_lines(self._path)
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
         record = asdict(event)
-        losses, loads = record.pop("auxiliary_losses"), record.pop("expert_load")
+        losses = record.pop("auxiliary_losses") | record.pop("breakdown")
+        loads = record.pop("expert_load")
         experts = {"experts": {str(layer): ExpertLoad.of(load).record() for layer, load in loads.items()}}
         shares = {"utilisation": event.utilisation}
         self._write({"kind": "step", **record, **shares, **losses, **(experts if loads else {})})
@@ -44,8 +46,15 @@ class JsonLinesSink:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
-        self._file.flush()
+        if self._file.closed:
+            self._file = open_lines(self._path)
+        try:
+            self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):  # it tries to write once more
+                self._file.close()
+            raise
 
 
 def open_lines(path: Path) -> TextIO:
@@ -84,14 +93,21 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise DataError(f"metrics file {path} cannot be read: {error}; give a run's metrics.jsonl") from error
-    for line in lines:
+        raise DataError(f"metrics file {path} cannot be read: {error.strerror}; give a run's metrics.jsonl") from error
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # cut off in the middle of a write
         if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
-            yield _from_json(record)
+            try:
+                record = _from_json(record)
+            except (ValueError, TypeError, AttributeError):
+                record = {}
+            wrong = [name for name in ("iteration", "loss") if type(record.get(name)) not in (int, float)]
+            if wrong:
+                raise DataError(f"{path}, line {number} is no record of a run: {' and '.join(wrong)} must be numbers")
+            yield record
 
 
 def _as_json(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Memory of this rank, now and at its peak."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -28,7 +28,7 @@ nav a { margin-right: .8rem; white-space: nowrap; } a { color: inherit; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 1rem 0; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n, th.n { text-align: right; } .soft { color: var(--soft); }
+td.n, th.n { text-align: right; } th, td:first-child { white-space: nowrap; } .soft { color: var(--soft); }
 .note { border-left: 4px solid #d9742b; padding-left: .6rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; }
 .tiles b { display: block; font-size: 1.3rem; }
@@ -129,11 +129,11 @@ def chart(curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -
         return f"{across:.1f},{10 + (high - point[1]) / (high - low) * (height - 46):.1f}"
 
     drawn = [f'<svg viewBox="0 0 {width} {height}" role="img"><title>{escape(y)} over {escape(x)}</title>']
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        value, line = low + share * (high - low), 10 + (1 - share) * (height - 46)
+    for value in _ticks(low, high):
+        line = 10 + (high - value) / (high - low) * (height - 46)
         drawn.append(
             f'<line x1="{margin}" x2="{width - 10}" y1="{line:.1f}" y2="{line:.1f}" stroke="var(--line)"/>'
-            f'<text x="{margin - 6}" y="{line + 4:.1f}" text-anchor="end">{digits(float(value))}</text>'
+            f'<text x="{margin - 6}" y="{line + 4:.1f}" text-anchor="end">{digits(value)}</text>'
         )
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         across = margin + share * (width - margin - 10)
@@ -166,6 +166,13 @@ def picture(path: Path, label: str) -> str:
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers, two to five of them."""
+    size = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(factor * size for factor in (1, 2, 5, 10) if 4 * factor * size >= high - low)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _pieces(curve: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,11 +25,7 @@ _SMOOTH_FROM = 200
 
 
 def plot_loss(
-    paths: str | Path | Sequence[str | Path],
-    png_path: str | Path,
-    *,
-    x: XAxis = "iteration",
-    title: str = "Loss",
+    paths: str | Path | Sequence[str | Path], png_path: str | Path, *, x: XAxis = "iteration", title: str = "Loss"
 ) -> None:
     """Draw the metrics files ``paths``, one training each, into ``png_path``.
 
@@ -64,7 +61,7 @@ def _new_figure() -> tuple[Any, tuple[Axes, Axes]]:
 
 def _label(path: Path) -> str:
     """A run's name: that of its folder for the default file name, else the file's own."""
-    return path.resolve().parent.name if path.stem == "metrics" else path.stem
+    return Path(os.path.realpath(path)).parent.name if path.stem == "metrics" else path.stem
 
 
 def _require_steps(records: list[Record], path: Path) -> list[Record]:
@@ -135,12 +132,7 @@ def _mark_layouts(loss_axes: Axes, rate_axes: Axes, steps: list[Record], x: XAxi
         for axes in (loss_axes, rate_axes):
             axes.axvline(position, color=_GREY, linewidth=0.9, linestyle=":")
         loss_axes.annotate(
-            f" {before}",
-            (position, 0.94),
-            xycoords=("data", "axes fraction"),
-            color=_GREY,
-            fontsize=8.5,
-            va="top",
+            f" {before}", (position, 0.94), xycoords=("data", "axes fraction"), color=_GREY, fontsize=8.5, va="top"
         )
 
 

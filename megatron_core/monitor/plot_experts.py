@@ -1,7 +1,5 @@
 """The load of experts as a heat map: every expert of every layer over the steps of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

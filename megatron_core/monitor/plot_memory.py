@@ -1,7 +1,5 @@
 """Memory by kind over a step as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rate at which this rank multiplies matrices, against which utilisation is measured."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """The last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -14,10 +12,14 @@ from megatron_core.monitor.tensorboard import scalars
 class PrometheusSink:
     """Rewrites its file after each step; a reader finds the old or the new one, never a part."""
 
+    setting = "prometheus_file"
+
     def __init__(self, path: str | Path) -> None:
         self._path, self._values = Path(path), dict[str, float]()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and not self._path.is_file():
+                raise OSError("it is there, and no file that could be replaced")
             self._write()
         except OSError as error:
             raise ConfigError(f"prometheus_file={str(path)!r} cannot be written: {error}; give another file") from None

@@ -9,11 +9,10 @@ that starts appends a line that says who it is, and then one line for each stret
      "memory": {"weights": 1048576, ...}, "skipped": 0}
 
 ``at`` is Unix time at the end of the stretch. The first ``DETAILED`` steps of a process have a line each, later ones
-share one for every ``log_interval`` steps, so that a long run's files stay small. Ranks write without asking others, so
-that the files of a run that was killed, or of some ranks alone, still say what they know.
+share one for every ``log_interval`` steps, so that a long run's files stay small. The last line of a run that did all
+its iterations says ``"complete": true``. Ranks write without asking others, so that the files of a run that was killed,
+or of some ranks alone, still say what they know.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping
@@ -42,14 +41,21 @@ class RankWriter:
         self._write({"kind": "start", "version": VERSION, "rank": rank, **about})
 
     def write(
-        self, first: int, last: int, at: float, times: StepTimes, memory: Mapping[str, int], skipped: int
+        self,
+        first: int,
+        last: int,
+        at: float,
+        times: StepTimes,
+        memory: Mapping[str, int],
+        skipped: int,
+        complete: bool = False,
     ) -> Record:
         """Append the stretch of steps ``first`` to ``last``; returns its record."""
         record: Record = {
             "kind": "times", "first": first, "last": last, "at": round(at, 3), "seconds": _short(times.seconds),
             "phases": {name: _short(seconds) for name, seconds in times.phases.items()},
             "traffic": {name: {k: _short(v) for k, v in asdict(t).items()} for name, t in times.traffic.items()},
-            "memory": dict(memory), "skipped": skipped,
+            "memory": dict(memory), "skipped": skipped, **({"complete": True} if complete else {}),
         }  # fmt: skip
         self._write(record)
         return record
@@ -129,7 +135,7 @@ def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             torn += 1
             continue
         if not isinstance(record, dict):

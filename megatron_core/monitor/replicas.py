@@ -5,8 +5,6 @@ whole, and the ranges that several ranks share (keys and values, where there are
 tied embedding over the first and the last pipeline rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,7 @@
 """One HTML page about a run, from its records alone."""
 
-from __future__ import annotations
-
+import math
+import os
 import tempfile
 from collections.abc import Iterator
 from html import escape
@@ -30,7 +30,8 @@ MOST_RANKS = 64
 def write_report(run: str | Path, out: str | Path, other: str | Path | None = None) -> None:
     """Write the page about ``run``, beside the run ``other`` if it is given, to the file ``out``."""
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    Path(out).write_text(report(run, other), encoding="utf-8")
+    # Names of files may have bytes that are no UTF-8.
+    Path(out).write_text(report(run, other), encoding="utf-8", errors="backslashreplace")
 
 
 def report(run: str | Path, other: str | Path | None = None) -> str:
@@ -39,7 +40,7 @@ def report(run: str | Path, other: str | Path | None = None) -> str:
     compared = None if other is None else Summary.of(read_run(other))
     diagnosis = diagnose(summary)
     metrics = find_metrics(run)
-    name = metrics.resolve().parent.name if metrics.stem == "metrics" else metrics.stem
+    name = Path(os.path.realpath(metrics)).parent.name if metrics.stem == "metrics" else metrics.stem
     sections = [
         ("summary", "Summary", _summary(summary, diagnosis)),
         ("diagnosis", "Diagnosis", _diagnosis(diagnosis)),
@@ -83,7 +84,7 @@ def _diagnosis(diagnosis: Diagnosis) -> str:
         return paragraph("Without times of steps nothing can be said.", "soft")
     items = []
     for finding in diagnosis.findings:
-        changes = "".join(f"<li>{escape(c.text)} (predicted gain {c.gain:.1%})</li>" for c in finding.changes)
+        changes = "".join(f"<li>{escape(str(c))}</li>" for c in finding.changes)
         listed = f"<ul>{changes}</ul>" if changes else ""
         head = f"<b>{escape(finding.cause)}: {finding.share:.1%} of the time.</b>"
         items.append(f"<li>{head} {escape(finding.evidence)}{listed}</li>")
@@ -104,7 +105,28 @@ def _loss(summary: Summary, other: Summary | None) -> str:
     rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     shown = {name: curve for name, curve in curves.items() if curve}
-    return chart(shown, "iteration", "loss per token") + f"<details><summary>More</summary>{rates}{norms}</details>"
+    sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
+    by_source = chart(sources, "iteration", "loss per token by source of data") if sources else ""
+    more = f"<details><summary>More</summary>{rates}{norms}{_norms_by_layer(summary)}</details>"
+    return chart(shown, "iteration", "loss per token") + by_source + more
+
+
+def _names(summary: Summary, metric: str) -> list[str]:
+    """The fields that break a metric down, as steps have them."""
+    found = (name for step in summary.records.steps() for name in step if name.startswith(f"{metric}/"))
+    return list(dict.fromkeys(found))
+
+
+def _norms_by_layer(summary: Summary) -> str:
+    metric = "grad-norm by layer"
+    steps = [step for step in summary.records.steps() if f"{metric}/head" in step]
+    if not steps:
+        return paragraph("Norms by layer are recorded with --log-norms-by-layer.", "soft")
+    last, rows = steps[-1], []
+    for name in _names(summary, metric):
+        grad, weights = last[name], last[name.replace("grad", "params", 1)]
+        rows.append((name.partition("/")[2], grad, weights, grad / weights if weights else math.nan))
+    return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
 def _throughput(summary: Summary, other: Summary | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from megatron_core.monitor.expert_load import STARVED_SHARE
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import RunRecords
 from megatron_core.monitor.timers import COMPUTE
@@ -25,15 +26,24 @@ class RankTimes:
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
+    each_compute: list[float] = field(default_factory=list)
+    """Forward and backward of a step, stretch by stretch."""
 
     @property
     def compute(self) -> float:
         """Forward and backward, without waiting for collectives."""
         return sum(self.phases.get(name, 0.0) for name in COMPUTE)
 
+    @property
+    def typical_compute(self) -> float:
+        """The same of a step: the median over stretches, which no single disturbance moves."""
+        return median(self.each_compute) if self.each_compute else 0.0
+
     def add(self, record: dict[str, Any]) -> None:
         """Add a stretch."""
-        self.steps += record["last"] - record["first"] + 1
+        steps = record["last"] - record["first"] + 1
+        self.steps += steps
+        self.each_compute.append(sum(record["phases"].get(name, 0.0) for name in COMPUTE) / steps)
         self.seconds += record["seconds"]
         for name, seconds in record["phases"].items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
@@ -49,7 +59,7 @@ class Summary:
 
     records: RunRecords
     ranks: dict[int, RankTimes]
-    """Times after the warm-up, by rank."""
+    """Times after the warm-up, by rank, in the last layout that the run had."""
     goodput: Goodput
 
     @classmethod
@@ -58,7 +68,8 @@ class Summary:
         goodput = Goodput()
         for line in records.ranks.get(min(records.ranks, default=0), []):
             goodput.add(line)
-        ranks = {rank: _times(lines) for rank, lines in records.ranks.items()}
+        change = max((_last_of_others(lines) for lines in records.ranks.values()), default=0.0)
+        ranks = {rank: _times(lines, change) for rank, lines in records.ranks.items()}
         return cls(records, {rank: times for rank, times in ranks.items() if times.steps}, goodput)
 
     @property
@@ -136,6 +147,18 @@ class Summary:
                 found[tuple(group)] = sent / quickest
         return found
 
+    def unequal_layers(self) -> dict[str, tuple[float, list[int]]]:
+        """By layer with unequal loads of late: the largest over the mean one, and the experts that starve."""
+        loads = [step["experts"] for step in self.records.steps()[-20:] if step.get("experts")]
+        found = {}
+        for layer in loads[-1] if loads else ():
+            worst = mean(load[layer]["max_over_mean"] for load in loads)
+            tokens = [sum(each) for each in zip(*(load[layer]["tokens"] for load in loads), strict=True)]
+            starved = [e for e, n in enumerate(tokens) if n < STARVED_SHARE * mean(tokens)]
+            if worst >= 1.5 or starved:
+                found[layer] = worst, starved
+        return found
+
     def mean(self, name: str) -> float | None:
         """The mean of a number in the steps after the warm-up; None if none has it."""
         steps = self.records.steps()
@@ -147,13 +170,30 @@ class Summary:
         return sum(seconds) / whole if whole else 0.0
 
 
-def _times(lines: list[dict[str, Any]]) -> RankTimes:
-    """The stretches of one rank without those of a warm-up, unless there are no others."""
-    warm, cold, since = RankTimes(), RankTimes(), 0
+def _last_of_others(lines: list[dict[str, Any]]) -> float:
+    """When a rank last wrote as part of another layout than its present one."""
+    found, layout = [0.0], None
+    for line in reversed(lines):
+        if line["kind"] == "start":
+            own = [line.get(name) for name in ("world_size", "coordinates", "work")]
+            layout = layout or own
+            if own != layout:
+                return max(found)
+            found = [0.0]
+        else:
+            found.append(line["at"])
+    return 0.0
+
+
+def _times(lines: list[dict[str, Any]], change: float) -> RankTimes:
+    """The stretches of one rank after the last change of layout, without warm-ups unless there is nothing else."""
+    warm, cold, since, other = RankTimes(), RankTimes(), 0, False
     for line in lines:
         if line["kind"] == "start":
-            since = 0
+            since, other = 0, line.get("began", change) < change
             continue
+        if other or line["last"] < line["first"]:
+            continue  # the last save and evaluation: no part of a step, and much of a short run
         (cold if since < WARM_UP else warm).add(line)
         since += line["last"] - line["first"] + 1
     return warm if warm.steps else cold

@@ -1,7 +1,5 @@
 """Metrics for TensorBoard under Megatron-LM's tags."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_core.monitor.events import StepEvent, ValidationEvent
@@ -9,6 +7,8 @@ from megatron_core.monitor.events import StepEvent, ValidationEvent
 
 class TensorBoardSink:
     """Writes every step's scalars; the package is imported only when there is one of these."""
+
+    setting = "tensorboard_dir"
 
     def __init__(self, folder: str | Path, *, start_iteration: int = 0) -> None:
         """Open ``folder``; what an earlier run wrote after ``start_iteration`` is hidden."""
@@ -55,4 +55,5 @@ def scalars(event: StepEvent) -> dict[str, float | None]:
         **{f"time/{name}": seconds for name, seconds in event.phases.items()},
         **{f"memory/{kind}": size for kind, size in event.memory.items()},
         **event.auxiliary_losses,
+        **event.breakdown,
     }

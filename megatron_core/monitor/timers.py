@@ -1,7 +1,5 @@
 """Times of all ranks as lines: Megatron-LM's timers, and its report of stragglers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
@@ -45,7 +43,4 @@ def slowest_ranks(ranks: Sequence[dict[str, Any]], count: int) -> list[str]:
         return f"{where} {1000 * times[rank]:.3g} ms ({times[rank] / middle if middle else 1.0:.2f} of the median)"
 
     slow, fast = order[:count], order[-count:][::-1]
-    return [
-        f"stragglers: slowest {', '.join(map(named, slow))}",
-        f"            fastest {', '.join(map(named, fast))}",
-    ]
+    return [f"stragglers: slowest {', '.join(map(named, slow))}", f"            fastest {', '.join(map(named, fast))}"]

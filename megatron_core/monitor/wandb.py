@@ -1,7 +1,5 @@
 """Metrics for Weights & Biases under the same names as for TensorBoard."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,8 @@ from megatron_core.monitor.tensorboard import scalars
 
 class WandbSink:
     """Logs every step to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps it on this machine."""
+
+    setting = "wandb_project"
 
     def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
         """Start a run with the ``settings`` of the training; its files go to ``--wandb-save-dir``, by default the

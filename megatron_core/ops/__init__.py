@@ -1,11 +1,11 @@
 """Fused operations: the native kernels of csrc as torch operators, and a reference in PyTorch for each."""
 
-from megatron_core.ops.activation import bias_activation, bias_geglu, bias_gelu, bias_squared_relu, bias_swiglu
+from megatron_core.ops.activation import bias_activation
 from megatron_core.ops.backend import Backend
 from megatron_core.ops.cross_entropy import cross_entropy_backward, cross_entropy_parts
 from megatron_core.ops.dropout import bias_dropout_add
 from megatron_core.ops.multi_tensor import adamw_, scale_, squared_norm
-from megatron_core.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron_core.ops.norm import layer_norm, rms_norm
 from megatron_core.ops.rope import rope
 from megatron_core.ops.softmax import attention_softmax
 from megatron_core.ops.weight_grad import accumulate_weight_grad_
@@ -14,15 +14,9 @@ __all__ = [
     "Backend",
     "accumulate_weight_grad_",
     "adamw_",
-    "add_layer_norm",
-    "add_rms_norm",
     "attention_softmax",
     "bias_activation",
     "bias_dropout_add",
-    "bias_geglu",
-    "bias_gelu",
-    "bias_squared_relu",
-    "bias_swiglu",
     "cross_entropy_backward",
     "cross_entropy_parts",
     "layer_norm",

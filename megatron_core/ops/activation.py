@@ -1,7 +1,5 @@
 """The activations of the feed-forward layer, fused with the bias before them; native kernels as torch operators."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor
@@ -20,37 +18,14 @@ NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
 """Those of a gate and a value, f(gate) * value."""
 
-Approximate = Literal["none", "tanh"]
-
-
-def bias_gelu(
-    x: Tensor, bias: Tensor | None, approximate: Approximate = "none", *, backend: Backend = "auto"
-) -> Tensor:
-    """gelu(x + bias), gelu(x) = x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); shapes as in
-    ``bias_activation``."""
-    return bias_activation(x, bias, _approximated("gelu", approximate), backend=backend)
-
-
-def bias_squared_relu(x: Tensor, bias: Tensor | None, *, backend: Backend = "auto") -> Tensor:
-    """relu(x + bias)^2 (So et al. 2021); shapes as in ``bias_activation``."""
-    return bias_activation(x, bias, "squared_relu", backend=backend)
-
-
-def bias_swiglu(x: Tensor, bias: Tensor | None, *, backend: Backend = "auto") -> Tensor:
-    """silu(gate) * value with [gate, value] = x + bias (Shazeer 2020); shapes as in ``bias_activation``."""
-    return bias_activation(x, bias, "swiglu", backend=backend)
-
-
-def bias_geglu(
-    x: Tensor, bias: Tensor | None, approximate: Approximate = "none", *, backend: Backend = "auto"
-) -> Tensor:
-    """gelu(gate) * value with [gate, value] = x + bias (Shazeer 2020); shapes as in ``bias_activation``."""
-    return bias_activation(x, bias, _approximated("geglu", approximate), backend=backend)
-
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
-    """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first
-    half is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``."""
+    """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first half
+    is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``.
+
+    gelu: x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); squared_relu (So et al. 2021); swiglu, geglu: silu or
+    gelu of the gate, times the value (Shazeer 2020).
+    """
     chosen = select_backend_for("activation", backend, x, x, kind)
     if chosen != "native":
         _check("bias_activation", x, bias, kind)
@@ -62,11 +37,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Back
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     _check("bias_activation", x, bias, kind)
     y = _like_output(x, kind)
-    native.call(
-        "bias_activation",
-        x,
-        *(NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y),
-    )
+    native.call("bias_activation", x, NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y)
     return y
 
 
@@ -87,16 +58,6 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
     return dx, dbias
 
 
-@_bias_activation.register_fake
-def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    return _like_output(x, kind)
-
-
-@_bias_activation_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    return new_like(x), _like_bias(x, bias)
-
-
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, bias, ctx.kind = inputs
     ctx.save_for_backward(x, bias)
@@ -108,15 +69,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None if bias is None else dbias, None
 
 
+_bias_activation.register_fake(lambda x, bias, kind: _like_output(x, kind))
+_bias_activation_backward.register_fake(lambda dy, x, bias, kind: (new_like(x), _like_bias(x, bias)))
 _bias_activation.register_autograd(_backward, _save)
 _bias_activation_backward.register_no_autograd()
-
-
-def _approximated(kind: Literal["gelu", "geglu"], approximate: str) -> Kind:
-    if approximate not in ("none", "tanh"):
-        raise ConfigError(f"bias_{kind}: approximate={approximate!r}; legal: none, tanh")
-    tanh: dict[str, Kind] = {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}
-    return tanh[kind] if approximate == "tanh" else kind
 
 
 def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:

@@ -1,7 +1,5 @@
 """Backend selection: which implementation of an operation runs, native, reference, or another library's."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -13,7 +11,7 @@ from megatron_core.ops.libraries import LIBRARIES
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 
-OPS = ("activation", "cross_entropy", "dropout", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
+OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
 """The operations that have a native kernel; each names csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
 
 AS_TORCH = "torch's own"

@@ -5,7 +5,7 @@ which takes no part and gets no gradient. ``target`` ``[...]`` are int64 tokens 
 ``tensor_parallel.cross_entropy`` makes a differentiable loss of it.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
-from megatron_core.ops.operator import operator
+from megatron_core.ops.operator import define, operator
 from megatron_core.ops.rows import check, count, in_rows, new_like, wide
 
 
@@ -50,15 +50,13 @@ def cross_entropy_backward(
     logits, and they are what is returned.
     """
     kept, spread = 1.0 - label_smoothing, label_smoothing / vocab_size
+    arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
     if select_backend("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
         _check(logits, target, valid)
-        return reference.cross_entropy_backward(
-            dloss, logits, target, statistics, first, valid, kept, spread, overwrite
-        )
-    arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
+        return reference.cross_entropy_backward(*arguments, overwrite)
     if not overwrite:
         return _cross_entropy_backward(*arguments)
-    torch.ops.megatron_core.cross_entropy_backward_(*arguments)
+    _cross_entropy_backward_(*arguments)
     return logits
 
 
@@ -67,60 +65,35 @@ def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int)
     _check(logits, target, valid)
     parts = _new_parts(logits)
     native.call(
-        "cross_entropy_parts",
-        logits,
-        *(count(logits), valid, *in_rows(logits), target.contiguous(), first, parts),
+        "cross_entropy_parts", logits, count(logits), valid, *in_rows(logits), target.contiguous(), first, parts
     )
     return parts
 
 
 @operator("cross_entropy_backward")
 def _cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    first: int,
-    valid: int,
-    kept: float,
-    spread: float,
+    dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, first: int, valid: int, kept: float, spread: float
 ) -> Tensor:
     dlogits = new_like(logits)
-    _write_gradient(dlogits, dloss, logits, target, statistics, first, valid, kept, spread)
+    _write_gradient(dlogits, dloss, logits, target, stats, first, valid, kept, spread)
     return dlogits
 
 
-@torch.library.custom_op("megatron_core::cross_entropy_backward_", mutates_args=("logits",))
+@define("cross_entropy_backward_", mutates_args=("logits",))
 def _cross_entropy_backward_(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    first: int,
-    valid: int,
-    kept: float,
-    spread: float,
+    dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, first: int, valid: int, kept: float, spread: float
 ) -> None:
     rows, _ = in_rows(logits)
     assert rows is not None, "None is for None alone"
-    _write_gradient(rows, dloss, logits, target, statistics, first, valid, kept, spread)
+    _write_gradient(rows, dloss, logits, target, stats, first, valid, kept, spread)
     if rows.data_ptr() != logits.data_ptr():  # their strides allow no view as rows
         logits.copy_(rows.view(logits.shape))
 
 
-def _write_gradient(
-    into: Tensor,
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    first: int,
-    valid: int,
-    kept: float,
-    spread: float,
-) -> None:
+def _write_gradient(into: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, *numbers: Any) -> None:
+    first, valid, kept, spread = numbers
     _check(logits, target, valid)
-    for name, given, shape in (("dloss", dloss, target.shape), ("statistics", statistics, (2, *target.shape))):
+    for name, given, shape in (("dloss", dloss, target.shape), ("statistics", stats, (2, *target.shape))):
         if given.shape != shape or given.dtype != wide(logits.dtype):
             raise ConfigError(
                 f"cross_entropy_backward: {name} is {given.dtype} {list(given.shape)}; for logits "
@@ -130,27 +103,8 @@ def _write_gradient(
         "cross_entropy_backward",
         logits,
         *(count(logits), logits.shape[-1], valid, *in_rows(logits), target.contiguous(), first),
-        *(statistics.contiguous(), dloss.contiguous(), kept, spread, *in_rows(into)),
+        *(stats.contiguous(), dloss.contiguous(), kept, spread, *in_rows(into)),
     )
-
-
-@_cross_entropy_parts.register_fake
-def _(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
-    return _new_parts(logits)
-
-
-@_cross_entropy_backward.register_fake
-def _(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    first: int,
-    valid: int,
-    kept: float,
-    spread: float,
-) -> Tensor:
-    return new_like(logits)
 
 
 def _new_parts(logits: Tensor) -> Tensor:
@@ -173,5 +127,7 @@ def _check(logits: Tensor, target: Tensor, valid: int) -> None:
 
 
 INSTEAD = "take tensor_parallel.vocab_parallel_cross_entropy, which has one"
+_cross_entropy_parts.register_fake(lambda logits, *_: _new_parts(logits))
+_cross_entropy_backward.register_fake(lambda dloss, logits, *_: new_like(logits))
 _cross_entropy_parts.register_no_autograd(INSTEAD)
 _cross_entropy_backward.register_no_autograd(INSTEAD)

@@ -1,7 +1,5 @@
 """Addition of a bias, dropout and addition of the residual in one pass; native kernels as torch operators."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,7 +10,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
-from megatron_core.ops.reference.dropout import scale, threshold
+from megatron_core.ops.reference import dropout_scale, dropout_threshold
 from megatron_core.ops.rows import check, new_like, partials
 
 
@@ -35,7 +33,7 @@ def bias_dropout_add(
     ``first_head``; ``bias`` is ``[h]`` or ``[t]``. ``sample_index`` ``[b]``, the sequences' global numbers, is not
     needed where p is 0. ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows, ``key_positions``
     ``[t]`` those of the keys of attention weights; they may be any, and None is 0, 1, 2, .... All three are int64.
-    What is absent is not added. ``megatron_core.ops.reference.dropout`` says which bits are drawn, and that p is
+    What is absent is not added. ``megatron_core.ops.reference`` says which bits are drawn, and that p is
     rounded to a multiple of 2^-16; every backend draws the same. For backward the CPU kernel keeps a bit of each
     element, in rows of a multiple of 64 to 256 channels, and the CUDA kernel nothing.
     """
@@ -43,28 +41,20 @@ def bias_dropout_add(
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
     if p == 0 and bias is None:
         return x if residual is None else residual + x
+    given = (x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)
     if select_backend("dropout", backend, x.device.type, x.dtype) == "reference":
         _check(x, bias, residual, p, sample_index, position_ids, key_positions)
-        return reference.bias_dropout_add(
-            x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head
-        )
-    return _bias_dropout_add(x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)[0]
+        return reference.bias_dropout_add(*given)
+    return _bias_dropout_add(*given)[0]
 
 
-def _check(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    sample_index: Tensor | None,
-    position_ids: Tensor | None,
-    key_positions: Tensor | None,
-) -> None:
+def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *numbers: Tensor | None) -> None:
     if x.dim() not in (3, 4):
         raise ConfigError(f"dropout: x is {list(x.shape)}; it has to be [s, b, h] or attention's [b, heads, s, t]")
     check("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
     if p == 0:
         return
+    sample_index, position_ids, key_positions = numbers
     if sample_index is None:
         raise ConfigError("dropout above 0 needs sample_index: pass the batch's global sample numbers to forward")
     length, batch, _ = _of_rows(x.shape, 1)
@@ -98,9 +88,8 @@ def _bias_dropout_add(
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """-> (y, what of the mask is kept for backward)."""
-    kept = _room_for_kept(x, p)
-    given = x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head
-    return _run(*given, kept, draws=True), kept
+    kept, numbers = _room_for_kept(x, p), (sample_index, position_ids, key_positions)
+    return _run(x, bias, residual, p, key, numbers, first_head, kept, draws=True), kept
 
 
 @operator("bias_dropout_add_backward")
@@ -116,8 +105,8 @@ def _bias_dropout_add_backward(
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
-    total = _sums_of(dy, sums)
-    given = dy, None, None, p, key, sample_index, position_ids, key_positions, first_head, kept
+    total, numbers = _sums_of(dy, sums), (sample_index, position_ids, key_positions)
+    given = dy, None, None, p, key, numbers, first_head, kept
     return _run(*given, draws=False, sums=total if sums else None), total
 
 
@@ -127,9 +116,7 @@ def _run(
     residual: Tensor | None,
     p: float,
     key: int,
-    sample_index: Tensor | None,
-    position_ids: Tensor | None,
-    key_positions: Tensor | None,
+    numbers: tuple[Tensor | None, ...],
     first_head: int,
     kept: Tensor,
     *,
@@ -137,18 +124,16 @@ def _run(
     sums: Tensor | None = None,
 ) -> Tensor:
     """-> y; the sum of its rows goes to ``sums``."""
-    _check(x, bias, residual, p, sample_index, position_ids, key_positions)
+    _check(x, bias, residual, p, *numbers)
     y, partial = new_like(x), None if sums is None else partials(x, 1)
-    sample_index, position_ids, key_positions = (
-        None if p == 0 or given is None else given.contiguous() for given in (sample_index, position_ids, key_positions)
-    )
-    positions_stride = 0 if position_ids is None or position_ids.dim() == 1 else position_ids.shape[1]
+    samples, positions, keys = (None if p == 0 or given is None else given.contiguous() for given in numbers)
+    positions_stride = 0 if positions is None or positions.dim() == 1 else positions.shape[1]
     native.call(
         "dropout",
         x,
         *(*_of_rows(x.shape, 1), x.shape[-1], *_by_rows(x)),
         *(None if bias is None else bias.contiguous(), *_by_rows(residual)),
-        *(threshold(p), scale(p), key, sample_index, position_ids, positions_stride, key_positions, first_head),
+        *(dropout_threshold(p), dropout_scale(p), key, samples, positions, positions_stride, keys, first_head),
         *((kept, draws) if len(kept) else (None, False)),
         *(*_by_rows(y), sums, partial, 0 if partial is None else len(partial)),
     )
@@ -173,43 +158,13 @@ def _of_rows(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
 
 def _room_for_kept(x: Tensor, p: float) -> Tensor:
     """Memory for a bit of each element, where the library keeps them; rows padded as csrc/common/dropout.h says."""
-    padding = native.library(x.device.type, x.dtype).megatron_dropout_kept() if threshold(p) else 0
+    padding = native.library(x.device.type, x.dtype).megatron_dropout_kept() if dropout_threshold(p) else 0
     row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
     return x.new_empty(math.prod(x.shape[:-1]) * row, dtype=torch.uint8)
 
 
 def _sums_of(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape[-1:] if wanted else 0)
-
-
-@_bias_dropout_add.register_fake
-def _(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: int,
-    sample_index: Tensor | None,
-    position_ids: Tensor | None,
-    key_positions: Tensor | None,
-    first_head: int,
-) -> tuple[Tensor, Tensor]:
-    return new_like(x), _room_for_kept(x, p)
-
-
-@_bias_dropout_add_backward.register_fake
-def _(
-    dy: Tensor,
-    p: float,
-    key: int,
-    sample_index: Tensor,
-    position_ids: Tensor | None,
-    key_positions: Tensor | None,
-    first_head: int,
-    kept: Tensor,
-    sums: bool,
-) -> tuple[Tensor, Tensor]:
-    return new_like(dy), _sums_of(dy, sums)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -229,5 +184,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     return dx, dbias, dy if of_residual else None, *[None] * 6
 
 
+_bias_dropout_add.register_fake(lambda x, bias, residual, p, *_: (new_like(x), _room_for_kept(x, p)))
 _bias_dropout_add.register_autograd(_backward, _save)
+_bias_dropout_add_backward.register_fake(lambda dy, *given: (new_like(dy), _sums_of(dy, given[-1])))
 _bias_dropout_add_backward.register_no_autograd()

@@ -1,25 +1,29 @@
-"""Matrices in 8-bit floating point: amax, scale and cast in blocks, and products of such matrices.
+"""Matrices in 8-bit floating point: amax, scale and cast in blocks.
 
 A matrix x is held as ``data = cast(clamp(s x))`` with a scale s for each block of it, so that x is about data / s.
 Formats: e4m3 (largest number 448, 3 bits of mantissa) and e5m2 (57,344, 2 bits), Micikevicius et al. 2022. Everything
 here is plain torch and good for float64, too: in that precision a model in FP8 can be compared with itself in another
-layout.
+layout. The casts have native kernels, which read a matrix once or twice and write what products need of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
+
+from megatron_core.ops import native
+from megatron_core.ops.backend import Backend, select_backend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Order = Literal["rows", "columns", "both"]
+"""Whether the rows of a matrix lie one after another in memory, or its columns, or there are both forms."""
 SMALLEST_AMAX = 1e-12
 """A block whose amax is less, such as one of zeros, has the scale of this one; torchao's constant."""
-CUDA_MULTIPLE = 16
-"""Of which the last two extents of a product must be multiples on GPUs (cuBLASLt)."""
+TILE, TILE_BLOCKS = 128, 512
+"""Rows and columns that a kernel takes at once, and blocks in them (csrc/common/fp8.h)."""
 
 
 class Blocks(NamedTuple):
@@ -43,10 +47,18 @@ class Quantised:
     data: Tensor
     scale: Tensor
     blocks: Blocks
+    other: Tensor | None = None
+    """``data`` in the other order, if there are both."""
 
     def t(self) -> Quantised:
         """The transposed matrix, a view."""
-        return Quantised(self.data.mT, self.scale.mT, self.blocks.t())
+        return Quantised(self.data.mT, self.scale.mT, self.blocks.t(), None if self.other is None else self.other.mT)
+
+    def by_rows(self) -> Tensor:
+        """``data`` with rows one after another in memory; a copy if there is no such form."""
+        if self.other is not None and not self.data.is_contiguous():
+            return self.other.contiguous()
+        return self.data.contiguous()
 
     def __getitem__(self, index: int | slice) -> Quantised:
         """One of several matrices, or some rows of a matrix in blocks of a row."""
@@ -60,14 +72,22 @@ class Quantised:
         return (self.data.to(wide) * inverse).to(dtype)
 
 
-def block_amax(x: Tensor, blocks: Blocks) -> Tensor:
+def block_amax(x: Tensor, blocks: Blocks, *, backend: Backend = "auto") -> Tensor:
     """Largest absolute value of each block of ``x`` ``[..., R, C]``: ``[..., R / rows, C / columns]``; NaN where there
-    is one, 0 where there is nothing. The last blocks may be smaller than the others."""
+    is one, 0 where there is nothing. The last blocks may be smaller than the others. In float32 or wider if the kernel
+    is native."""
     rows, columns = x.shape[-2:]
     height, width = blocks.rows or max(rows, 1), blocks.columns or max(columns, 1)
     if not x.numel():
         shape = [1 if height >= rows else -(-rows // height), 1 if width >= columns else -(-columns // width)]
         return x.new_zeros(*x.shape[:-2], *shape)
+    tile = Blocks(blocks.rows or TILE, blocks.columns or TILE)
+    if _is_native(x, tile, backend):
+        found = torch.empty(_grid(x, tile), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        x = x.contiguous()
+        native.call("fp8_amax", x, *_sizes(x, tile), x, found)
+        whole = [dim for dim, size in ((-2, blocks.rows), (-1, blocks.columns)) if size is None]
+        return found.amax(whole, keepdim=True) if whole else found
     if rows % height or columns % width:
         x = torch.nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
     return x.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
@@ -93,17 +113,80 @@ def spread(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
     return scale
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, blocks: Blocks) -> Quantised:
-    """``x`` with the given scales in ``dtype``. Clamped first: e5m2 would round 61,440 and more to infinity."""
+def cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, blocks: Blocks, *, order: Order = "rows", backend: Backend = "auto"
+) -> Quantised:
+    """``x`` with the given scales in ``dtype``. Clamped first: e5m2 would round 61,440 and more to infinity.
+
+    ``order`` is that of native kernels; else rows lie one after another as in ``x``.
+    """
+    if _is_native(x, blocks, backend):
+        return _cast(x, scale.expand(_grid(x, blocks)).contiguous(), dtype, blocks, order)
     most = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = x.to(wide) * spread(scale, x.shape, blocks).to(wide)
     return Quantised(scaled.clamp(-most, most).to(dtype), scale, blocks)
 
 
-def quantise(x: Tensor, dtype: torch.dtype, blocks: Blocks = WHOLE, *, power_of_two: bool = False) -> Quantised:
-    """``x`` in ``dtype`` with the scales of its own blocks."""
-    return cast(x, scale_of(block_amax(x, blocks), dtype, power_of_two=power_of_two), dtype, blocks)
+def quantise(
+    x: Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks = WHOLE,
+    *,
+    power_of_two: bool = False,
+    order: Order = "rows",
+    backend: Backend = "auto",
+) -> Quantised:
+    """``x`` in ``dtype`` with the scales of its own blocks; ``order`` as in ``cast``. Native kernels find the scales of
+    blocks that have no whole extent, and cast, in one pass."""
+    if None not in blocks and _is_native(x, blocks, backend):
+        scale = torch.empty(_grid(x, blocks), dtype=torch.float32, device=x.device)
+        return _cast(x, scale, dtype, blocks, order, own=True, power_of_two=power_of_two)
+    scale = scale_of(block_amax(x, blocks, backend=backend), dtype, power_of_two=power_of_two)
+    return cast(x, scale, dtype, blocks, order=order, backend=backend)
+
+
+def _is_native(x: Tensor, blocks: Blocks, backend: Backend) -> bool:
+    """Whether a native kernel casts ``x`` in these blocks."""
+    if not x.numel() or any(size is not None and (size > TILE or size & (size - 1)) for size in blocks):
+        return False
+    if (TILE // (blocks.rows or TILE)) * (TILE // (blocks.columns or TILE)) > TILE_BLOCKS:
+        return False
+    return select_backend("fp8", backend, x.device.type, x.dtype) == "native"
+
+
+def _cast(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks,
+    order: Order,
+    *,
+    own: bool = False,
+    power_of_two: bool = False,
+) -> Quantised:
+    """The native ``cast``; ``own``: ``scale`` is what it finds."""
+    x = x.contiguous()
+    data = None if order == "columns" else torch.empty_like(x, dtype=dtype)
+    turned = None if order == "rows" else torch.empty_like(x.mT, dtype=dtype, memory_format=torch.contiguous_format)
+    kind = int(dtype == E5M2)
+    native.call("fp8_cast", x, *_sizes(x, blocks), x, kind, int(own), int(power_of_two), scale, data, turned)
+    if data is None:
+        assert turned is not None, "order is one of rows, columns and both"
+        return Quantised(turned.mT, scale, blocks)
+    return Quantised(data, scale, blocks, None if turned is None else turned.mT)
+
+
+def _sizes(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
+    """Matrices, rows, columns, and the extents of blocks, 0 for whole ones."""
+    rows, columns = x.shape[-2:]
+    return x.numel() // (rows * columns), rows, columns, blocks.rows or 0, blocks.columns or 0
+
+
+def _grid(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
+    """The shape of scales."""
+    rows, columns = x.shape[-2:]
+    return *x.shape[:-2], -(-rows // (blocks.rows or rows)), -(-columns // (blocks.columns or columns))
 
 
 def lost(x: Tensor, quantised: Quantised) -> Tensor:
@@ -113,46 +196,3 @@ def lost(x: Tensor, quantised: Quantised) -> Tensor:
     zero = quantised.data.float() == 0
     present = x != 0
     return torch.stack([(scaled > most).sum(), (zero & present).sum(), present.sum()]).double()
-
-
-def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
-    """A B for ``a`` ``[M, K]`` and ``b`` ``[K, N]`` -> ``[M, N]``, summed in float32 (for float64 in that).
-
-    One call of torch's ``_scaled_mm`` where ``is_scaled_product`` allows, else the product of the dequantised matrices:
-    the same numbers. ``fast_accumulation`` (GPUs): sums of fewer bits, as is usual in forward.
-    """
-    if is_scaled_product(a, b, out_dtype):
-        scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
-        kernel_dtype = out_dtype
-        if a.blocks != WHOLE or b.blocks != WHOLE:
-            scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
-            scale_b = scale_b.expand(1, b.data.shape[1]).contiguous()
-            if a.data.device.type == "cuda":
-                kernel_dtype = torch.bfloat16  # the only one that torch's kernels by row return
-        y = torch._scaled_mm(
-            a.data.contiguous(),
-            b.data.t().contiguous().t(),
-            scale_a,
-            scale_b,
-            out_dtype=kernel_dtype,
-            use_fast_accum=fast_accumulation,
-        )
-        return y.to(out_dtype)
-    wide = torch.promote_types(out_dtype, torch.float32)
-    # What is in blocks was scaled by powers of two, which bfloat16 holds exactly: GPUs multiply in that.
-    narrow = wide if a.data.device.type == "cpu" or wide == torch.float64 else torch.bfloat16
-    return a.dequantised(narrow).matmul(b.dequantised(narrow)).to(out_dtype)
-
-
-def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product of FP8 matrices takes these: scales that leave the sum, and what the device has."""
-    leaves_sum = a.blocks in (WHOLE, ROWS) and b.blocks in (WHOLE, COLUMNS)
-    if not leaves_sum or not a.data.numel() or not b.data.numel():
-        return False
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        return False
-    if a.data.device.type == "cpu":
-        return TorchVersion(torch.__version__) >= "2.13"  # not tried with earlier ones
-    if torch.cuda.get_device_capability(a.data.device) < (8, 9) or a.data.dtype == b.data.dtype == E5M2:
-        return False
-    return all(extent % CUDA_MULTIPLE == 0 for extent in b.data.shape)

@@ -1,7 +1,5 @@
 """Products of runs of rows with a matrix each: the linear layers of all experts of a rank at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -18,8 +18,6 @@ flag, [xs, ys], factor)``, which writes y = factor * x in the type of the ys; ``
 weights, exp_avgs, exp_avg_sqs], lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module

@@ -4,8 +4,6 @@ The tensors of a list are of one dtype, on one device, and contiguous; their siz
 these operations has a backward: they are for what comes after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,6 +14,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, python_backend, select_backend_for
+from megatron_core.ops.operator import define
 
 CHUNK = 16384
 """Elements that are one piece of work: enough to hide that it is dealt out, and 20 M of them still feed every GPU."""
@@ -34,7 +33,7 @@ def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Ten
     chosen = _select_backend(tensors, backend)
     if chosen != "native":
         return python_backend(chosen).squared_norm(tensors)
-    return torch.ops.megatron_core.squared_norm(tensors)
+    return _squared_norm(tensors)
 
 
 def scale_(tensors: Sequence[Tensor], factor: float, *, backend: Backend = "auto") -> None:
@@ -42,7 +41,7 @@ def scale_(tensors: Sequence[Tensor], factor: float, *, backend: Backend = "auto
     _check("scale_", tensors=tensors)
     chosen = _select_backend(tensors, backend) if tensors else "reference"
     if chosen == "native":
-        torch.ops.megatron_core.scale_(tensors, factor)
+        _scale_(tensors, factor)
     else:
         python_backend(chosen).scale_(tensors, factor)
 
@@ -82,7 +81,7 @@ def adamw_(
         rates = {"beta1": beta1, "beta2": beta2, "eps": epsilon, "lr": lr, "weight_decay": weight_decay}
         python_backend(chosen).adamw_(*lists.values(), step=step, factor=factor, **rates)
         return
-    torch.ops.megatron_core.adamw_(
+    _adamw_(
         *lists.values(),
         factor=factor,
         beta1=beta1,
@@ -94,7 +93,7 @@ def adamw_(
     )
 
 
-@torch.library.custom_op("megatron_core::squared_norm", mutates_args=())
+@define("squared_norm")
 def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     device, kept = tensors[0].device, [tensor for tensor in tensors if tensor.numel()]
     partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in kept), dtype=torch.float64, device=device)
@@ -104,13 +103,13 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-@torch.library.custom_op("megatron_core::scale_", mutates_args=("tensors",))
+@define("scale_", mutates_args=("tensors",))
 def _scale_(tensors: Sequence[Tensor], factor: float) -> None:
     table = _table(tensors)
     native.call("scale", tensors[0], len(table), table, CHUNK, float(factor))
 
 
-@torch.library.custom_op("megatron_core::adamw_", mutates_args=("weights", "exp_avgs", "exp_avg_sqs", "copies"))
+@define("adamw_", mutates_args=("weights", "exp_avgs", "exp_avg_sqs", "copies"))
 def _adamw_(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -131,7 +130,7 @@ def _adamw_(
     native.call("adamw", grads[0], copy_dtype, len(table), table, CHUNK, *numbers)
 
 
-@_squared_norm.register_fake
+@torch.library.register_fake("megatron_core::squared_norm")
 def _(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
@@ -140,7 +139,7 @@ def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
     raise NotImplementedError("squared_norm has no backward; detach its tensors, or take backend='reference'")
 
 
-_squared_norm.register_autograd(_refuse, setup_context=_refuse)
+torch.library.register_autograd("megatron_core::squared_norm", _refuse, setup_context=_refuse)
 
 
 def _table(first: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Tensor:

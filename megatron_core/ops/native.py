@@ -1,7 +1,5 @@
 """The native libraries: where they are, whether they load, and calls into them through ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +15,7 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Where the build puts the libraries."""
 
-INTERFACE = 5
+INTERFACE = 7
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

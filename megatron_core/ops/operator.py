@@ -1,9 +1,7 @@
 """Python functions as operators of torch that torch.compile, torch.func and the profiler know."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +16,7 @@ class Operator:
 
     def __init__(self, implementation: Callable, name: str) -> None:
         self._name, self._differentiable = f"megatron_core::{name}", True
-        torch.library.define(self._name, torch.library.infer_schema(implementation, mutates_args=()))
-        torch.library.impl(self._name, "CompositeExplicitAutograd", implementation)
-        self._operator = getattr(torch.ops.megatron_core, name).default
+        self._operator = define(name)(implementation)
         self._signature = inspect.signature(implementation)
 
     def register_fake(self, fake: Callable) -> None:
@@ -63,3 +59,28 @@ class Operator:
 def operator(name: str) -> Callable[[Callable], Operator]:
     """Decorate a function whose annotations are an operator's types and which changes none of its arguments."""
     return lambda implementation: Operator(implementation, name)
+
+
+def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], Any]:
+    """Make the decorated function an operator of this name, which changes the arguments ``mutates_args`` in place.
+
+    Not torch.library.custom_op, whose first call imports torch._dynamo: 1.5 s of every process.
+    """
+
+    def decorate(implementation: Callable) -> Any:
+        full, names = f"megatron_core::{name}", list(inspect.signature(implementation).parameters)
+        changed = [names.index(argument) for argument in mutates_args]
+
+        def run(*arguments: Any) -> Any:
+            result = implementation(*arguments)
+            for at in changed:
+                torch.autograd.graph.increment_version(arguments[at])
+            return result
+
+        torch.library.define(full, torch.library.infer_schema(implementation, mutates_args=mutates_args))
+        torch.library.impl(full, "CompositeExplicitAutograd", run if changed else implementation)
+        if changed:
+            torch.library.register_fake(full, lambda *arguments: None)
+        return getattr(torch.ops.megatron_core, name).default
+
+    return decorate

@@ -1,7 +1,5 @@
 """Rotary positions: pairs of channels turned by the angle of their position; native kernels as a torch operator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -82,11 +80,6 @@ def _table_strides(table: Tensor) -> tuple[int, int]:
     return length, batch
 
 
-@_rope.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    return new_like(x)
-
-
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     _, cos, sin, ctx.interleaved, ctx.inverse = inputs
     if any(ctx.needs_input_grad[1:3]):
@@ -99,4 +92,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _rope(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *[None] * 4
 
 
+_rope.register_fake(lambda x, *_: new_like(x))
 _rope.register_autograd(_backward, _save)

@@ -1,7 +1,5 @@
 """What operations on rows share: tensors as rows, their checks, and room for sums over rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -49,11 +47,6 @@ def new_like(x: Tensor) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def new_statistics(x: Tensor, *numbers: int) -> Tensor:
-    """New memory ``[*numbers, ...]`` for so many numbers for each row of ``x`` ``[..., n]``."""
-    return x.new_empty((*numbers, *x.shape[:-1]), dtype=wide(x.dtype))
 
 
 def partials(x: Tensor, sums: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Softmax of attention scores: causal, with a mask, with a sliding window; native kernels as torch operators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,16 +58,9 @@ def _attention_softmax_backward(
     dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
 ) -> Tensor:
     dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), new_like(probs)
+    shape, seen = _four(probs.shape, 1), _visible_keys(probs, causal, window)
     native.call(
-        "attention_softmax_backward",
-        probs,
-        *_four(probs.shape, 1),
-        dprobs,
-        *_strides(dprobs),
-        probs,
-        float(scale),
-        _visible_keys(probs, causal, window),
-        dscores,
+        "attention_softmax_backward", probs, *shape, dprobs, *_strides(dprobs), probs, float(scale), seen, dscores
     )
     return dscores
 
@@ -116,16 +107,6 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     return _four([0 if n == 1 else by for n, by in zip(x.shape, x.stride(), strict=True)], 0)[:3]
 
 
-@_attention_softmax.register_fake
-def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    return new_like(scores)
-
-
-@_attention_softmax_backward.register_fake
-def _(dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
-    return new_like(probs)
-
-
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     _, _, *ctx.settings = inputs
     ctx.save_for_backward(output)
@@ -136,5 +117,7 @@ def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor | None, ...]:
     return dscores, None, None, None, None
 
 
+_attention_softmax.register_fake(lambda scores, *_: new_like(scores))
+_attention_softmax_backward.register_fake(lambda dprobs, probs, *_: new_like(probs))
 _attention_softmax.register_autograd(_backward, _save)
 _attention_softmax_backward.register_no_autograd()

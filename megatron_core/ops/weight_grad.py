@@ -1,7 +1,5 @@
 """Weight gradients of a linear layer, added in float32 to those of the micro-batches before."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion

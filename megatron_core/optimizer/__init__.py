@@ -1,22 +1,48 @@
-"""Optimizer, loss scale and learning rate; two names for Megatron Core's users, imported when they are first used."""
+"""Optimizer, loss scale and learning rate; names for Megatron Core's users are imported when they are first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_core.lazy import lazy_names
+
 if TYPE_CHECKING:
-    from megatron_core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
-    from megatron_core.optimizer.optimizer_config import OptimizerConfig
+    from megatron_core.optimizer.config_overrides import (
+        ParamGroupOverride,
+        get_mup_config_overrides,
+        get_standard_config_overrides,
+    )
+    from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron_core.optimizer.factory import get_megatron_optimizer
+    from megatron_core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron_core.optimizer.optimizer import MegatronOptimizer
+    from megatron_core.optimizer.optimizer_config import (
+        OptimizerConfig,
+        ParamKey,
+        ParamPredicate,
+        ParamWithNamePredicate,
+    )
 
-__all__ = ["MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "LayerWiseDistributedOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "ParamGroupOverride",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "get_megatron_optimizer",
+    "get_mup_config_overrides",
+    "get_standard_config_overrides",
+]
 
-_HOMES = {
-    "megatron_optimizer": ("MegatronOptimizer", "get_megatron_optimizer"),
-    "optimizer_config": ("OptimizerConfig",),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "config_overrides": ("ParamGroupOverride", "get_mup_config_overrides", "get_standard_config_overrides"),
+        "distrib_optimizer": ("DistributedOptimizer",),
+        "factory": ("get_megatron_optimizer",),
+        "layer_wise_optimizer": ("LayerWiseDistributedOptimizer",),
+        "optimizer": ("MegatronOptimizer",),
+        "optimizer_config": ("OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate"),
+    },
+)

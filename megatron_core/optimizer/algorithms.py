@@ -1,7 +1,5 @@
 """Optimizers that update each element on its own, and so any slice of a shard: AdamW, SGD, Lion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +33,8 @@ class Rates:
     weight_decay: float
     factor: float
     """By which gradients are multiplied first: clipping and the loss scale."""
+    epsilon: float = 1e-8
+    """Of AdamW."""
 
 
 class Algorithm(Protocol):
@@ -71,7 +71,7 @@ class AdamW:
             step=rates.step,
             lr=rates.lr,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
-            epsilon=self.config.adam_eps,
+            epsilon=rates.epsilon,
             weight_decay=rates.weight_decay,
             factor=rates.factor,
             backend=self.backend,
@@ -83,7 +83,7 @@ class AdamW:
         for part in parts:
             momentum = part.state["exp_avg"]
             momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
-            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(self.config.adam_eps)
+            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
             part.main.mul_(1.0 - rates.lr * rates.weight_decay)
             part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**rates.step))
             write_copy(part)

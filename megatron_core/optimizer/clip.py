@@ -1,6 +1,6 @@
 """The global gradient norm, in which every element of the model counts exactly once in any layout."""
 
-from __future__ import annotations
+import re
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 
 Span = tuple[int, int]
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class GradientNorm:
@@ -44,9 +45,36 @@ class GradientNorm:
         zeros = [(grad == 0).sum(dtype=torch.float64).to(self.device) for grad in grads]
         return torch.stack([squares, torch.stack(zeros).sum() if zeros else torch.zeros_like(squares)])
 
+    def squares_by_part(self, num_layers: int) -> Tensor:
+        """What this rank adds to the sums of squares of gradients and of weights, by ``part_names``: float64
+        ``[2, num_layers + 2]``."""
+        spans: list[list[tuple[Bucket, Span]]] = [[] for _ in part_names(num_layers)]
+        for bucket, owned in self.owned:
+            for name, _, start, stop, at in bucket.pieces():
+                inside = [(max(first, at), min(last, at + stop - start)) for first, last in owned]
+                spans[_part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
+        grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
+        weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
+        found = [squared_norm(each, backend=self.backend).to(self.device) for each in grads + weights]
+        return torch.stack(found).view(2, -1)
+
     def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
         counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]
         return squared_norm(counted, backend=self.backend).to(self.device)
+
+
+def part_names(num_layers: int) -> list[str]:
+    """The parts of a model whose norms are logged; its head is the final norm, the output layer, and layers of
+    multi-token prediction."""
+    return ["embedding", *(f"layer {number}" for number in range(num_layers)), "head"]
+
+
+def _part_of(name: str, num_layers: int) -> int:
+    """The number among ``part_names`` of a parameter, by its global name."""
+    layer = _LAYER.match(name)
+    if layer is not None:
+        return 1 + int(layer[1])
+    return 0 if name.startswith("embedding.") else num_layers + 1
 
 
 def _gaps(spans: list[Span], size: int) -> list[Span]:

@@ -4,8 +4,6 @@ Small gradients vanish in float16, so the loss is multiplied before backward and
 it (Micikevicius et al. 2018, section 3.2).
 """
 
-from __future__ import annotations
-
 from megatron_core.errors import CheckpointError, ConfigError
 
 
@@ -49,10 +47,7 @@ class DynamicLossScale:
     ) -> None:
         """Check the settings and start at ``initial``."""
         _require(minimum > 0, f"min_loss_scale={minimum} is out of range; legal: a number above 0")
-        _require(
-            initial >= minimum,
-            f"initial_loss_scale={initial} is less than min_loss_scale={minimum}; raise it",
-        )
+        _require(initial >= minimum, f"initial_loss_scale={initial} is less than min_loss_scale={minimum}; raise it")
         _require(growth_factor > 1, f"growth_factor={growth_factor} is out of range; legal: a number above 1")
         _require(0 < backoff_factor < 1, f"backoff_factor={backoff_factor} is out of range; legal: between 0 and 1")
         _require(window >= 1, f"loss_scale_window={window} is out of range; legal: 1, 2, 3, ...")
@@ -82,11 +77,7 @@ class DynamicLossScale:
 
     def state_dict(self) -> dict[str, float]:
         """The scale and both counters as plain numbers, under Megatron-LM's names."""
-        return {
-            "scale": self.scale,
-            "growth_tracker": self._good_steps,
-            "hysteresis_tracker": self._chances,
-        }
+        return {"scale": self.scale, "growth_tracker": self._good_steps, "hysteresis_tracker": self._chances}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore ``state_dict()``; an empty one, from a run with a constant scale, changes nothing."""

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the optimizer step."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_core.config.training import OptimizerConfig

@@ -4,13 +4,14 @@ Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration
 section 2.2, for the scale, with which learning rate and weight decay are those of AdamW.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.buffer import BucketKind
+from megatron_core.data_parallel.fill import SHARD_MULTIPLE, in_order
+from megatron_core.data_parallel.layout import Rule, WholeInShards
 from megatron_core.optimizer.algorithms import Part, Rates, write_copy
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
@@ -23,8 +24,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon:
     """m = mu m + g; u = g + mu m (Nesterov); w = (1 - lr wd) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u).
 
-    Orthogonal is what ``newton_schulz`` makes of the whole stored matrix (fused QKV and gate-up matrices as they are;
-    of experts each one). Every data-parallel rank orthogonalises its share of a bucket's matrices.
+    It is for hidden matrices; the rest is AdamW's. Orthogonal is what ``newton_schulz`` makes of the whole stored
+    matrix (fused QKV and gate-up matrices as they are; of experts each one). Every data-parallel rank orthogonalises
+    its share of a bucket's matrices: those that lie in its shard, if none is cut (``whole_matrices``), or else every
+    nth, which ranks collect from one another before and send afterwards.
     """
 
     names = ("momentum_buffer",)
@@ -33,9 +36,9 @@ class Muon:
         self.momentum, self.steps, self.groups = config.muon_momentum, config.muon_num_ns_steps, groups
 
     @staticmethod
-    def fits(bucket: Bucket) -> bool:
-        """Whether a bucket's parameters are hidden matrices; embeddings, heads, biases and norms are AdamW's."""
-        return bucket.kind.matrix and not bucket.kind.embedding
+    def whole_matrices(kind: BucketKind, shards: int) -> Rule:
+        """How buckets are filled so that no shard cuts a hidden matrix."""
+        return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
 
     def update_bucket(self, bucket: Bucket, part: Part, rates: Rates) -> None:
         """Update the shard of ``bucket`` that ``part`` is; all ranks that share the bucket's tensors call this."""
@@ -51,6 +54,12 @@ class Muon:
         """The scaled orthogonal directions of this rank's shard."""
         size, rank = bucket.dp_group.size(), bucket.dp_group.rank()
         whole = direction
+        if bucket.is_sharded and not bucket.cuts_parameters:  # no other rank has a part of what lies here
+            result = torch.zeros_like(direction)
+            for _, parameter, _, numel, at in bucket.pieces():
+                flat = slice(at, at + numel)
+                result[flat] = self._of_parameter(parameter, direction[flat].view(parameter.shape)).view(-1)
+            return result
         if bucket.is_sharded and size > 1:
             whole = direction.new_empty(bucket.weights.numel())
             all_gather_flat_(whole, direction, bucket.dp_group).wait()

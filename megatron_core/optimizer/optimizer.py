@@ -1,270 +1,173 @@
-"""One optimizer step on main weights in flat shards."""
+"""For Megatron Core's users: one optimizer of all chunks of a model."""
 
-from __future__ import annotations
-
-import math
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.compression import OneBitAdam
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
-from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
-from megatron_core.optimizer.clip import GradientNorm, clip_factor
-from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.muon import Muon
-from megatron_core.optimizer.rounding import CHUNK, update_rounded
-from megatron_core.parallel.groups import ParallelGroups
-
-
-class LossScale(Protocol):
-    """The factor by which the loss is multiplied, and its update after an overflow."""
-
-    scale: float
-
-    def update(self, found_inf: bool) -> None:
-        """Update after a step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        ...
+from megatron_core.data_parallel import Bucket
+from megatron_core.errors import CheckpointError
+from megatron_core.optimizer.config_overrides import (
+    ParamGroupOverride,
+    combine_param_group_overrides,
+    get_standard_config_overrides,
+)
+from megatron_core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.parallel.current import current
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import tell_all
 
 
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
+@dataclass
+class _AllChunks:
+    """The buckets of all chunks as one ``DataParallel`` has them."""
 
-    bucket: Bucket
-    algorithm: AdamW | SGD | Lion | Muon
-    placement: Placement
-    main: Tensor
-    """The weights in float32 or wider: the bucket's own tensor if that is wide enough, or is to do."""
-    state: dict[str, Tensor]
-    """The algorithm's tensors, which begin as zeros."""
-
-    @classmethod
-    def of(
-        cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement, config: OptimizerConfig
-    ) -> Shard:
-        """Start from the bucket's weights."""
-        main = bucket.weight_shard
-        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
-        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
-            main = placement.tensor("main", main.numel(), wide).copy_(main)
-        of_state = torch.promote_types(main.dtype, torch.float32)
-        narrow = {name for name in algorithm.names if config.keeps_in_bf16(name)}
-        state = {
-            name: placement.tensor(name, main.numel(), torch.bfloat16 if name in narrow else of_state)
-            for name in algorithm.names
-        }
-        return cls(bucket, algorithm, placement, main, state)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the model's weights are 16-bit copies of ``main``."""
-        return self.main.dtype != self.bucket.weights.dtype
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the state lies on another device than the weights."""
-        return self.main.device != self.bucket.weights.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state, and of main weights that are not the model's own."""
-        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether some of what is updated is stored in bfloat16."""
-        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
-
-    def chunks(self) -> Iterator[slice]:
-        """The slices in which it is updated."""
-        for at in self.placement.chunks(self.main.numel()):
-            step = CHUNK if self.is_rounded else max(at.stop - at.start, 1)
-            for start in range(at.start, at.stop, step):
-                yield slice(start, min(start + step, at.stop))
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether the state or the weights do not stay in memory."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
-
-    def part(self, at: slice, grad: Tensor) -> Part:
-        """The slice ``at``; ``grad`` is the gradient of the shard, where the state is."""
-        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
-        return Part(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
+    buckets: list[Bucket]
+    device: torch.device
+    compressor: None = None
 
 
-class Optimizer:
-    """An update of this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+def _param_group_override_keys() -> tuple[str, ...]:
+    return tuple(ParamGroupOverride.__annotations__)
 
-    16-bit weights have float32 main weights; wider weights are updated directly. The state lies beside the weights, in
-    the host's memory or on disk (``optimizer.offload``).
+
+param_group_identifier_keys = (*_param_group_override_keys(), "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart: nothing that schedulers change in every step."""
+
+
+class MegatronOptimizer:
+    """``Optimizer`` with Megatron Core's methods: ZeRO as the model's wrapper says, float32 main weights.
+
+    ``param_groups`` are the parameters with the same overrides; every step reads ``lr``, ``weight_decay`` and ``eps``
+    of each, and ``OptimizerParamScheduler`` sets the first two. Every rank has all groups, empty ones, too.
     """
 
     def __init__(
         self,
-        data_parallel: DataParallel,
         config: OptimizerConfig,
-        groups: ParallelGroups,
-        loss_scale: LossScale,
-        backend: Backend = "auto",
-        seed: int = 0,
+        model_chunks: Sequence[Any],
+        config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
     ) -> None:
-        """``seed`` is of stochastic rounding."""
-        self.seed = seed
-        self.config, self.loss_scale, self.backend = config, loss_scale, backend
-        self.norm = GradientNorm(data_parallel, groups, backend)
-        self.compressor = data_parallel.compressor
-        frozen_after = self.compressor.warmup if isinstance(self.compressor, OneBitAdam) else None
-        self._algorithms: dict[str, AdamW | SGD | Lion | Muon] = {
-            "adam": AdamW(config, backend, frozen_after),
-            "sgd": SGD(config),
-            "lion": Lion(config),
-            "muon": Muon(config, groups),
+        self.config, self.model_chunks, self._own = config, list(model_chunks), config.translated()
+        wrappers = [chunk.data_parallel for chunk in self.model_chunks]
+        buckets = [bucket for wrapper in wrappers for bucket in wrapper.buckets]
+        dtype = next((bucket.weights.dtype for bucket in buckets), torch.float32)
+        everything: Any = _AllChunks(buckets, wrappers[0].device)
+        overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        self.param_groups = self._groups(everything, overrides)
+        scale = make_loss_scale(self._own, dtype)
+        self.optimizer = Optimizer(everything, self._own, current(), scale, param_groups=self.param_groups)
+
+    def _groups(self, everything: _AllChunks, overrides: dict[ParamKey, ParamGroupOverride]) -> list[dict[str, Any]]:
+        members = defaultdict[str, list[nn.Parameter]](list)
+        for bucket in everything.buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                own = combine_param_group_overrides(o for key, o in overrides.items() if key.matches(parameter, name))
+                members[json.dumps([sorted(own.items()), "edp" in bucket.kind.replica_axes])].append(parameter)
+        texts = tell_all("\n".join(members), everything.device)
+        keys = sorted({key for text in texts for key in text.splitlines()}, key=lambda key: (len(key), key))
+        return [self._group(members[key], *json.loads(key)) for key in keys]
+
+    def _group(self, params: list[nn.Parameter], own: list[tuple[str, Any]], is_expert: bool) -> dict[str, Any]:
+        lr, decay = self._own.lr, self._own.weight_decay
+        group: dict[str, Any] = {
+            "params": params,
+            "max_lr": lr,
+            "min_lr": self._own.min_lr,
+            "wd_mult": 1.0,
+            "eps": self._own.adam_eps,
         }
-        # Allocated now, so that a checkpoint can be loaded before the first step.
-        placements = _placements(data_parallel.buckets, config, groups.rank)
-        self.shards = [
-            Shard.of(bucket, self._algorithm(bucket), placement, config)
-            for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
-        ]
-        if isinstance(self.compressor, OneBitAdam):
-            self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
-        self.steps_taken = 0
+        group |= {"lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False} | dict(own)
+        default = not {"max_lr", "min_lr"} & dict(own).keys()
+        return group | {"lr": group["max_lr"], "weight_decay": decay * group["wd_mult"], "default_config": default}
 
-    def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
-        muon_leaves = self.config.optimizer == "muon" and not Muon.fits(bucket)
-        return self._algorithms["adam" if muon_leaves else self.config.optimizer]
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
 
-    def gradient_norm(self) -> Tensor:
-        """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan
-        if any gradient on any rank is."""
-        return self.norm.compute() / self.loss_scale.scale
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, None]:
+        """Clip and update with the gradients that ``finalize_model_grads`` has left.
 
-    def step(
-        self,
-        lr: float,
-        grad_norm: float,
-        decoupled_lr: float | None = None,
-        weight_decay: float | None = None,
-        *,
-        skip: bool = False,
-    ) -> bool:
-        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; ``skip`` if it is not finite or asked for.
-
-        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own; ``weight_decay``
-        that of this step, if it changes. Returns whether the step was skipped. The gradients may be scaled in place.
+        (Whether the step was taken, the norm before clipping, None as zeros are not counted).
         """
-        scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
-        self.loss_scale.update(not finite)
-        if skip or not finite:
-            return True
-        self.set_steps_taken(self.steps_taken + 1)
-        factor = clip_factor(grad_norm, self.config.clip_grad) / scale
-        if self.config.clip_grad_value > 0.0:
-            for shard in self.shards:
-                shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
-            factor = 1.0
-        for (decays, embedding, _, _), shards in self._by_kind().items():
-            own_lr = lr if decoupled_lr is None or not embedding else decoupled_lr
-            decay = (self.config.weight_decay if weight_decay is None else weight_decay) * decays
-            self._update(shards, Rates(self.steps_taken, own_lr, decay, factor))
-        return False
+        norm = float(self.optimizer.gradient_norm())
+        skipped = self.optimizer.step(self._own.lr, norm)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        return not skipped, norm, None
 
-    def _by_kind(self) -> dict[tuple[bool, bool, torch.dtype, int], list[Shard]]:
-        """The shards by (weight decay or not, embedding or not, dtype, algorithm); one call updates each group."""
-        found = defaultdict(list)
-        for shard in self.shards:
-            kind = shard.bucket.kind
-            found[kind.decay, kind.embedding, shard.bucket.weights.dtype, id(shard.algorithm)].append(shard)
-        return found
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, which ``step`` divides out: a model's ``grad_scale_func``."""
+        return loss * self.optimizer.loss_scale.scale
 
-    def _update(self, shards: list[Shard], rates: Rates) -> None:
-        """Update shards of one kind: those beside their weights together, the others one after another."""
-        algorithm = shards[0].algorithm
-        if isinstance(algorithm, Muon):
-            for shard in shards:
-                update = partial(algorithm.update_bucket, shard.bucket, rates=rates)
-                self._update_part(shard, slice(0, shard.main.numel()), shard.bucket.grad_shard, rates, update)
-            return
-        here = [shard for shard in shards if not (shard.is_away or shard.is_on_disk or shard.is_rounded)]
-        if here:
-            algorithm.update([shard.part(slice(None), shard.bucket.grad_shard) for shard in here], rates)
-        away = [shard for shard in shards if shard not in here]
-        # All gradients set out at once and arrive while the first shards are updated.
-        grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard in away]
-        if any(shard.is_away for shard in away) and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        for shard, grad in zip(away, grads, strict=True):
-            if shard.is_away and not shard.is_narrow:
+    def get_loss_scale(self) -> Tensor:
+        """The loss scale."""
+        return torch.tensor([self.optimizer.loss_scale.scale])
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def reload_model_params(self) -> None:
+        """Take over weights that were loaded into the model."""
+        for shard in self.optimizer.shards:
+            if shard.main.data_ptr() != shard.bucket.weight_shard.data_ptr():
                 shard.main.copy_(shard.bucket.weight_shard)
-            for at in shard.chunks():
-                self._update_part(shard, at, grad, rates, lambda part: algorithm.update([part], rates))
-            if shard.is_away:
-                shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
-            shard.bucket.evict_weights()
 
-    def _update_part(self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[Part], None]) -> None:
-        part = shard.part(at, grad)
-        if shard.is_rounded:
-            update_rounded(shard.bucket, at, part, rates, self.seed, update)
-        else:
-            update(part)
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Moments and main weights as parts of global tensors, and ``state``; loading fills the tensors in place."""
+        return {**dict(self._tensors()), "state": self.state_dict()}
 
-    def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
-        """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for
-        16-bit weights, ``main``."""
-        for shard in self.shards:
-            yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
+    def _tensors(self) -> Iterator[tuple[str, ShardedTensor]]:
+        for bucket, tensors in self.optimizer.tensors():
+            for kind, flat in tensors.items():
+                for name, parameter, start, stop, at in bucket.pieces():
+                    key = f"optimizer.{kind}.{name}"
+                    part = flat[at : at + stop - start]
+                    replica = 0 if bucket.is_writer else 1
+                    flattened = (tuple(parameter.shape), start, stop)
+                    yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
 
-    def set_steps_taken(self, steps: int) -> None:
-        """Set the count that AdamW's bias correction and the warm-up of compression use."""
-        self.steps_taken = steps
-        if self.compressor is not None:
-            self.compressor.step = steps
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and rates; the tensors are in ``sharded_state_dict``, which every layout can read."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        scale = self.optimizer.loss_scale.state_dict()
+        return {"steps_taken": self.optimizer.steps_taken, "loss_scale": scale, "param_groups": groups}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        state = state_dict.get("state", state_dict)
+        self.optimizer.set_steps_taken(state["steps_taken"])
+        self.optimizer.loss_scale.load_state_dict(state["loss_scale"])
+        for group, saved in zip(
+            self.param_groups,
+            self._filter_and_reorder_param_groups(self.param_groups, state["param_groups"]),
+            strict=True,
+        ):
+            group.update(saved)
 
-def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
-    """Where each bucket's state goes: the first ones away, until they are the fraction that is to be offloaded."""
-    total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
-    wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
-    for bucket in buckets:
-        if away >= wanted:
-            yield Placement(bucket.weights.device)
-            continue
-        away += bucket.weight_shard.numel()
-        if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
-            yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
-        else:
-            yield Placement(bucket.weights.device, host=True)
+    @staticmethod
+    def _filter_and_reorder_param_groups(
+        current_groups: list[dict[str, Any]], state_dict_groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The saved group of each current one; NeMo writes ``pre_`` before two of the names that tell them apart."""
 
+        def identity(group: dict[str, Any]) -> tuple[Any, ...]:
+            return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
-def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
-    """For float16 the constant ``loss_scale`` if given, else a dynamic one; 1 for every other dtype."""
-    if params_dtype != torch.float16:
-        return ConstantLossScale(1.0)
-    if config.loss_scale is not None:
-        return ConstantLossScale(config.loss_scale)
-    return DynamicLossScale(
-        initial=config.initial_loss_scale,
-        minimum=config.min_loss_scale,
-        window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-    )
+        saved = {identity(group): group for group in state_dict_groups}
+        missing = [group for group in current_groups if identity(group) not in saved]
+        if missing:
+            given = {key: missing[0].get(key) for key in param_group_identifier_keys}
+            raise CheckpointError(f"the checkpoint has no parameter group with {given}; use the settings that it has")
+        return [saved[identity(group)] for group in current_groups]

@@ -1,14 +1,62 @@
-"""For Megatron Core's users: the settings of an optimizer."""
+"""For Megatron Core's users: the settings of an optimizer, and of single parameters."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_core import config
 from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParamPredicate:
+    """A named condition on a parameter; two of the same name are equal."""
+
+    name: str
+    fn: Callable[[nn.Parameter], bool] = field(compare=False)
+
+    def __call__(self, param: nn.Parameter) -> bool:
+        """Whether it holds."""
+        return self.fn(param)
+
+
+@dataclass(frozen=True)
+class ParamWithNamePredicate:
+    """A named condition on a parameter and its name; two of the same name are equal."""
+
+    name: str
+    fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
+
+    def __call__(self, param: nn.Parameter, name: str) -> bool:
+        """Whether it holds."""
+        return self.fn(param, name)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Parameters that match any of it: patterns of names, attributes that are true, conditions; each one or a tuple."""
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+
+    def matches(self, param: nn.Parameter, param_name: str) -> bool:
+        """Whether a parameter is one of them."""
+        return (
+            any(fnmatch(param_name, pattern) for pattern in _several(self.name))
+            or any(getattr(param, name, False) for name in _several(self.attr))
+            or any(predicate(param) for predicate in _several(self.predicate))
+            or any(predicate(param, param_name) for predicate in _several(self.with_name_predicate))
+        )
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass
@@ -42,6 +90,8 @@ class OptimizerConfig:
     lion_beta2: float = 0.98
     muon_momentum: float = 0.95
     muon_num_ns_steps: int = 5
+    muon_scale_mode: str = "spectral"
+    muon_scalar_optimizer: str = "adam"
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
@@ -89,7 +139,8 @@ class OptimizerConfig:
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _REFUSED = (
-    "apply_wd_to_qk_layernorm",
+    "muon_scale_mode",
+    "muon_scalar_optimizer",
     "main_grads_dtype",
     "decoupled_weight_decay",
     "use_layer_wise_distributed_optimizer",

@@ -6,8 +6,6 @@ Rounded to nearest they would stand still: a change below 1/256 of a number is l
 copies round alike and no layout rounds otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,9 @@
 Names are imported when they are first used: ``parallel.grid`` is free of torch, and importing it must not import torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from megatron_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_core.parallel.grid import Grid
@@ -14,16 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Grid", "Group", "LocalGroup", "ParallelGroups", "ShardSpec", "World", "run_job", "spec_of", "start_world"]
 
-_HOMES = {
-    "grid": ("Grid",),
-    "groups": ("Group", "LocalGroup", "ParallelGroups"),
-    "launch": ("World", "run_job", "start_world"),
-    "sharding": ("ShardSpec", "spec_of"),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "grid": ("Grid",),
+        "groups": ("Group", "LocalGroup", "ParallelGroups"),
+        "launch": ("World", "run_job", "start_world"),
+        "sharding": ("ShardSpec", "spec_of"),
+    },
+)

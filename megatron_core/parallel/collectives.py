@@ -43,7 +43,20 @@ class All:
             work.wait()
 
 
-Handle = dist.Work | Done | All | Waited
+class SummedAfter:
+    """The handle of messages whose sum is taken once they are there."""
+
+    def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
+        self._arriving, self._received, self._shard = arriving, received, shard
+
+    def wait(self) -> None:
+        """Wait for the messages and add them up in the wider dtype of theirs and the sum's, at least float32."""
+        self._arriving.wait()
+        wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
+        self._shard.copy_(self._received.view(-1, self._shard.numel()).sum(0, dtype=wide))
+
+
+Handle = dist.Work | Done | All | Waited | SummedAfter
 
 
 def _share(group: Group) -> float:
@@ -85,6 +98,14 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
     RECORDER.note("reduce-scatter", process_group(group), full)
     call = partial(_reduce_scatter, shard, full, group=group, async_op=async_op)
     return METER.run("reduce_scatter", group, _share(group) * full.nbytes, call) or Done()
+
+
+def reduce_scatter_wide_(shard: Tensor, full: Tensor, group: Group) -> SummedAfter:
+    """As ``reduce_scatter_flat_``, but the sum of messages in 16 bits is taken in float32, when the handle is waited
+    for: an all-to-all, with as many bytes."""
+    ones = [1] * group.size()
+    received, handle = start_all_to_all_rows(full.view(group.size(), -1), ones, ones, group)
+    return SummedAfter(handle, received, shard)
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:

@@ -1,7 +1,5 @@
 """The process's current groups, which Megatron Core's getters (``parallel_state``) and default arguments read."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

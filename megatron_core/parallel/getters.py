@@ -1,7 +1,5 @@
 """Megatron Core's getters and setters of ``parallel_state``, made from the names of axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

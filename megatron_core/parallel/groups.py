@@ -13,21 +13,8 @@ from megatron_core.parallel.grid import WORLD, Grid
 
 # Every combination of axes that a collective of this framework runs over or that a getter of Megatron Core returns.
 COMBINATIONS = (
-    "tp",
-    "cp",
-    "dp",
-    "pp",
-    "dp-cp",
-    "tp-pp",
-    "tp-dp",
-    "tp-cp",
-    "tp-dp-cp",
-    WORLD,
-    "etp",
-    "ep",
-    "edp",
-    "etp-ep",
-    "etp-ep-pp",
+    *("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-dp", "tp-cp", "tp-dp-cp", WORLD),
+    *("etp", "ep", "edp", "etp-ep", "etp-ep-pp"),
 )
 
 
@@ -111,7 +98,9 @@ class ParallelGroups:
         tied = _ends(self.ranks("pp"), ends)
         self.embedding_ranks = list(tied) if rank in tied else []
         self.embedding = self._own_group("pp", lambda pipeline: [list(_ends(pipeline, ends))])
-        self._sharding = {axes: self._split_group(axes, instances) for axes in ("dp", "dp-cp", "edp")}
+        # State of copies over dp and cp is sharded over both, so that dp alone need not be divisible.
+        sharding = ("dp-cp", "edp") if len(self.ranks("dp")) % instances else ("dp", "dp-cp", "edp")
+        self._sharding = {axes: self._split_group(axes, instances) for axes in sharding}
         self.pipeline_connected = False
         """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
@@ -133,11 +122,17 @@ class ParallelGroups:
     def shard_group(self, axes: str) -> Group:
         """The ranks among which optimizer state of copies over the data axes ``axes`` is sharded: with several
         instances (hybrid sharding) one of as many runs of neighbours, else all of them."""
-        return self._sharding[_data_axes(axes)][0]
+        return self._sharded(axes)[0]
 
     def instance_group(self, axes: str) -> Group:
         """The ranks of all instances that hold the same shard."""
-        return self._sharding[_data_axes(axes)][1]
+        return self._sharded(axes)[1]
+
+    def _sharded(self, axes: str) -> tuple[Group, Group]:
+        try:
+            return self._sharding["-".join(sorted(axes.split("-"), reverse=True))]
+        except KeyError:
+            raise LayoutError(f"nothing is sharded over {axes!r}; there are: {', '.join(self._sharding)}") from None
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
@@ -199,10 +194,6 @@ class ParallelGroups:
         outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
         assert inner is not None and outer is not None, "every rank is in one of each"
         return inner, outer
-
-
-def _data_axes(axes: str) -> str:
-    return "-".join(sorted(axes.split("-"), reverse=True))
 
 
 def _ends(pipeline: list[int], ends: tuple[int, int]) -> tuple[int, ...]:

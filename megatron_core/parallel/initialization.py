@@ -1,7 +1,5 @@
 """Initial weights as a function of (seed, parameter name, element), of which a rank draws its own part only."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any

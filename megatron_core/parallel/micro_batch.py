@@ -140,6 +140,8 @@ class MicroBatch:
 
     later: LaterTokens | None = None
     """What multi-token prediction needs; None: nothing."""
+    source: Tensor | None = None
+    """``[b]`` int64, the number of the data set that each sequence is from; None: there is no blend."""
 
     @classmethod
     def of(
@@ -153,6 +155,7 @@ class MicroBatch:
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch
         }
+        source = batch.get("source")
         lengths = batch.get("document_lengths")
         return cls(
             **parts,
@@ -161,4 +164,5 @@ class MicroBatch:
             residual_length=split.residual_length(parts["tokens"].shape[1]),
             document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
             later=LaterTokens.of(batch, later, split, device) if later else None,
+            source=None if source is None else source.to(device, non_blocking=True),
         )

@@ -4,8 +4,6 @@ torch's own deterministic mode fills new memory (``torch.empty`` and its kin) wi
 value. Long-lived buffers get the same here, as soon as their values are outdated. The switch is torch's own.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

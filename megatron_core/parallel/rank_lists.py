@@ -1,7 +1,5 @@
 """Megatron Core's functions that list the ranks of process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import prod

@@ -82,3 +82,15 @@ class ShardedTensor:
             splits.append(Split(dim, f"dim{dim}", ranges))
             indices.append((f"dim{dim}", index))
         return cls(key, data, ShardSpec(tuple(shape), tuple(splits), tuple(indices)), replica_id)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """This rank's part of the global tensor of which every rank has narrowed its part alike: in a list."""
+        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
+        offsets = [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
+        data = self.data.narrow(dim, start, length)
+        return [ShardedTensor.from_rank_offsets(self.key, data, *offsets, replica_id=self.replica_id)]
+
+    def validate_metadata_integrity(self) -> None:
+        """LayoutError where ``data`` has not the shape that ``spec`` says."""
+        if self.flattened is None and self.local_shape != self.spec.local_shape:
+            raise LayoutError(f"{self.key} has the shape {self.local_shape}, and {self.spec.local_shape} in its spec")

@@ -4,8 +4,6 @@ Initialisation, gradient completion and reduction, norm, optimizer sharding, rep
 parameter's ``ShardSpec`` and nothing else; none of them knows which axes there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,13 +1,12 @@
 """Texts exchanged between ranks as plain bytes, and lists of names in messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
 from megatron_core.parallel.groups import Group
 
 
@@ -18,7 +17,7 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     """
     if group.size() == 1:
         return [text]
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    data = _encoded(text, device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     all_gather_flat_(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
     sizes = lengths.tolist()
@@ -29,8 +28,8 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     mine[: data.numel()] = data
     full = torch.zeros(longest * group.size(), dtype=torch.uint8, device=device)
     all_gather_flat_(full, mine, group)
-    rows = full.view(-1, longest).tolist()
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+    rows = full.view(-1, longest).cpu().numpy()
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def tell_all(text: str, device: torch.device) -> list[str]:
@@ -40,6 +39,26 @@ def tell_all(text: str, device: torch.device) -> list[str]:
     everyone = dist.group.WORLD
     assert everyone is not None
     return gather_texts(text, everyone, device)
+
+
+def tell_from(source: int, text: str, device: torch.device) -> str:
+    """The ``text`` of the rank ``source``, on all ranks of the job, which call this together."""
+    if not dist.is_initialized():
+        return text
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    data = _encoded(text, device)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    broadcast_(size, source, everyone)
+    if dist.get_rank() != source:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if data.numel():
+        broadcast_(data, source, everyone)
+    return data.cpu().numpy().tobytes().decode()
+
+
+def _encoded(text: str, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(device)
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:

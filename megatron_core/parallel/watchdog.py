@@ -6,8 +6,6 @@ collectives, and the first rank prints one report of all answers. Then every ran
 Nothing here waits for a store that does not answer: a stopped rank may be its host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

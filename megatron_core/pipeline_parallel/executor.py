@@ -1,7 +1,5 @@
 """One executor for every plan: it does what this rank's list of actions says."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Megatron Core's entry to a pipeline step, over this package's plans and executor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -109,6 +107,7 @@ class _Step:
         check(plan, self.num_microbatches, forward_only=self.forward_only)
         if not self.forward_only:
             self._suspend_sync()
+            self._scale_auxiliary_losses()
         message = self._message(seq_length, micro_batch_size)
         links = Links(self.groups)
         links.warm_up(self.device, self.stage_to_rank)
@@ -142,6 +141,15 @@ class _Step:
         if self._setting("calculate_per_token_loss"):
             return loss
         return loss / tokens.clamp_min(1) / self.num_microbatches
+
+    def _scale_auxiliary_losses(self) -> None:
+        """Give models that add losses in their layers the factor that ``_loss`` and ``forward`` give the main one."""
+        factor, scale = torch.ones((), dtype=torch.float64, device=self.device), self._setting("grad_scale_func")
+        if not self._setting("calculate_per_token_loss"):
+            factor = factor * (self.groups.size("cp") / self.num_microbatches)
+        for model in (module for chunk in self.chunks for module in chunk.modules()):
+            if hasattr(model, "auxiliary_loss_scale"):
+                model.auxiliary_loss_scale = factor if scale is None else scale(factor)
 
     def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
         dtype = self._setting("pipeline_dtype") or self.dtype

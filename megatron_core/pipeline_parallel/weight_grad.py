@@ -1,7 +1,5 @@
 """Weight gradients that a split backward puts off: I computes the gradient of the input now, W that of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 

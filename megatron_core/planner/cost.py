@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
-from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.config.partition import layers_by_stage, plan_of
 from megatron_core.planner.footprint import stored_moments
 from megatron_core.planner.groups import Rings
 from megatron_core.planner.hardware import Hardware

@@ -121,11 +121,7 @@ class Footprint:
         working = self.transient + self.temporary(rank)
         if where[-1] == rank:  # what the head keeps is gone when the layers' backward begins
             working = max(working - self.head_bytes, 0.0)
-        found = {
-            "activations": self.activations[rank],
-            "keys": arriving_bytes(self.config, own),
-            "temporary": working,
-        }
+        found = {"activations": self.activations[rank], "keys": arriving_bytes(self.config, own), "temporary": working}
         return found | {"fragments": FRAGMENTS * sum(found.values())}
 
     def state(self, rank: int) -> dict[str, float]:

@@ -4,8 +4,6 @@
 the one at hand and writes such a file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -114,7 +112,7 @@ def read_hardware(name: str) -> Hardware:
         )
     try:
         return hardware_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise ConfigError(f"hardware={name!r}: {path} is no hardware file: {error}; measure it anew") from None
 
 

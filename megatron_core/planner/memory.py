@@ -7,39 +7,12 @@ a GPT and a Llama keep for backward with the native kernels on a CPU is within 1
 a gated MLP and RMSNorm keep up to 1.7 times as much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_core.config import RunConfig
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
-
-
-def state_bytes_per_parameter(
-    compute_dtype: str,
-    data_parallel_size: int = 1,
-    *,
-    zero_stage: int = 0,
-    moments: float = 2,
-    has_main_weight: bool = True,
-) -> float:
-    """Bytes of weight, float32 gradient, main weight and two moments: 18 for 16-bit weights, 16 for float32.
-
-    ZeRO splits over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), 2 gradients, too
-    (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
-    Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
-    """
-    return sum(
-        state_by_kind(
-            compute_dtype,
-            data_parallel_size,
-            zero_stage=zero_stage,
-            moments=moments,
-            has_main_weight=has_main_weight,
-        ).values()
-    )
 
 
 def state_by_kind(
@@ -50,8 +23,13 @@ def state_by_kind(
     moments: float = 2,
     has_main_weight: bool = True,
 ) -> dict[str, float]:
-    """The same by kind: ``optimizer`` (main weight and moments, half a moment for one in bfloat16), ``gradients``,
-    ``weights``."""
+    """Bytes of a parameter by kind: ``optimizer`` (main weight and moments, half a moment for one in bfloat16),
+    ``gradients`` in float32, ``weights``; in all 18 for 16-bit weights, 16 for float32.
+
+    ZeRO splits over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), 2 gradients, too
+    (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
+    Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
+    """
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
     main = wide if weight < wide and has_main_weight else 0

@@ -5,8 +5,6 @@ and bound: a lower bound of the step's time, from arithmetic that no schedule or
 ends the search once it exceeds the worst layout that would be shown. Which layouts are legal, config's own rules say.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,12 +28,8 @@ from megatron_core.schedules.actions import Plan
 
 Settings = dict[str, Any]
 SHAPE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "pipeline_schedule",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 """What makes two layouts different ones in the list; of those that differ in the rest, the fastest is shown."""
 MOST_CHUNKS = 8
@@ -53,17 +47,9 @@ KEPT: tuple[Settings, ...] = (
 )
 """What becomes of activations; the last one needs a host beside the device."""
 LAYER_SETTINGS = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "micro_batch_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "cpu_offloading",
-    "cpu_offloading_num_layers",
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "sequence_parallel", "micro_batch_size", "recompute_granularity"),
+    *("recompute_method", "recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers"),
 )
 """What decides the times of a layer."""
 

@@ -118,11 +118,9 @@ class Stream:
         self._file = _decompressed(self._raw, source.compression)
 
     def __enter__(self) -> "Stream":
-        """Nothing to do: the file is open already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         self._file.close()
         self._raw.close()
 

@@ -10,22 +10,22 @@ file. Nothing grows with the number of documents.
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 from megatron_core.datasets.atomic_write import DiskFullError, partial_path
-from megatron_core.datasets.builder import unfinished
+from megatron_core.datasets.builder import refuse_existing, unfinished
 from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path, write_header
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.preprocess.encode import Layout, sentence_splitter
 from megatron_core.preprocess.inputs import DamagedFileError, Source, describe, find_inputs
 from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron_core.preprocess.readers import read_blocks
-from megatron_core.preprocess.report import Interval, Progress, backend_sentence, summary
+from megatron_core.preprocess.report import Interval, Progress, backend_sentence, counted, summary
 from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_settings
-from megatron_core.preprocess.worker import Piece, Worker
+from megatron_core.preprocess.worker import Layout, Piece, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 
@@ -85,6 +85,8 @@ class _Job:
 
     def _run(self) -> None:
         settings, work = self._settings, self._work
+        if not settings.overwrite and not (work.state and work.state.publishing):
+            refuse_existing(settings.prefixes)
         tokenizer = settings.tokenizer_files.load()
         layout = make_layout(settings, tokenizer)
         backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)
@@ -125,9 +127,10 @@ class _Job:
         for words in output.state.first:
             print(words, file=sys.stderr, flush=True)
         if not output.tokens:
-            raise DataError(
-                f"--input {' '.join(self._settings.input)[:200]}: no token in it; is there text under --json-keys?"
-            )
+            why = "is there text under --json-keys?"
+            if output.state.broken:
+                why = f"{counted(output.state.broken, 'broken document')} left out, of which the first is named above"
+            raise DataError(f"--input {' '.join(self._settings.input)}: no token in it; {why}")
 
     def _write_headers(self, output: Output, tokenizer: Tokenizer) -> None:
         for prefix, extent in zip(self._settings.prefixes, output.state.extents, strict=True):
@@ -168,10 +171,10 @@ def choose_backend(
     settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[Source], folder: Path
 ) -> tuple[Backend, str]:
     """gigatoken, if it is there and gives the tokenizer's ids on a sample; else the tokenizer itself, and why."""
-    backend, reason = load_backend(settings.tokenizer_files, settings.tokenization_backend, tokenizer)
+    backend, reason = load_backend(tokenizer, settings.tokenization_backend)
     if backend.name == TokenizerBackend.name:
         return backend, reason
-    texts = sample_texts(settings, sources, folder) + odd_texts(settings.tokenizer_files)
+    texts = sample_texts(settings, sources, folder) + odd_texts(tokenizer)
     expected = {text: tokenizer.tokenize(text) for text in texts}
     differing = disagreement(expected, *backend.encode(list(expected)))
     if differing is None:
@@ -197,15 +200,13 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder
         ranges = [(start, start + SAMPLE_BYTES) for start in inside] if anywhere else [(0, None)] * bool(inside)
         for start, stop in ranges:
             wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
-            try:
+            with suppress(DamagedFileError):  # it is reported when the file's turn comes
                 for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start, stop):
                     for text in chain.from_iterable(zip(*block.batch(settings.json_keys).texts, strict=True)):
                         texts += [text[:wanted]] * (wanted > 0)
                         wanted -= len(text)
                     if wanted <= 0:
                         break
-            except DamagedFileError:
-                pass  # Said when the file's turn comes.
     return texts
 
 

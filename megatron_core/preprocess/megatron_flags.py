@@ -1,4 +1,5 @@
-"""Flags that only Megatron-LM's `preprocess_data.py` has: accepted where they change nothing, refused elsewhere."""
+"""Flags that only Megatron-LM's `preprocess_data.py`, or a fork's, has: renamed, accepted where they change nothing,
+refused elsewhere."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,17 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
 }
 """Flags, and the only values with which they change nothing here."""
 
+RENAMED = {
+    **{"--vocab": "--vocab-file", "--json-key": "--json-keys", "--tokenizer-name-or-path": "--tokenizer-model"},
+    **{"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"},
+}
+"""Flags, and kinds of tokenizers, that have another name here."""
+
+CONVERSATIONS = "conversations are prepared by training with --sft (docs/data.md); leave it out"
 REFUSED: dict[str, str] = {
+    **dict.fromkeys(("--handler-name", "--prompt-type", "--map-keys", "--pack", "--neat-pack"), CONVERSATIONS),
+    "--chunk-size": "work is cut into parts that fit; leave it out",
+    "--overwrite-cache": "no cache is written; leave it out",
     "--dataset-impl": "token files are always memory-mapped; leave it out, or give mmap",
     "--lang": "sentences are cut by rules that were trained on no language; leave it out",
     "--legacy-tokenizer": "it takes no value; leave it out",
@@ -39,12 +50,14 @@ def translate(flags: Sequence[str]) -> list[str]:
     for flag, values in _grouped(flags):
         name = flag.replace("_", "-")
         words = " ".join([flag, *values])
+        if name == "--tokenizer-type":
+            values = [RENAMED.get(value, value) for value in values]
         if name in WITHOUT_EFFECT and tuple(values) == WITHOUT_EFFECT[name]:
             dropped.append(words)
         elif name in REFUSED:
             raise ConfigError(f"{words}: {REFUSED[name]}")
         else:
-            kept += [flag, *values]
+            kept += [RENAMED.get(name, flag), *values]
     if dropped:
         print(f"without effect here: {', '.join(dropped)}", file=sys.stderr)
     return kept
@@ -58,6 +71,6 @@ def _grouped(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
             groups[-1][1].append(word)
             continue
         flag, equals, value = word.partition("=")
-        foreign = equals and flag.replace("_", "-") in REFUSED
+        foreign = equals and flag.replace("_", "-") in {*REFUSED, *RENAMED}
         groups.append((flag, [value]) if foreign else (word, []))
     return groups

@@ -4,19 +4,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from megatron_core.datasets.atomic_write import (
-    atomic_write,
-    close_quietly,
-    naming_full_disk,
-    partial_path,
-    sync_file,
-)
+from megatron_core.datasets.atomic_write import atomic_write, close_quietly, naming_full_disk, partial_path, sync_file
 from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
 from megatron_core.datasets.indexed import get_bin_path, get_idx_path
 from megatron_core.errors import DataError
@@ -26,6 +20,8 @@ from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import Part
 
 SHOWN = 5
+
+T = TypeVar("T")
 
 
 class BrokenDocumentError(DataError):
@@ -90,7 +86,7 @@ class WorkFolder:
             # Left if the removal of the folder was interrupted.
             (self.path / "progress.json").unlink(missing_ok=True)
         elif (self.path / "progress.json").exists():
-            self.state = State.of(json.loads((self.path / "progress.json").read_text(encoding="utf-8")))
+            self.state = self._read("progress.json", State.of)
 
     @property
     def fresh(self) -> bool:
@@ -104,8 +100,8 @@ class WorkFolder:
         """
         path = self.path / "run.json"
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if changed := differences(before, run, self.state.used if self.state else 0):
+            used = self.state.used if self.state else 0
+            if changed := self._read("run.json", lambda before: differences(before, run, used)):
                 raise DataError(
                     f"{self.path} holds an interrupted run with {changed}; give the same again to continue it, choose "
                     "another --output-prefix, or remove that folder to start over"
@@ -126,19 +122,26 @@ class WorkFolder:
         """Let another process have the folder."""
         os.close(self.lock)
 
+    def _read(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
+        try:
+            return parse(json.loads((self.path / name).read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DataError(f"{self.path / name} is damaged ({error}); remove {self.path} to start over") from None
+
     def _write(self, name: str, content: dict[str, Any]) -> None:
         with atomic_write(self.path / name) as file:
             file.write(json.dumps(content).encode("ascii"))
 
     def _locked(self) -> int:
-        path = self.path / "lock"
+        path, tries = self.path / "lock", 100
         while True:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-            except FileNotFoundError:  # removed in between by a run that ended
-                continue
             except OSError as error:
+                tries -= 1
+                if isinstance(error, FileNotFoundError) and tries:  # removed in between by a run that ended
+                    continue
                 raise DataError(
                     f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be made "
                     f"({error.strerror}); choose a folder that can be written to"

@@ -14,13 +14,20 @@ from typing import Any
 import orjson
 
 from megatron_core.datasets.atomic_write import naming_full_disk, sync_file
-from megatron_core.errors import DataError
 from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, Source, Stream, describe
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
 """What the documents of each kind of file are counted by."""
 
+BINARY = {
+    b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ": "compressed by xz",
+    b"PK\x03\x04": "a zip archive",
+}
+"""What files of other formats begin with."""
 MOST_ROWS = 4096
 
 
@@ -87,10 +94,11 @@ def read_blocks(
 
 def read_texts(
     paths: Sequence[Path], keys: Sequence[str], separator: str | None = None
-) -> Iterator[tuple[list[str], int]]:
-    """The texts of all documents of the files, some at a time, and the bytes of the files that were read for them.
+) -> Iterator[tuple[list[str], int, list[str]]]:
+    """Of all documents of the files, some at a time: their texts, the bytes of the files that were read for them, and a
+    sentence with file and line for each broken document, which is left out.
 
-    DataError: names file and line of the first broken document.
+    DamagedFileError: a file cannot be read to its end.
     """
     with TemporaryDirectory() as folder:
         for path in paths:
@@ -98,9 +106,9 @@ def read_texts(
             lines, raw = 0, 0
             for block in read_blocks(source, keys, separator, Limits(), Path(folder)):
                 batch = block.batch(tuple(keys))
-                for number, fault in batch.broken:
-                    raise DataError(f"{path}, {DOCUMENT_WORDS[source.kind]} {lines + number} {fault}")
-                yield list(chain.from_iterable(batch.texts)), block.raw - raw
+                word = DOCUMENT_WORDS[source.kind]
+                broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]
+                yield list(chain.from_iterable(batch.texts)), block.raw - raw, broken
                 lines, raw = lines + batch.lines, block.raw
 
 
@@ -115,7 +123,7 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
     most = limits.document_bytes
     if start:
         stream.skip_to(start - 1)
-        _skip_line(stream)
+        _skip_line(stream, stop)  # not further: every part of a line of 1 GB would read the rest of it
     while stop is None or stream.position < stop:
         first = stream.position == 0
         size = limits.batch_bytes
@@ -140,9 +148,11 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
             yield Block(Batch(lines=1, broken=[(1, too_long(limits))]), stream.position, stream.raw)
 
 
-def _skip_line(stream: Stream) -> None:
-    while (data := stream.readline(BUFFER_BYTES)) and not data.endswith(b"\n"):
-        pass
+def _skip_line(stream: Stream, stop: int | None = None) -> None:
+    while stop is None or stream.position < stop:
+        data = stream.readline(BUFFER_BYTES)
+        if not data or data.endswith(b"\n"):
+            return
 
 
 def too_long(limits: Limits) -> str:
@@ -244,7 +254,9 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
                 numbers.append(batch.lines)
                 batch.size += len(data)
         except UnicodeDecodeError as error:
-            batch.broken.append((batch.lines, f"is no UTF-8 ({error}); correct or remove it"))
+            kind = next((kind for magic, kind in BINARY.items() if data and data.startswith(magic)), None)
+            remedy = f"it is {kind}: write it as Parquet, .gz or .zst" if kind and first else "correct or remove it"
+            batch.broken.append((batch.lines, f"is not UTF-8 ({error}); {remedy}"))
         first = False
         if batch.size >= limits.batch_bytes:
             batch.texts = [texts] * keys
@@ -348,7 +360,7 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
             found.append([value.decode("utf-8") for value in row])
             numbers.append(number)
         except UnicodeDecodeError as error:
-            broken.append((number, f"is no UTF-8 ({error}); correct or remove it"))
+            broken.append((number, f"is not UTF-8 ({error}); correct or remove it"))
     size = sum(len(value) for column in values for value in column)
     return Batch(len(values[0]), size, numbers, list(zip(*found, strict=True)), broken)
 

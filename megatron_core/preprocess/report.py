@@ -37,58 +37,45 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int, log_interval: int) -> None:
-        self._total = total
-        self._start_done = done
-        self._start = time.monotonic()
-        self._start_documents: int | None = None
-        self._interval = log_interval
-        self._next = 0
+        self._total, self._start_done, self._interval = total, done, log_interval
+        self._start, self._start_documents, self._next = time.monotonic(), -1, 0
         self._line = Interval(LINE_SECONDS)
         # The bar's own thread would only look for bars that stand still.
         tqdm.monitor_interval = 0
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total, initial=done, unit="B", unit_scale=True, mininterval=BAR_SECONDS, disable=not terminal
-        )
+        settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": BAR_SECONDS}
+        self._bar = tqdm(total=total, initial=done, disable=not sys.stderr.isatty(), **settings)
 
     def update(self, done: int, documents: int, tokens: int) -> None:
         """Show how many bytes, documents and tokens are done."""
-        if self._start_documents is None:
-            self._start_documents = documents
+        self._start_documents = documents if self._start_documents < 0 else self._start_documents
+        seconds = max(1e-9, time.monotonic() - self._start)
+        rate = f"{(documents - self._start_documents) / seconds:,.0f} documents/s"
         if self._bar.disable:
             if self._line.passed():
-                print(self._sentence(done, documents, tokens), file=sys.stderr, flush=True)
-        else:
-            if documents >= self._next:
-                self._next = documents + self._interval
-                rate = (documents - self._start_documents) / self.seconds
-                counts = f"{documents:,} documents, {rate:,.0f} documents/s, {tokens:,} tokens"
-                self._bar.set_postfix_str(counts, refresh=False)
-            self._bar.update(done - self._bar.n)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run began."""
-        return max(1e-9, time.monotonic() - self._start)
+                speed = (done - self._start_done) / seconds
+                left = tqdm.format_interval((self._total - done) / speed) if speed else "?"
+                counts = f"{documents:,} documents, {tokens:,} tokens, {speed / 1e6:.1f} MB/s, {rate}, {left} left"
+                print(f"{done / max(1, self._total):.1%}: {counts}", file=sys.stderr, flush=True)
+            return
+        if documents >= self._next:
+            self._next = documents + self._interval
+            self._bar.set_postfix_str(f"{documents:,} documents, {rate}, {tokens:,} tokens", refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         """End the bar."""
         self._bar.close()
-
-    def _sentence(self, done: int, documents: int, tokens: int) -> str:
-        speed = (done - self._start_done) / self.seconds
-        rate = (documents - (self._start_documents or 0)) / self.seconds
-        left = tqdm.format_interval((self._total - done) / speed) if speed else "?"
-        return (
-            f"{done / max(1, self._total):.1%}: {documents:,} documents, {tokens:,} tokens, {speed / 1e6:.1f} MB/s, "
-            f"{rate:,.0f} documents/s, {left} left"
-        )
 
 
 def backend_sentence(name: str, reason: str, workers: int) -> str:
     """Which backend is used, and why it is not the faster one."""
     why = f" ({reason})" if reason else ""
     return f"tokenization backend: {name}{why}, {workers} worker{'s' if workers > 1 else ''}"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things in words, such as "1 broken document" and "2,000 broken documents"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int, name: str, remarks: Any) -> list[str]:
@@ -112,8 +99,7 @@ def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int,
             "is tokenized as if they were not there"
         )
     if state.broken or state.empty or state.damaged:
-        damaged = f"{state.damaged:,} damaged files and " if state.damaged else ""
-        lines.append(
-            f"{damaged}{state.broken:,} broken documents left out, {state.empty:,} empty texts kept; all in {remarks}"
-        )
+        damaged = f"{counted(state.damaged, 'damaged file')} and " if state.damaged else ""
+        broken, empty = counted(state.broken, "broken document"), counted(state.empty, "empty text")
+        lines.append(f"{damaged}{broken} left out, {empty} kept; all in {remarks}")
     return lines

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.fast import BACKENDS, TokenizerFiles
+from megatron_core.tokenizers.build import TokenizerFiles
+from megatron_core.tokenizers.fast import BACKENDS
 from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS
 
 
@@ -45,6 +46,8 @@ class PreprocessSettings:
     document_separator: str | None = None
     r"""Text between the documents of a plain text file, with \n and \t for a newline and a tab; without it each file is
     one document."""
+    overwrite: bool = False
+    """Replace token files of an earlier run; without it they are an error."""
     strict: bool = False
     """Stop at the first broken document instead of leaving broken ones out."""
     skip_damaged_files: bool = False
@@ -69,7 +72,7 @@ class PreprocessSettings:
     @property
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer of the flags."""
-        return TokenizerFiles(**{field.name: getattr(self, field.name) for field in fields(TokenizerFiles)})
+        return TokenizerFiles.of(self.tokenizer_type, self)
 
     @property
     def separator(self) -> str | None:
@@ -99,6 +102,10 @@ class Limits:
     save_seconds: float = 2.0
 
 
+MOST = {"processes": 1024, "log_interval": 2**63 - 1}
+"""Largest values of settings."""
+
+
 def available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -107,9 +114,9 @@ def available_cores() -> int:
 def check_settings(settings: PreprocessSettings) -> None:
     """Raise ConfigError for settings that are invalid or contradict each other, before any file is opened."""
     for name in ("processes", "log_interval"):
-        if getattr(settings, name) < 1:
+        if not 1 <= getattr(settings, name) <= MOST[name]:
             flag = "workers" if name == "processes" else name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(settings, name)} must be at least 1")
+            raise ConfigError(f"--{flag} {getattr(settings, name)} must be at least 1, and at most {MOST[name]:,}")
     if settings.tokenization_backend not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise ConfigError(f"--tokenization-backend {settings.tokenization_backend} is not known; known: {known}")

@@ -1,7 +1,5 @@
 """Checks of a plan before it runs: completeness, order, deadlock."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

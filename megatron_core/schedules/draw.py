@@ -1,7 +1,5 @@
 """Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them into a picture.)"""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.schedules.actions import Action, Plan

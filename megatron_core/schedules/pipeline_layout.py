@@ -5,8 +5,6 @@ prediction; ``|`` separates stages; ``*n`` repeats the letter, the ``|`` or the 
 and spaces are decoration. The notation is Megatron-LM's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ The line ``stage_to_rank:`` may come before the ranks. It is ``round_robin`` (al
 holds stages r and 2p - 1 - r) or each stage's rank in turn, as in ``stage_to_rank: 0 1 1 0``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ p pipeline ranks, v chunks of layers on each, m micro-batches; F, B, I and W are
 backward, input gradient and weight gradient.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

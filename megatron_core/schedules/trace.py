@@ -13,8 +13,6 @@ taken for the same moment, which is right to within the latency of the network.
 Only the first ``MOST_STEPS`` steps are kept: files stay small, and a long run pays nothing after them.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections import defaultdict
@@ -152,7 +150,7 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
         if missing:
             raise ValueError(f"the first line lacks {', '.join(sorted(missing))}")
         return header, {entry["step"]: entry for entry in steps}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no pipeline trace: {error}; write one with --trace-pipeline {folder}") from error
 
 

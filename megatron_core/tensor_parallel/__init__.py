@@ -22,14 +22,14 @@ from megatron_core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron_core.tensor_parallel.options import ModelParallelConfig
-from megatron_core.tensor_parallel.random import KeyedDropout
-from megatron_core.tensor_parallel.rng_tracker import (
+from megatron_core.tensor_parallel.random import (
     CudaRNGStatesTracker,
+    KeyedDropout,
     checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from megatron_core.tensor_parallel.splitting import (
+from megatron_core.tensor_parallel.utils import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

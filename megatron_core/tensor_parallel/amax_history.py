@@ -4,8 +4,6 @@ A step's amax of a matrix is the largest over its micro-batches and over all ran
 the layer, so that histories are the same in every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

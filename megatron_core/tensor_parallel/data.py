@@ -1,7 +1,5 @@
 """Broadcast of a batch from the first rank of a tensor-parallel group to the others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 

@@ -19,8 +19,6 @@ Sources: Micikevicius et al. 2022 (formats, delayed); Liu et al. 2024, DeepSeek-
 al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
+from megatron_core.ops import Backend
 from megatron_core.ops.fp8 import (
     COLUMNS,
     E4M3,
@@ -36,18 +35,22 @@ from megatron_core.ops.fp8 import (
     ROWS,
     WHOLE,
     Blocks,
+    Order,
     Quantised,
     block_amax,
     cast,
     lost,
-    product,
+    quantise,
     scale_of,
 )
+from megatron_core.ops.fp8_product import product
 from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group
 
 Role = Literal["input", "weight", "grad"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad")
+ORDERS: tuple[Order, Order] = ("columns", "rows")
+"""In which the elements along dim 0 and along dim 1 follow one another."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,16 @@ class FP8Products:
     """
 
     def __init__(
-        self, settings: FP8Config, of_input: Group, of_output: Group, *, sequence: Group = ALONE, by_row: bool = False
+        self,
+        settings: FP8Config,
+        of_input: Group,
+        of_output: Group,
+        *,
+        sequence: Group = ALONE,
+        by_row: bool = False,
+        backend: Backend = "auto",
     ) -> None:
-        self.settings, self.by_row = settings, by_row
+        self.settings, self.by_row, self.backend = settings, by_row, backend
         self.splits: dict[Role, tuple[Group, Group]] = {
             "input": (sequence, of_input),
             "weight": (of_output, of_input),
@@ -116,7 +126,7 @@ class FP8Products:
     def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE) -> Tensor:
         """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history; ``sequence``: more
         ranks that share its rows."""
-        amax = block_amax(x, blocks)
+        amax = block_amax(x, blocks, backend=self.backend)
         record = record and not (role == "weight" and self.weight_is_narrow)
         amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
         return self.scale_of_amax(role, amax, blocks, record=record, sequence=sequence)
@@ -152,17 +162,33 @@ class FP8Products:
         return torch.where(past > 0, scale, torch.ones_like(scale)) + (amax * 0.0).float()
 
     def quantise(
-        self, role: Role, x: Tensor, summed: int, scale: Tensor | None = None, *, record: bool = False
+        self,
+        role: Role,
+        x: Tensor,
+        summed: int,
+        scale: Tensor | None = None,
+        *,
+        record: bool = False,
+        both: bool = False,
     ) -> Quantised:
-        """``x`` for a product that sums along its dim ``summed``, with scales that are known or its own."""
-        blocks = self.blocks(role, summed)
+        """``x`` for a product that sums along its dim ``summed``, with scales that are known or its own.
+
+        Products take matrices whose elements that are summed over follow one another: native kernels write them like
+        that, or, with ``both`` and blocks that are the same whichever dim is summed over, in either order.
+        """
+        blocks, dtype, order = self.blocks(role, summed), self.dtypes[role], ORDERS[summed]
+        if both and self.keeps_scale(role):
+            order = "both"
         with torch.no_grad():
-            quantised = cast(
-                x, self.scale(role, x, blocks, record=record) if scale is None else scale, self.dtypes[role], blocks
-            )
+            if scale is None and None not in blocks and not (record and self.is_delayed):
+                # No other rank has a part of a block.
+                found = quantise(x, dtype, blocks, power_of_two=self.power_of_two, order=order, backend=self.backend)
+            else:
+                scale = self.scale(role, x, blocks, record=record) if scale is None else scale
+                found = cast(x, scale, dtype, blocks, order=order, backend=self.backend)
             if self.counts is not None:
-                self.counts[ROLES.index(role)] += lost(x, quantised)
-        return quantised
+                self.counts[ROLES.index(role)] += lost(x, found)
+        return found
 
     def keeps_scale(self, role: Role) -> bool:
         """Whether a matrix has the same scales whichever dim is summed over."""
@@ -201,7 +227,9 @@ class FP8Gradients:
         """dL/dy; quantised once where both products take the same blocks."""
         blocks = self.fp8.blocks("grad", summed)
         if blocks not in self._quantised:
-            self._quantised[blocks] = self.fp8.quantise("grad", self.grad_y, summed, record=True)
+            self._quantised[blocks] = self.fp8.quantise(
+                "grad", self.grad_y, summed, record=True, both=self.fp8.multiplies_weight_grad()
+            )
         return self._quantised[blocks]
 
     def of_input(self) -> Tensor:
@@ -215,7 +243,7 @@ class FP8Gradients:
 
     def input_bytes(self, x: Tensor) -> Tensor:
         """``x`` in FP8, as bytes."""
-        return self.fp8.quantise("input", x, 0, self.scales["input"]).data.view(torch.uint8)
+        return self.fp8.quantise("input", x, 1, self.scales["input"]).data.view(torch.uint8)
 
     def of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]``, or from its bytes in FP8."""

@@ -1,7 +1,5 @@
 """y = x W_e^T for runs of rows that belong to one expert each, with gradients that are added to ``main_grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,19 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import Backend, accumulate_weight_grad_
-from megatron_core.ops.fp8 import Quantised, product
+from megatron_core.ops.fp8 import Quantised
+from megatron_core.ops.fp8_product import product
 from megatron_core.ops.grouped import grouped_product, runs
 from megatron_core.tensor_parallel.fp8 import FP8Products
-from megatron_core.tensor_parallel.linear import main_grad_of
+from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 
 
 def grouped_linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    counts: Sequence[int],
-    *,
-    backend: Backend = "auto",
-    fp8: FP8Products | None = None,
+    x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, backend: Backend = "auto", fp8: FP8Products | None = None
 ) -> Tensor:
     """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; ``counts[e]`` rows in a row belong to expert e.
 
@@ -41,10 +35,9 @@ class _GroupedLinear(torch.autograd.Function):
         if fp8 is None:
             return grouped_product(x, weight.transpose(1, 2), counts)
         rows, matrices = (
-            fp8.quantise("input", x, 1, record=training),
-            fp8.quantise("weight", weight, 1, record=training).t(),
+            fp8.quantise(role, own, 1, record=training) for role, own in (("input", x), ("weight", weight))
         )
-        return _products(rows, matrices, counts, x.dtype)
+        return _products(rows, matrices.t(), counts, x.dtype)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -57,7 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
             if fp8 is not None and fp8.multiplies_weight_grad():
                 add = partial(_narrow_weight_grad, fp8, rows)
             if queue is not None and queue.is_collecting:
-                queue.put(lambda: _add_to_grad(weight, add(weight, x, grad_y, counts, backend)))
+                queue.put(lambda: add_to_grad(weight, add(weight, x, grad_y, counts, backend)))
             else:
                 grad_weight = add(weight, x, grad_y, counts, backend)
         grad_x = None
@@ -106,9 +99,3 @@ def _narrow_weight_grad(
         if run.start < run.stop:
             own.add_(product(grad[run].t(), rows[run], own.dtype))
     return total if main_grad is None else None
-
-
-def _add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:
-    """Accumulate as autograd does what was not added to ``main_grad``."""
-    if grad is not None:
-        weight.grad = grad if weight.grad is None else weight.grad + grad

@@ -1,7 +1,5 @@
 """Linear layers and embeddings split over the tensor-parallel ranks, with Megatron Core's names and arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +81,13 @@ class _ParallelLayer(nn.Module):
         if precision is None:
             return None
         of_input, of_output = (ALONE, tp) if splits_output else (tp, ALONE)
-        fp8 = FP8Products(precision.settings, of_input, of_output, sequence=precision.sequence_group)
+        fp8 = FP8Products(
+            precision.settings,
+            of_input,
+            of_output,
+            sequence=precision.sequence_group,
+            backend=self.config.kernel_backend,
+        )
         if precision.settings.fp8_param_gather and isinstance(self.weight, nn.Parameter):
             self.weight.fp8 = fp8  # for data parallelism
         return fp8

@@ -4,8 +4,6 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +118,7 @@ def _input_and_weight_grads(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients; the communication of each overlaps with the computation of the other."""
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
-    grad_x, reducing = _start_input_grad(gradients, comm) if needs_x else (None, Done())
+    grad_x, reducing = start_input_grad_reduction(gradients.of_input(), comm) if needs_x else (None, Done())
     gathering.wait()
     if not comm.overlap:
         reducing.wait()
@@ -140,9 +138,7 @@ def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
     def job() -> None:
         whole, gathering = gradients.start_gather(x, comm)
         gathering.wait()
-        grad = gradients.of_weight(whole)
-        if grad is not None:  # no main_grad: accumulate as autograd does
-            weight.grad = grad if weight.grad is None else weight.grad + grad
+        add_to_grad(weight, gradients.of_weight(whole))
 
     queue.put(job)
     return True
@@ -155,10 +151,6 @@ def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
     full, handle = start_gather_sequence(x, comm.group)
     handle.wait()
     return full
-
-
-def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor, Handle]:
-    return start_input_grad_reduction(gradients.of_input(), comm)
 
 
 def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
@@ -178,6 +170,12 @@ def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backen
         return flat_grad.t().matmul(flat_x)
     accumulate_weight_grad_(main_grad, flat_grad, flat_x, backend=backend)
     return None
+
+
+def add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:
+    """Accumulate as autograd does what was not added to ``main_grad``."""
+    if grad is not None:
+        weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def main_grad_of(weight: nn.Parameter) -> Tensor | None:

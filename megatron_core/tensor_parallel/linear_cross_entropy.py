@@ -4,8 +4,6 @@ Shapes: S sequence, B batch, I input features, V this rank's part of the vocabul
 Source: Wijmans et al. 2024, section 4, for the recomputation of the logits; see also ``linear`` and ``cross_entropy``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Megatron Core's names for the collective pairs, over the current tensor-parallel group unless another is given."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_core.parallel import collectives

@@ -1,7 +1,5 @@
 """The settings that all parallel layers of a model share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

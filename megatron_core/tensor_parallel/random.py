@@ -1,38 +1,30 @@
-"""Dropout whose mask is a pure function of (seed, module, sample, position, channel).
+"""Randomness: dropout that is keyed by what it falls on, and named generator states for layers of one's own.
 
-It uses no random number generator. Therefore the layout, the number of micro-batches, recomputation and resuming cannot
-change the mask, and there is no state to save. ``megatron_core.ops.reference.dropout`` defines the function.
+The mask of ``KeyedDropout`` is a pure function of (seed, module, sample, position, channel), which
+``megatron_core.ops.reference`` defines. It uses no random number generator. Therefore the layout, the number of
+micro-batches, recomputation and resuming cannot change the mask, and there is no state to save.
+
+A custom layer that calls ``torch.nn.functional.dropout`` on activations that are split over the tensor-parallel ranks
+needs a different generator state on each rank, which ``CudaRNGStatesTracker.fork()`` provides.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
+from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend, bias_dropout_add
+from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import name_seed
-from megatron_core.tensor_parallel.rng_tracker import (
-    CudaRNGStatesTracker,
-    checkpoint,
-    get_all_rng_states,
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-    initialize_rng_tracker,
-    model_parallel_cuda_manual_seed,
-)
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "KeyedDropout",
-    "checkpoint",
-    "get_all_rng_states",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "initialize_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-]
+MODEL_PARALLEL = "model-parallel-rng"
+DATA_PARALLEL = "data-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
+DEFAULT_SEED = 1234
 
 
 class KeyedDropout(torch.nn.Module):
@@ -71,3 +63,169 @@ class KeyedDropout(torch.nn.Module):
         """
         p, numbers = self.p if self.active else 0.0, (sample_index, position_ids, key_positions, first_head)
         return bias_dropout_add(x, bias, residual, p, self.key, *numbers, backend=self.backend)
+
+
+def _get_state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_state(state: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed(seed: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)  # not the CPU's generator, which must be the same on all ranks
+    else:
+        torch.manual_seed(seed)
+
+
+class CudaRNGStatesTracker:
+    """Named states of the GPU's random generator, or of the CPU's if there is no GPU.
+
+    ``use_cudagraphable_rng`` and ``is_inference_rng_tracker`` are accepted and change nothing.
+    """
+
+    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
+        self.seed = DEFAULT_SEED
+        """What ``model_parallel_cuda_manual_seed`` was last called with."""
+        self._states: dict[str, Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def is_initialized(self) -> bool:
+        """Whether any state was added."""
+        return bool(self._states)
+
+    def reset(self) -> None:
+        """Remove all states."""
+        self._states.clear()
+        self._seeds.clear()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of the states by name."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace all states."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state with a new seed; ``ConfigError`` if the name or the seed is already used."""
+        if name in self._states:
+            raise ConfigError(f"the generator state {name!r} already exists; call reset() first, or use another name")
+        if seed in self._seeds:
+            raise ConfigError(f"seed={seed} is already used by another generator state; give {name!r} another seed")
+        self._seeds.add(seed)
+        outside = _get_state()
+        _seed(seed)
+        self._states[name] = _get_state()
+        _set_state(outside)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Use the state ``name`` inside the context, and keep its final value for the next time."""
+        if name not in self._states:
+            known = ", ".join(self._states) or "none; call model_parallel_cuda_manual_seed first"
+            raise ConfigError(f"there is no generator state {name!r}; known: {known}")
+        outside = _get_state()
+        _set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _get_state()
+            _set_state(outside)
+
+
+_TRACKER = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """The tracker of this process; there is one kind."""
+    return _TRACKER
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Nothing, as the tracker is there; with ``force_reset`` remove its states."""
+    if force_reset:
+        _TRACKER.reset()
+
+
+def current_seed() -> int:
+    """The seed of weights and dropout: what ``model_parallel_cuda_manual_seed`` was last called with, or 1234."""
+    return _TRACKER.seed
+
+
+def get_all_rng_states() -> dict[str, Tensor]:
+    """The states of the tracker by name."""
+    return _TRACKER.get_states()
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """The name of the state that differs between ranks of experts."""
+    return EXPERT_PARALLEL
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """The name of the state that is equal on tensor-parallel ranks."""
+    return DATA_PARALLEL
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed torch with ``seed`` and add three states: one that is equal on all TP ranks, a different one for each, and
+    one that differs between the ranks of experts.
+
+    The numbers are Megatron Core's: ``seed`` for the first, ``seed + 2718 + tp_rank`` for the second and ``seed + 1024
+    + 100 ep_rank + etp_rank`` for the third. States are always made anew.
+    """
+    indices = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
+    tp, ep, etp = (current().index(axis) if index is None else index for axis, index in indices.items())
+    _TRACKER.reset()
+    _TRACKER.seed = seed
+    torch.manual_seed(seed)
+    _TRACKER.add(DATA_PARALLEL, seed)
+    _TRACKER.add(MODEL_PARALLEL, seed + 2718 + tp)
+    _TRACKER.add(EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """``function(*args)``, of which backward computes everything again instead of keeping it (Chen et al. 2016).
+
+    Both passes see the same states of torch's generators and of the tracker. ConfigError for
+    ``distribute_saved_activations``; use sequence parallelism.
+    """
+    if distribute_saved_activations:
+        raise ConfigError("distribute_saved_activations=True is not supported; use sequence_parallel")
+    before = _TRACKER.get_states()
+    passes: list[None] = []
+
+    def run(*inputs: Any) -> Any:
+        now = _TRACKER.get_states()
+        passes.append(None)
+        if len(passes) == 1:
+            return function(*inputs)
+        _TRACKER.set_states(before)
+        try:
+            return function(*inputs)
+        finally:
+            _TRACKER.set_states(now)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,9 +18,8 @@ class Tokenizer(Protocol):
     vocabulary has no such token.
 
     Several of these may be the same id: most vocabularies end a document with `eos`, and many published ones also pad
-    with it. An `eod` in the text is a real token that the model has to learn to predict. Therefore use `padding_id`,
-    never `pad`, to decide which tokens to mask as padding: it is None if `pad` has another meaning too. Only
-    `--eod-mask-loss` masks the loss where the input token is `eod`.
+    with it. An `eod` in the text is a real token that the model has to learn to predict. Therefore `pad`
+    decides about no mask; only `--eod-mask-loss` masks the loss where the input token is `eod`.
     """
 
     vocab_size: int
@@ -49,6 +49,40 @@ class Tokenizer(Protocol):
         ...
 
 
+class BaseTokenizer:
+    """What a tokenizer without special ids and without files has in common with others."""
+
+    vocab_size: int
+    eod: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of one text."""
+        raise NotImplementedError
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, in one thread: preprocessing uses several processes instead."""
+        return [self.tokenize(text) for text in texts]
+
+    def fingerprint(self) -> str:
+        """The digest of what a subclass names in ``_identity``."""
+        return self._fingerprint
+
+    def files(self) -> list[Path]:
+        """None: nothing is loaded."""
+        return []
+
+    def _identity(self) -> Sequence[bytes]:
+        """Everything that determines the ids of a text."""
+        raise NotImplementedError
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return digest(*self._identity())
+
+
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """All ids that end a generated text: end of document, end of sequence and, in chat vocabularies, end of turn."""
     ends = (tokenizer.eod, tokenizer.eos, *getattr(tokenizer, "turn_ends", ()))
@@ -58,14 +92,6 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def dropped_bytes(tokenizer: Tokenizer) -> bytes:
     """The byte values of UTF-8 text for which the tokenizer has no token, so that it drops them."""
     return getattr(tokenizer, "missing_bytes", b"")
-
-
-def padding_id(tokenizer: Tokenizer) -> int | None:
-    """The id that may be masked as padding; None if there is no `pad`, or if it is also `eod`, `eos` or `bos`.
-
-    Megatron-LM writes -1 instead of None.
-    """
-    return None if tokenizer.pad in (tokenizer.eod, tokenizer.eos, tokenizer.bos) else tokenizer.pad
 
 
 def digest(*parts: bytes) -> str:

@@ -1,15 +1,17 @@
 """Builds the tokenizer that Megatron's flags (`--tokenizer-type`, `--tokenizer-model` ...) describe."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.built_in import ByteLevelTokenizer, NullTokenizer
-from megatron_core.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS, TikTokenizer
 
@@ -44,56 +46,53 @@ TOKENIZER_TYPES = tuple(_KINDS)
 """The legal values of `--tokenizer-type`."""
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | Path | None = None,
-    vocab_file: str | Path | None = None,
-    merge_file: str | Path | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS,
-) -> Tokenizer:
-    """The tokenizer that Megatron's flags of the same names describe.
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Megatron's flags that describe a tokenizer."""
 
-    `vocab_size` is the vocabulary of NullTokenizer, and limits the ranks that TikTokenizer keeps. For other types it is
-    the vocabulary size of the model, which must be at least the tokenizer's.
-    ConfigError: the type is unknown, a required setting is missing, a file is missing or not readable, or `vocab_size`
-    is smaller than the tokenizer's.
-    """
-    kind = _KINDS.get(tokenizer_type)
-    if kind is None:
-        known = ", ".join(TOKENIZER_TYPES)
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} is not known; known: {known}")
-    given = {
-        "tokenizer_model": tokenizer_model,
-        "vocab_file": vocab_file,
-        "merge_file": merge_file,
-        "vocab_size": vocab_size,
-        "tiktoken_pattern": tiktoken_pattern,
-        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-    }
-    missing = [f"--{name.replace('_', '-')}" for name in kind.needs if given[name] is None]
-    if missing:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}; add it")
-    tokenizer = kind.make(*(given[name] for name in kind.needs + kind.takes))
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
-            f"leave it out, or give {tokenizer.vocab_size} or more"
-        )
-    return tokenizer
+    tokenizer_type: str
+    tokenizer_model: str | Path | None = None
+    vocab_file: str | Path | None = None
+    merge_file: str | Path | None = None
+    vocab_size: int | None = None
+    """The vocabulary of NullTokenizer, and a limit of the ranks that TikTokenizer keeps; for other types the vocabulary
+    size of the model, which must be at least the tokenizer's."""
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
+
+    @classmethod
+    def of(cls, tokenizer_type: str, settings: object) -> TokenizerFiles:
+        """A type with the flags that are attributes of ``settings``."""
+        _, *names = (field.name for field in fields(cls))
+        return cls(tokenizer_type, **{name: getattr(settings, name) for name in names})
+
+    def load(self) -> Tokenizer:
+        """Build the tokenizer.
+
+        ConfigError: the type is unknown, a required setting is missing, a file is missing or not readable, or
+        `vocab_size` is smaller than the tokenizer's.
+        """
+        kind = _KINDS.get(self.tokenizer_type)
+        if kind is None:
+            known = ", ".join(TOKENIZER_TYPES)
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not known; known: {known}")
+        missing = [f"--{name.replace('_', '-')}" for name in kind.needs if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}; add it")
+        tokenizer = kind.make(*(getattr(self, name) for name in kind.needs + kind.takes))
+        if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"--vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
+                f"leave it out, or give {tokenizer.vocab_size} or more"
+            )
+        return tokenizer
+
+
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None, **flags: Any) -> Tokenizer:
+    """The tokenizer that Megatron's flags of the same names describe; flags and errors as in ``TokenizerFiles``."""
+    return TokenizerFiles(tokenizer_type, tokenizer_model, **flags).load()
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a configuration; None if none is named."""
-    if data.tokenizer is None:
-        return None
-    return build_tokenizer(
-        data.tokenizer,
-        data.tokenizer_model,
-        data.vocab_file,
-        data.merge_file,
-        data.vocab_size,
-        data.tiktoken_pattern,
-        data.tiktoken_num_special_tokens,
-    )
+    return None if data.tokenizer is None else TokenizerFiles.of(data.tokenizer, data).load()

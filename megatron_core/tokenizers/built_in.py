@@ -1,79 +1,54 @@
 """Tokenizers that need no file: bytes as tokens, and text that already consists of token ids."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.base import digest
+from megatron_core.tokenizers.base import BaseTokenizer
 
 BYTES = 256
 
 
-class ByteLevelTokenizer:
+class ByteLevelTokenizer(BaseTokenizer):
     """One token for each byte of the UTF-8 text, ids 0 to 255; the id 256 ends a document."""
 
     vocab_size = BYTES + 1
     eod: int | None = BYTES
-    bos: int | None = None
     eos: int | None = BYTES
-    pad: int | None = None
 
     def tokenize(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""
         return list(text.encode("utf-8"))
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The UTF-8 bytes of each text."""
-        return [self.tokenize(text) for text in texts]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the bytes, without end-of-document ids; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < BYTES).decode("utf-8", errors="replace")
 
-    def fingerprint(self) -> str:
-        """A constant: this tokenizer has no settings."""
-        return digest(b"byte level")
-
-    def files(self) -> list[Path]:
-        """None: nothing is loaded."""
-        return []
+    def _identity(self) -> Sequence[bytes]:
+        return (b"byte level",)
 
 
-class NullTokenizer:
+class NullTokenizer(BaseTokenizer):
     """Whitespace-separated integers in the text are the ids; the last id of the vocabulary ends a document.
 
     Older releases of Megatron-LM used the id `vocab_size` as end of document. There are no `bos`, `eos` and `pad`.
     """
 
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise ConfigError(f"--vocab-size {vocab_size} is too small for NullTokenizer; give 1 or more")
         self.vocab_size = vocab_size
-        self.eod: int | None = vocab_size - 1
+        self.eod = vocab_size - 1
 
     def tokenize(self, text: str) -> list[int]:
         """The integers of the text; DataError for a word that is not an integer in [0, vocab_size)."""
         return [self._id(word) for word in text.split()]
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The integers of each text."""
-        return [self.tokenize(text) for text in texts]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """The ids as decimal numbers with one space between them."""
         return " ".join(str(int(i)) for i in ids)
 
-    def fingerprint(self) -> str:
-        """A function of the vocabulary size alone."""
-        return digest(b"null", str(self.vocab_size).encode("ascii"))
-
-    def files(self) -> list[Path]:
-        """None: nothing is loaded."""
-        return []
+    def _identity(self) -> Sequence[bytes]:
+        return b"null", str(self.vocab_size).encode("ascii")
 
     def _id(self, word: str) -> int:
         if not (word.isascii() and word.isdigit()):

@@ -1,7 +1,5 @@
 """Chat templates: from messages to the text of a prompt, as `transformers` writes it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -10,6 +8,7 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.tokenizers.hugging_face import read_object
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
@@ -23,11 +22,24 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         import jinja2
-        from jinja2.ext import loopcontrols
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.nodes import Node
+        from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        class Generation(Extension):
+            """Leaves out the marks around answers, as transformers does where it only renders."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Parser) -> list[Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
         self._error = jinja2.TemplateError
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": self._raise,
@@ -39,8 +51,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be read: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
+    ) -> str:
         """The text of ``messages`` (role and content), by default up to where the assistant's answer begins.
+
+        ``tools`` are the functions that a model may call, as the template expects them.
 
         ``DataError`` if the template refuses them.
         """
@@ -48,7 +64,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **self._tokens,
             )
@@ -65,7 +81,7 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTempl
     tokens: dict[str, str] = {}
     source = None
     for config in (folder / CONFIG_FILE for folder in sorted(folders)):
-        content = json.loads(config.read_bytes()) if config.is_file() else {}
+        content = read_object(config) if config.is_file() else {}
         named = {key: value.get("content") if isinstance(value, dict) else value for key, value in content.items()}
         tokens |= {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
         found = content.get("chat_template")

@@ -5,33 +5,21 @@ tokenizers, and is used only if it gives the same ids as the tokenizer on sample
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import Tokenizer, dropped_bytes
-from megatron_core.tokenizers.build import build_tokenizer
 from megatron_core.tokenizers.byte_symbols import add_missing_bytes
-from megatron_core.tokenizers.hugging_face import END_OF_DOCUMENT, FILE_NAME
-from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS
+from megatron_core.tokenizers.hugging_face import END_OF_DOCUMENT, LibraryTokenizer
+from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 
 BACKENDS = ("auto", "tokenizers", "gigatoken")
 """The legal values of `--tokenization-backend`."""
-
-READ_BY_GIGATOKEN = (
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-)
-"""The values of `--tokenizer-type` that gigatoken may support."""
 
 WAY_OUT = "use --tokenization-backend tokenizers"
 
@@ -46,23 +34,6 @@ ODD_TEXTS = (
     "\U0001f642\u200d\U0001f680\ufe0f", "\u00a0\u2003\u3000x\u00a0", "\u0130\ufb01\u212b\u1e9e", "\ufeffx\ufffd",
     "</s><s><pad><unk>[CLS][MASK]", "_\u2581_ \u2581",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Megatron's flags that describe a tokenizer."""
-
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
-
-    def load(self) -> Tokenizer:
-        """Build the tokenizer; ConfigError as in `build_tokenizer`."""
-        return build_tokenizer(**asdict(self))
 
 
 class Backend(Protocol):
@@ -127,12 +98,9 @@ class GigatokenBackend:
         return np.concatenate(ids) if ids else np.empty(0, np.uint32), lengths
 
 
-def load_backend(
-    files: TokenizerFiles, backend: str = "auto", tokenizer: Tokenizer | None = None
-) -> tuple[Backend, str]:
+def load_backend(tokenizer: Tokenizer, backend: str = "auto") -> tuple[Backend, str]:
     """The backend, and for `auto` the reason why it is not gigatoken ("" if it is, or if that is not installed).
 
-    tokenizer: the tokenizer of the files, if it is already loaded.
     ConfigError: `backend` is gigatoken, which is not installed or does not read the tokenizer.
     """
     if backend not in BACKENDS:
@@ -140,54 +108,50 @@ def load_backend(
     reason = ""
     if backend != "tokenizers":
         try:
-            return load_gigatoken(files, tokenizer), ""
+            return load_gigatoken(tokenizer), ""
         except ConfigError as error:
             if backend == "gigatoken":
                 raise
             reason = str(error).removesuffix(f"; {WAY_OUT}") if find_spec("gigatoken") else ""
-    return TokenizerBackend(tokenizer or files.load()), reason
+    return TokenizerBackend(tokenizer), reason
 
 
-def load_gigatoken(files: TokenizerFiles, tokenizer: Tokenizer | None = None) -> GigatokenBackend:
-    """gigatoken for the tokenizer of the files; ConfigError if it is not installed or does not read the tokenizer."""
+def load_gigatoken(tokenizer: Tokenizer) -> GigatokenBackend:
+    """gigatoken for the tokenizer; ConfigError if it is not installed or does not read it."""
     if find_spec("gigatoken") is None:
         raise ConfigError("--tokenization-backend gigatoken: the package is not installed; pip install gigatoken")
     import gigatoken
 
     try:
-        if files.tokenizer_type == "HuggingFaceTokenizer" and files.tokenizer_model:
-            return _from_json(files, tokenizer, _json_of(Path(files.tokenizer_model)))
-        if files.tokenizer_type == "GPT2BPETokenizer":
-            return _from_json(files, tokenizer, _gpt2_json(files))
-        if files.tokenizer_type in READ_BY_GIGATOKEN and files.tokenizer_model:
-            return GigatokenBackend(gigatoken.Tokenizer.from_sentencepiece(files.tokenizer_model))
-    except ConfigError:
-        raise
+        if isinstance(tokenizer, LibraryTokenizer):
+            return _from_json(tokenizer)
+        if isinstance(tokenizer, SentencePieceTokenizer) and not tokenizer.add_bos:
+            return GigatokenBackend(gigatoken.Tokenizer.from_sentencepiece(str(tokenizer.files()[0])))
     except Exception as error:  # the package raises many kinds
-        raise ConfigError(f"gigatoken does not read this tokenizer ({_one_line(error)}); {WAY_OUT}") from error
-    raise ConfigError(f"gigatoken does not read a {files.tokenizer_type}; {WAY_OUT}")
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"gigatoken does not read this tokenizer ({reason}); {WAY_OUT}") from error
+    settings = " that puts a token before every text" if getattr(tokenizer, "add_bos", False) else ""
+    raise ConfigError(f"gigatoken does not read a {type(tokenizer).__name__}{settings}; {WAY_OUT}")
 
 
-def _from_json(files: TokenizerFiles, tokenizer: Tokenizer | None, text: bytes | str) -> GigatokenBackend:
+def _from_json(tokenizer: LibraryTokenizer) -> GigatokenBackend:
     """gigatoken for a tokenizer.json, with tokens added for the bytes that this lacks."""
     import gigatoken
 
+    text = tokenizer.to_json()
     try:
         return GigatokenBackend(gigatoken.Tokenizer.from_json(text))
     except Exception:  # the package raises many kinds
-        exact = tokenizer or files.load()
-        if not dropped_bytes(exact):
+        if not dropped_bytes(tokenizer):
             raise
     completed = json.loads(text)
     first = add_missing_bytes(completed)
-    return GigatokenBackend(gigatoken.Tokenizer.from_json(json.dumps(completed)), exact, first)
+    return GigatokenBackend(gigatoken.Tokenizer.from_json(json.dumps(completed)), tokenizer, first)
 
 
-def odd_texts(files: TokenizerFiles) -> list[str]:
+def odd_texts(tokenizer: Tokenizer) -> list[str]:
     """Texts on which backends are likely to differ: spaces, symbols, and the tokenizer's added tokens as text."""
-    added = list(END_OF_DOCUMENT)
-    if files.tokenizer_type == "HuggingFaceTokenizer" and files.tokenizer_model:
-        added += _added_tokens(Path(files.tokenizer_model))
+    added = [*END_OF_DOCUMENT, *(tokenizer.added_tokens() if isinstance(tokenizer, LibraryTokenizer) else ())]
     # Large vocabularies have thousands of reserved tokens: take every second one, at most 1,000.
     written = added if len(added) < 100 else added[::2][:1000]
     return [*ODD_TEXTS, *(form for token in written for form in (token, f"a{token} b"))]
@@ -201,36 +165,3 @@ def disagreement(expected: Mapping[str, list[int]], ids: np.ndarray, lengths: np
             return repr(text[:60])
         start += length
     return None
-
-
-def _added_tokens(path: Path) -> list[str]:
-    """The added tokens of a tokenizer.json, found without parsing its vocabulary, which takes 20 ms.
-
-    Empty if there is no such file: loading the tokenizer reports that.
-    """
-    text = _json_of(path).decode("utf-8", errors="replace") if _file_of(path).is_file() else ""
-    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
-    tokens = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
-    return [str(token.get("content", "")) for token in tokens]
-
-
-def _json_of(path: Path) -> bytes:
-    return _file_of(path).read_bytes()
-
-
-def _file_of(path: Path) -> Path:
-    return path / FILE_NAME if path.is_dir() else path
-
-
-def _gpt2_json(files: TokenizerFiles) -> str:
-    """GPT-2's two files as one tokenizer.json, without added tokens, because GPT2BPETokenizer has none."""
-    vocabulary = json.loads(Path(str(files.vocab_file)).read_text(encoding="utf-8"))
-    lines = Path(str(files.merge_file)).read_text(encoding="utf-8").splitlines()
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
-    return json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model})
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

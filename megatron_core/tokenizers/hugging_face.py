@@ -1,16 +1,15 @@
-"""Tokenizers in the `tokenizer.json` format, through the `tokenizers` library."""
+"""Tokenizers in the `tokenizer.json` format, and GPT-2's from its two files, through the `tokenizers` library."""
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import orjson
 import tokenizers
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import canonical_json, digest
+from megatron_core.tokenizers.base import BaseTokenizer, canonical_json
 from megatron_core.tokenizers.byte_symbols import missing_bytes
 
 FILE_NAME = "tokenizer.json"
@@ -54,35 +53,14 @@ _KEYS = ("bos_token", "eos_token", "pad_token")
 IGNORED_KEYS = ("truncation", "padding")
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json`, or a folder that holds one.
+class LibraryTokenizer(BaseTokenizer):
+    """A tokenizer of the library."""
 
-    Special tokens of the file's post-processor (such as a begin-of-text id) are not added. A special token in the text
-    becomes its id, as in the `transformers` library.
-
-    `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
-    a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
-    ends a turn. `turn_ends` are further ids that end a generated text: those in `generation_config.json`, and special
-    tokens with a usual name for the end of a turn. These files do not affect the ids of a text: they are in `files`,
-    but not in the fingerprint.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = _find(Path(path))
-        self._tokenizer = _load(self._path)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> None:
+        self._tokenizer = tokenizer
         # Not the number of entries: ids can have gaps, and the embedding needs a row for the largest id.
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        named = named_tokens(self._path.parent)
-        usual_end = first_id(END_OF_DOCUMENT, vocabulary)
-        self.bos = vocabulary.get(named.get("bos_token", ""), first_id(BEGIN_OF_SEQUENCE, vocabulary))
-        self.eos = vocabulary.get(named.get("eos_token", ""), usual_end)
-        self.pad = vocabulary.get(named.get("pad_token", ""), first_id(PADDING, vocabulary))
-        self.eod = self.eos if usual_end is None else usual_end
-        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        named_ends = (special[name] for name in END_OF_TURN if name in special)
-        self.missing_bytes = _missing(self._tokenizer)
-        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
+        self.missing_bytes = _missing(tokenizer)
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -97,19 +75,108 @@ class HuggingFaceTokenizer:
         """The text of the ids, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def fingerprint(self) -> str:
-        """The digest of the JSON values in the file; spacing and order of keys do not matter."""
-        return self._fingerprint
+    def to_json(self) -> str | bytes:
+        """The tokenizer as a `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
+    def added_tokens(self) -> list[str]:
+        """The texts of the tokens beside the model's."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+
+class HuggingFaceTokenizer(LibraryTokenizer):
+    """A `tokenizer.json`, or a folder that holds one.
+
+    Special tokens of the file's post-processor (such as a begin-of-text id) are not added. A special token in the text
+    becomes its id, as in the `transformers` library.
+
+    `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
+    a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
+    ends a turn. `turn_ends` are further ids that end a generated text: those in `generation_config.json`, and special
+    tokens with a usual name for the end of a turn. These files do not affect the ids of a text: they are in `files`,
+    but not in the fingerprint.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = _find(Path(path))
+        tokenizer = _load(self._path)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        model = tokenizer.model
+        if isinstance(model, models.WordLevel | models.WordPiece) and model.unk_token not in vocabulary:
+            raise ConfigError(
+                f"--tokenizer-model {self._path}: the token for unknown words, {model.unk_token!r}, is not in the "
+                "vocabulary, so that texts with such words have no ids; add it to the file"
+            )
+        super().__init__(tokenizer, vocabulary)
+        named = named_tokens(self._path.parent)
+        usual_end = first_id(END_OF_DOCUMENT, vocabulary)
+        self.bos = vocabulary.get(named.get("bos_token", ""), first_id(BEGIN_OF_SEQUENCE, vocabulary))
+        self.eos = vocabulary.get(named.get("eos_token", ""), usual_end)
+        self.pad = vocabulary.get(named.get("pad_token", ""), first_id(PADDING, vocabulary))
+        self.eod = self.eos if usual_end is None else usual_end
+        special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        named_ends = (special[name] for name in END_OF_TURN if name in special)
+        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
 
     def files(self) -> list[Path]:
         """The `tokenizer.json`, and the files beside it that name special tokens."""
         return [self._path, *name_files(self._path.parent)]
 
-    @cached_property
-    def _fingerprint(self) -> str:
+    def to_json(self) -> str | bytes:
+        """The content of the file."""
+        return self._path.read_bytes()
+
+    def _identity(self) -> Sequence[bytes]:
+        # The values in the file; spacing and order of keys do not matter.
         content = orjson.loads(self._path.read_bytes())
         kept = {key: value for key, value in content.items() if key not in IGNORED_KEYS}
-        return digest(b"hugging face", canonical_json(kept))
+        return b"hugging face", canonical_json(kept)
+
+
+class GPT2BPETokenizer(LibraryTokenizer):
+    """GPT-2's `vocab.json` and `merges.txt`.
+
+    `<|endoftext|>` in the text is encoded as ordinary text; only `eod` and `eos` give its id.
+    """
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        self._vocab_file = _existing("--vocab-file", vocab_file)
+        self._merge_file = _existing("--merge-file", merge_file)
+        tokenizer = _load_gpt2(self._vocab_file, self._merge_file)
+        vocabulary = tokenizer.get_vocab()
+        super().__init__(tokenizer, vocabulary)
+        self.eod = self.eos = vocabulary.get(END_OF_DOCUMENT[0])
+
+    def files(self) -> list[Path]:
+        """The vocabulary file and the merges file."""
+        return [self._vocab_file, self._merge_file]
+
+    def _identity(self) -> Sequence[bytes]:
+        vocabulary = json.loads(self._vocab_file.read_text(encoding="utf-8"))
+        merges = self._merge_file.read_text(encoding="utf-8").splitlines()
+        ranked = [line for line in merges if line and not line.startswith("#version")]
+        return b"gpt2 bpe", canonical_json(vocabulary), "\n".join(ranked).encode("utf-8")
+
+
+def _existing(flag: str, path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"{flag} {path}: there is no such file; GPT2BPETokenizer needs GPT-2's vocab.json and merges.txt"
+        )
+    return Path(path)
+
+
+def _load_gpt2(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
+    try:
+        model = models.BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE vocabulary and merges: {error}"
+        ) from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _missing(tokenizer: tokenizers.Tokenizer) -> bytes:
@@ -166,7 +233,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in name_files(folder):
-        content = {} if path.name == GENERATION_FILE else _object(path)
+        content = {} if path.name == GENERATION_FILE else read_object(path)
         for key in _KEYS:
             token = content.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -178,14 +245,15 @@ def named_tokens(folder: Path) -> dict[str, str]:
 def generation_ends(folder: Path) -> list[int]:
     """The ids in ``generation_config.json`` that end a generated text; none without the file."""
     path = folder / GENERATION_FILE
-    ends = _object(path).get("eos_token_id") if path.is_file() else None
+    ends = read_object(path).get("eos_token_id") if path.is_file() else None
     return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
 
-def _object(path: Path) -> dict:
+def read_object(path: Path) -> dict:
+    """The object in a JSON file; ConfigError for anything else."""
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); {_WAY_OUT}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, not an object; {_WAY_OUT}")

@@ -1,7 +1,5 @@
 """For Megatron Core's users: tokenizers from a folder, a file or a description."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,15 @@
 """SentencePiece models, such as Llama 2's."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import digest
+from megatron_core.tokenizers.base import BaseTokenizer
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(BaseTokenizer):
     """A SentencePiece `.model` file; its end-of-sentence id ends a document.
 
     add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does.
@@ -18,7 +17,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path, add_bos: bool = False) -> None:
         self._path = Path(path)
-        self._add_bos = add_bos
+        self.add_bos = add_bos
         self._processor = _load(self._path)
         if add_bos and self._processor.bos_id() < 0:
             raise ConfigError(
@@ -33,27 +32,22 @@ class SentencePieceTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
-        return self._processor.encode(text, out_type=int, add_bos=self._add_bos)
+        return self._processor.encode(text, out_type=int, add_bos=self.add_bos)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, in one thread: preprocessing uses several processes instead."""
-        return self._processor.encode(list(texts), out_type=int, add_bos=self._add_bos, num_threads=1)
+        return self._processor.encode(list(texts), out_type=int, add_bos=self.add_bos, num_threads=1)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the ids; control pieces (begin and end of sentence) give no text."""
         return self._processor.decode([int(i) for i in ids])
 
-    def fingerprint(self) -> str:
-        """The digest of the model file and of ``add_bos``."""
-        return self._fingerprint
-
     def files(self) -> list[Path]:
         """The model file."""
         return [self._path]
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        return digest(b"sentencepiece", self._path.read_bytes(), b"bos" if self._add_bos else b"")
+    def _identity(self) -> Sequence[bytes]:
+        return b"sentencepiece", self._path.read_bytes(), b"bos" if self.add_bos else b""
 
 
 def _present(piece: int) -> int | None:

@@ -3,14 +3,13 @@
 import base64
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.base import digest
+from megatron_core.tokenizers.base import BaseTokenizer
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL_TOKENS = 1000
@@ -22,14 +21,7 @@ MAX_VOCABULARY = 2**17
 # They must be exactly Megatron-LM's, or ids differ.
 PATTERNS = {
     "v1": "|".join(
-        [
-            r"[^\r\n\p{L}\p{N}]?+\p{L}+",
-            r"\p{N}",
-            r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-            r"\s*[\r\n]",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
+        [r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"]
     ),
     "v2": "|".join(
         [
@@ -52,7 +44,7 @@ _EXPECTED = (
 )
 
 
-class TikTokenizer:
+class TikTokenizer(BaseTokenizer):
     """A file of byte-pair ranks, as Megatron's TikTokenizer reads it: rank r has the id `num_special_tokens` + r.
 
     The ids below `num_special_tokens` are `<unk> <s> </s> <mask> <pad> <cls> <sep> <SPECIAL_7> <SPECIAL_8>` ...; `</s>`
@@ -84,10 +76,8 @@ class TikTokenizer:
             special_tokens=self._special,
         )
         self.vocab_size = num_special_tokens + len(self._tokens)
-        self.bos: int | None = self._special["<s>"]
-        self.eos: int | None = self._special["</s>"]
-        self.pad: int | None = self._special.get("<pad>")
-        self.eod: int | None = self.eos
+        self.bos, self.pad = self._special["<s>"], self._special.get("<pad>")
+        self.eos = self.eod = self._special["</s>"]
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text; DataError if it has more spaces in a row than tiktoken can match."""
@@ -103,26 +93,17 @@ class TikTokenizer:
                 "run of spaces: shorten or remove the document"
             ) from error
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, in one thread: preprocessing uses several processes instead."""
-        return [self.tokenize(text) for text in texts]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(i) for i in ids])
-
-    def fingerprint(self) -> str:
-        """The digest of the pattern, the number of special tokens and the ranks that are kept."""
-        return self._fingerprint
 
     def files(self) -> list[Path]:
         """The file of ranks."""
         return [self._path]
 
-    @cached_property
-    def _fingerprint(self) -> str:
+    def _identity(self) -> Sequence[bytes]:
         settings = f"{PATTERNS[self._pattern]} {len(self._special)}"
-        return digest(b"tiktoken", settings.encode("ascii"), *self._tokens)
+        return b"tiktoken", settings.encode("ascii"), *self._tokens
 
 
 def special_tokens(count: int) -> dict[str, int]:
@@ -176,7 +157,7 @@ def _json_entries(path: Path, data: bytes) -> Iterator[tuple[str, str | bytes, A
     """The name for messages, the base64 text and the rank of each entry."""
     try:
         entries = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--tokenizer-model {path} begins with [ but is not JSON ({error}); {_EXPECTED}") from error
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:

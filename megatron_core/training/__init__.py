@@ -1,5 +1,38 @@
-"""Setting up a run, its steps and its loop."""
+"""Setting up a run, its steps and its loop; names for Megatron-LM's users are imported when they are first used."""
 
-from megatron_core.training.pretrain import pretrain, read_settings
+from typing import TYPE_CHECKING
 
-__all__ = ["pretrain", "read_settings"]
+from megatron_core.lazy import lazy_names
+from megatron_core.training.entry import pretrain
+from megatron_core.training.pretrain import read_settings
+
+if TYPE_CHECKING:
+    from megatron_core.training.global_vars import get_args, get_timers, get_tokenizer
+    from megatron_core.training.initialize import initialize_megatron
+    from megatron_core.training.program import get_model
+    from megatron_core.training.training import get_train_valid_test_num_samples
+    from megatron_core.training.utils import print_rank_0, print_rank_last
+
+__all__ = [
+    "get_args",
+    "get_model",
+    "get_timers",
+    "get_tokenizer",
+    "get_train_valid_test_num_samples",
+    "initialize_megatron",
+    "pretrain",
+    "print_rank_0",
+    "print_rank_last",
+    "read_settings",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "global_vars": ("get_args", "get_timers", "get_tokenizer"),
+        "initialize": ("initialize_megatron",),
+        "program": ("get_model",),
+        "training": ("get_train_valid_test_num_samples",),
+        "utils": ("print_rank_0", "print_rank_last"),
+    },
+)

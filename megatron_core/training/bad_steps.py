@@ -4,8 +4,6 @@ run has gone back to its last checkpoint.
 All decisions are functions of the step's loss and norm, which are the same on every rank: all ranks decide alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace

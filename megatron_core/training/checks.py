@@ -1,7 +1,5 @@
 """Checks while a run trains: replicas that differ end it, parameters that do not train are named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,7 +9,7 @@ from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.expert_load import STARVED_SHARE, STARVED_STEPS, StarvedExperts
 from megatron_core.monitor.replicas import Replicas
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts, listed
@@ -170,6 +168,6 @@ class UntrainedParameterCheck:
 
 def _hidden_moves(bucket: Bucket, main: Tensor) -> Iterable[nn.Parameter]:
     for _, parameter, start, stop, at in bucket.pieces():
-        wide, narrow = main[at : at + stop - start], bucket.weight_shard[at : at + stop - start]
+        wide, narrow = main[at : at + stop - start], bucket.weight_shard[at : at + stop - start].to(main.device)
         if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
             yield parameter

@@ -1,7 +1,5 @@
 """The settings of the model in a checkpoint, and whether they are those of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import isclose
@@ -21,42 +19,23 @@ from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
 
 TENSORS = (
-    "num_layers",
-    "hidden_size",
-    "untie_embeddings_and_output_weights",
-    "qk_layernorm",
-    "qk_layernorm_over_heads",
-    "norm_placement",
-    "normalization",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_shared_expert_gate",
-    "moe_router_enable_expert_bias",
+    *("num_layers", "hidden_size", "untie_embeddings_and_output_weights", "qk_layernorm"),
+    *("qk_layernorm_over_heads", "norm_placement", "normalization", "disable_bias_linear", "add_qkv_bias"),
+    *("num_experts", "moe_layer_freq", "moe_shared_expert_gate", "moe_router_enable_expert_bias"),
 )
 """Settings that decide which tensors there are, so that weights of another value do not load."""
 KINDS = field_types()
 """The settings and their types."""
 COUNTERS = (
-    "iteration",
-    "consumed_samples",
-    "consumed_tokens",
-    "skipped_iterations",
-    "skipped_samples",
-    "optimizer_steps",
-    "vocab_size",
+    *("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "skipped_samples"),
+    *("optimizer_steps", "vocab_size"),
 )
 """Whole numbers in the state of a checkpoint."""
 SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
 """What the names of the optimizer's settings that belong to a schedule begin with."""
 SIZES = (
-    "ffn_hidden_size",
-    "kv_channels",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
+    *("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
 """Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
 FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
@@ -121,7 +100,10 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
 
     Errors: ``CheckpointError`` with every difference, unless ``override_opt_param_scheduler`` is set.
     """
-    current = config.flat()
+    current, stored = config.flat(), dict(stored)
+    for unit in ("iters", "samples"):  # the last step is what it was without one
+        if stored.get(f"lr_decay_{unit}", 0) is None and current[f"lr_decay_{unit}"] is not None:
+            stored[f"lr_decay_{unit}"] = stored[f"train_{unit}"]
     changes = [
         f"{name} was {stored[name]} and is {current[name]}"
         for name in stored
@@ -133,6 +115,19 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
             "settings, or go on with these by --override-opt-param-scheduler"
         )
     return changes
+
+
+def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
+    """What becomes of a rate that decays until the last step, if that is another step now; empty if it is not."""
+    current, unit = config.flat(), "samples" if config.training.train_samples else "iters"
+    before, now = stored.get(f"train_{unit}"), current[f"train_{unit}"]
+    decays = config.optimizer.lr_decay_style not in ("constant", "inverse-square-root")
+    if not decays or current[f"lr_decay_{unit}"] is not None or before in (None, now):
+        return ""
+    return (
+        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so that it goes on at "
+        f"another rate than it ended with; --lr-decay-{unit} {before} keeps the schedule"
+    )
 
 
 def stored_config(folder: Path) -> RunConfig:
@@ -159,7 +154,9 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
         return HuggingFaceReader(load), RunConfig.from_flat(RunConfig().flat() | settings_of_folder(load))
     reader = open_newest(load, step, device=torch.device("cpu"))
     if reader is None:
-        raise CheckpointError(f"load={load!r} has no checkpoint; give a folder written with --save")
+        raise CheckpointError(
+            f"load={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
+        )
     return reader, stored_config(reader.folder)
 
 

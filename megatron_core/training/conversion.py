@@ -1,7 +1,5 @@
 """Checkpoints of Hugging Face to ours and back, those of Megatron-LM to ours, and whether both compute the same."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -15,6 +13,7 @@ from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, p
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
+from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, architecture_for, settings_of_folder, write_hugging_face
@@ -39,6 +38,10 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     """
     check_empty(save)
     config = RunConfig.from_flat(RunConfig().flat() | settings_of_folder(source))
+    length = config.model.max_position_embeddings or config.data.seq_length
+    faults = list(problems(without_data(replace(config, data=replace(config.data, seq_length=length))), world_size=1))
+    if faults:
+        raise CheckpointError(f"{source / 'config.json'}: {'; '.join(faults)}")
     with HuggingFaceReader(source) as reader:
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes)
@@ -119,7 +122,8 @@ def export_hugging_face(
             model = replace(config.model, max_position_embeddings=config.max_positions)
             write_hugging_face(reader, incomplete, architecture, model, dtype=kept, further=special_tokens(config))
             for path in sorted((found / "tokenizer").glob("*")):
-                shutil.copyfile(path, incomplete / path.name)
+                own = config.data.tokenizer_type == "HuggingFaceTokenizer" and str(path) == config.data.tokenizer_model
+                shutil.copyfile(path, incomplete / ("tokenizer.json" if own else path.name))
         difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()

@@ -1,7 +1,5 @@
 """The data of a run: vocabulary, data sets and their batches on this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,17 +31,6 @@ def make_splits(
     provider: DatasetsProvider | None = None,
 ) -> Splits:
     """The data sets of training, validation and test; those of ``provider`` with ``dataloader_type=external``."""
-    splits = _sources(config, data_parallel_size, tokenizer, vocab_size, provider)
-    return fill_in_the_middle(splits, config, tokenizer) if config.data.fim_data else splits
-
-
-def _sources(
-    config: RunConfig,
-    data_parallel_size: int,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-    provider: DatasetsProvider | None,
-) -> Splits:
     data, seed = config.data, config.training.seed
     if (data.dataloader_type == "external") != (provider is not None):
         raise ConfigError(
@@ -52,13 +39,15 @@ def _sources(
             "datasets_provider)"
         )
     if provider is not None:
-        return provider(config, tokenizer)
-    if data.mock_data:
+        splits = provider(config, tokenizer)
+    elif data.mock_data:
         train, valid, test = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
-        return Splits(train, valid, test)
-    if data.sft:
-        return build_conversations(data, seed=seed, tokenizer=tokenizer)
-    return build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
+        splits = Splits(train, valid, test)
+    elif data.sft:
+        splits = build_conversations(data, seed=seed, tokenizer=tokenizer)
+    else:
+        splits = build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
+    return fill_in_the_middle(splits, config, tokenizer) if data.fim_data else splits
 
 
 def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]:

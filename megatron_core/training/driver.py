@@ -4,8 +4,6 @@ Training, evaluation and the parity command all run through here; what differs b
 the hooks. A step waits for the device once: what it reports and the norm that the update needs are fetched together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import DataParallel
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD

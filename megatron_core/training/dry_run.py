@@ -19,7 +19,7 @@ from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.loss_scale import ConstantLossScale
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
 from megatron_core.parallel.sharding import spec_of

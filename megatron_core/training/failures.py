@@ -1,7 +1,5 @@
 """The failures of a run, kept beside its checkpoints, so that a restart does not repeat the same one for ever."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

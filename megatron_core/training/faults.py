@@ -1,7 +1,5 @@
 """Faults on purpose, for tests of what a run does about them: ``--inject-fault KIND@RANK:STEP``."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_core.checkpoint.folder import iteration_folder
+from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.training.driver import NO_HOOKS, StepHooks
 from megatron_core.training.setup import Run
 
@@ -61,6 +59,7 @@ class Faults:
     def _spoiled(self) -> StepHooks:
         """NaN in place of this rank's weights until its gradients are complete."""
         self._run.data_parallel.finish_param_sync()
+        self._run.optimizer.before_update()
         weights = self._run.data_parallel.buckets[-1].weight_shard
         kept = weights.clone()
         weights.fill_(math.nan)
@@ -82,10 +81,9 @@ class Faults:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         folder = iteration_folder(Path(self._run.config.checkpoint.save or "."), self._run.state.iteration)
-        files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        part = folder / rank_file(self._run.world.rank)
         if kind in ("truncated-write", "flip-bit"):
-            for path in files[-1:]:
-                _damage(path, kind)
+            _damage(part, kind)
 
 
 def _damage(path: Path, kind: str) -> None:

@@ -1,7 +1,5 @@
 """The training loop: steps, evaluations, checkpoints, and an early end with a checkpoint."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +10,15 @@ from typing import Any
 from megatron_core.config.flops import flops_per_token
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.parallel.launch import RestartNeeded
 from megatron_core.parallel.meter import METER
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import gather_texts, listed, tell_all
 from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.failures import FailureLog
 from megatron_core.training.faults import Faults
 from megatron_core.training.memory_report import describe_memory
+from megatron_core.training.memory_snapshot import MemorySnapshots
 from megatron_core.training.setup import Run
 from megatron_core.training.state import TrainState
 from megatron_core.training.step import StepResult, evaluate, leave_out_step, train_step
@@ -31,16 +31,22 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
     failures = FailureLog(run.config, run.world.rank)
     failures.begin()
     stop, watchdog = StopRequest(run.config.training.exit_duration_in_mins), run.world.watchdog
+    snapshots = MemorySnapshots(run)
     try:
         with failures.noting():
-            _train(run, sinks, stop, failures)
+            _train(run, sinks, stop, failures, snapshots)
+        if run.config.resilience.elastic:
+            _end_elastic(run, stop)
     finally:
         stop.restore()
+        snapshots.restore()
         if watchdog is not None:
             watchdog.rest()
 
 
-def _train(run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: FailureLog) -> None:
+def _train(
+    run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: FailureLog, snapshots: MemorySnapshots
+) -> None:
     checks, bad, faults = RunChecks(run), BadSteps(run), Faults(run)
     checks.start()
     watch = Watch(run)
@@ -57,7 +63,8 @@ def _train(run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: Failure
         if run.fp8 is not None:
             run.fp8.count(wanted=watched)
         began = time.perf_counter()
-        result = train_step(run, stop=stop.wanted, hooks=replace(faults.before_step(), is_bad=bad.is_bad))
+        with snapshots.around_step():
+            result = train_step(run, stop=stop.wanted, hooks=replace(faults.before_step(), is_bad=bad.is_bad))
         report_step(run, sinks, result, time.perf_counter() - began, watch.after_step(result))
         if watched:
             report_fp8(run)
@@ -87,6 +94,19 @@ def _train(run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: Failure
     elif run.world.rank == 0 and bad.streak and run.config.checkpoint.save:
         print(f"not saved: the last steps ({bad.streak}) were bad; the checkpoint before them stays", flush=True)
     watch.close()
+
+
+def _end_elastic(run: Run, stop: StopRequest) -> None:
+    """Let the spare ranks go with the others, unless a launcher has ended these: theirs will end them, too.
+
+    Errors: ``RestartNeeded`` on all ranks if only some were ended in this way: the run goes on without them.
+    """
+    told = tell_all(stop.reason, run.world.device)
+    left = [rank for rank, reason in enumerate(told) if reason == "SIGTERM"]
+    if run.state.iteration == run.total_iterations or {*told} - {""} != {"SIGTERM"}:
+        run.world.release_spares()
+    elif len(left) < len(told):
+        raise RestartNeeded(f"SIGTERM came to rank {listed(left)} alone; a restart goes on with those left")
 
 
 def begin_step(run: Run, failures: FailureLog) -> None:
@@ -158,6 +178,7 @@ def report_step(
         memory_bytes=peak_memory_bytes(),
         auxiliary_losses=result.auxiliary_losses,
         expert_load=result.expert_load,
+        breakdown=result.breakdown,
         skipped=result.skipped,
         params_norm=math.sqrt(result.statistics[0]) if run.config.monitor.log_params_norm else None,
         num_zeros_in_grad=round(result.statistics[1]) if run.config.monitor.log_num_zeros_in_grad else None,

@@ -1,9 +1,7 @@
 """What this rank's training state should take by formula, and what it takes."""
 
-from __future__ import annotations
-
 from megatron_core.monitor.memory import peak_memory_bytes
-from megatron_core.planner import state_bytes_per_parameter
+from megatron_core.planner import state_by_kind
 from megatron_core.training.dry_run import readable_bytes
 from megatron_core.training.setup import Run
 
@@ -13,12 +11,14 @@ def planned_bytes(run: Run) -> float:
     config, optimizer = run.config, run.config.optimizer
     return sum(
         sum(parameter.numel() for parameter in shard.bucket.parameters)
-        * state_bytes_per_parameter(
-            config.training.compute_dtype,
-            shard.bucket.dp_group.size(),
-            zero_stage=config.parallel.dp_zero_stage,
-            moments=sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in shard.algorithm.names),
-            has_main_weight=optimizer.main_params_dtype == "fp32",
+        * sum(
+            state_by_kind(
+                config.training.compute_dtype,
+                shard.bucket.dp_group.size(),
+                zero_stage=config.parallel.dp_zero_stage,
+                moments=sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in shard.algorithm.names),
+                has_main_weight=optimizer.main_params_dtype == "fp32",
+            ).values()
         )
         for shard in run.optimizer.shards
     )

@@ -1,7 +1,5 @@
 """--trace-pipeline: when the actions of this rank's steps ran."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

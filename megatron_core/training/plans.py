@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_core.config import RunConfig
-from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.config.partition import plan_of
 from megatron_core.schedules import forward_only
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check

@@ -1,7 +1,6 @@
 """A whole pretraining job on this rank."""
 
-from __future__ import annotations
-
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,13 +12,15 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, parse_command_line, write_config
 from megatron_core.config.partition import describe
-from megatron_core.config.rules_fp8 import describe_fp8
-from megatron_core.config.validate import check
+from megatron_core.config.rules_fp8 import block_size, describe_fp8
+from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import settings_of_folder
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
+from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend
+from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.shared_memory import backend as shared_memory
@@ -59,37 +60,44 @@ def pretrain(
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
 ) -> None:
-    """Validate, set up, train.
+    """Validate, set up, train; on a spare rank wait until the others have done so.
 
     ``datasets_provider`` makes the data sets of ``dataloader_type=external``; ``layer_specs`` says what each layer is
     made of.
     """
+    if config.resilience.elastic:
+        world.use(largest_world_size(config, world.size))
     check(config, world.size)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
+    if world.is_spare:
+        return world.wait_for_end()
     run = set_up(config, world, datasets_provider, layer_specs)
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
-        run.saver.open()
-    if world.rank == 0:
-        introduce(run)
-        sinks = build_sinks(
-            config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=config.flat()
-        )
-    try:
-        (evaluate_splits if config.training.skip_train else train)(run, sinks)
-    finally:
-        METER.stop()
-        run.saver.leave()
-        for sink in sinks:
-            sink.close()
+        run.saver.open(anew=run.state.iteration == 0)
+    with lenient_output():
+        if world.rank == 0:
+            introduce(run)
+            sinks = build_sinks(
+                config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=config.flat()
+            )
+        sinks = [LenientSink(sink) for sink in sinks]
+        try:
+            (evaluate_splits if config.training.skip_train else train)(run, sinks)
+        finally:
+            METER.stop()
+            run.saver.leave()
+            for sink in sinks:
+                sink.close()
 
 
 def introduce(run: Run) -> None:
     """Say what is about to run, and keep the configuration beside the checkpoints."""
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
-    print(f"{where} ({run.world.device.type}); {counted:,} parameters on rank 0")
+    spare = f", and {run.world.spares} that wait" if run.world.spares else ""
+    print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
     if run.fp8 is not None:
@@ -118,8 +126,18 @@ def notes(run: Run) -> Iterator[str]:
     settings, iteration = run.config.checkpoint, run.state.iteration
     if run.config.training.eval_iters:
         yield from run.splits.notes
+    fp8 = run.config.training
+    if run.fp8 is not None and (reason := unavailable_reason(block_size(fp8), run.world.device)):
+        yield f"fp8_recipe={fp8.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: {reason}"
+    if run.config.resilience.elastic and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield (
+            "elastic=True: nodes that come later would wait in vain for torchrun's store; start torchrun on all nodes "
+            "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
+    if settings.save_interval is not None and settings.save is None:
+        yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: NOTHING IS SAVED"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
 

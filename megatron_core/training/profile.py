@@ -1,7 +1,5 @@
 """--profile: what each rank did in some steps, in one trace."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,27 +1,28 @@
 """Writing the checkpoints of a run, before the next step or in the background."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_core.checkpoint import BackgroundSave, FolderLock, Save, Snapshot, save_checkpoint
-from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
-from megatron_core.checkpoint.newest import note
+from megatron_core.checkpoint import BackgroundSave, FolderLock, Piece, Save, Snapshot, save_checkpoint
+from megatron_core.checkpoint.copies import save_copies
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, remove_hidden, run_id
+from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
+from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.optimizer.optimizer import Optimizer
-from megatron_core.parallel.texts import tell_all
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.texts import tell_all, tell_from
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.training.state import TrainState, saved_pieces
+from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 LEAVE_SECONDS = 60.0
 """How long a process that ends by an error waits for its part of a checkpoint."""
@@ -30,8 +31,10 @@ LEAVE_SECONDS = 60.0
 class CheckpointSaver:
     """Writes what ``data`` and ``optimizer`` hold into the folder of ``save``. All ranks call each method together.
 
-    With ``async_save`` at most one checkpoint is being written, from one copy of this rank's part: the next waits for
-    it. Whoever wants to load what was saved last calls ``finish`` first.
+    With ``async_save`` at most one checkpoint is being written, from one copy of this rank's part, which is made while
+    the next step runs: its update waits for that, and the next save for the whole. Whoever wants to load what was saved
+    last calls ``finish`` first, and whoever changes weights or optimizer state without it the optimizer's
+    ``before_update``.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class CheckpointSaver:
         self.vocab_size, self.tokenizer, self.fp8 = vocab_size, tokenizer, fp8
         self._locks: list[FolderLock] = []
         self._is_open = False
+        self._hosts: Hosts | None = None
+        self._run = ""
         self._replaced: tuple[Path, ...] = ()
         self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None
@@ -57,20 +62,44 @@ class CheckpointSaver:
         """That of ``save``."""
         return Path(self.config.checkpoint.save or ".")
 
-    def open(self) -> None:
-        """Make the folders and lock them, once. Errors: ``CheckpointError`` on all ranks, also if another has one."""
+    def open(self, *, anew: bool = False) -> None:
+        """Make the folders and lock them, once; ``anew``: for a run that no copies in memory belong to.
+
+        Errors: ``CheckpointError`` on all ranks, also if another has one.
+        """
         if self._is_open:
             return
-        problem = ""
+        folders, settings, local = {}, self.config.checkpoint, self.config.checkpoint.local_folder
         if self.data.groups.rank == 0:
-            folders = {"save": self.folder}
-            if self.config.checkpoint.non_persistent_save_interval is not None:
-                folders["non_persistent_global_ckpt_dir"] = self.config.checkpoint.temporary_folder(str(self.folder))
-            problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
-        told = next(filter(None, tell_all(problem, self.data.device)), "")
-        if told:
-            raise CheckpointError(told)
+            folders["save"] = self.folder
+            if settings.non_persistent_save_interval is not None and local is None:
+                folders["non_persistent_global_ckpt_dir"] = settings.temporary_folder(str(self.folder))
+        if local is not None:
+            self._hosts = meet(local, self.data.device)
+            if self._hosts.is_first:
+                folders["non_persistent_local_ckpt_dir"] = local
+        problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
+        fail_together(problem, self.data.device)
+        if self._hosts is not None:
+            self._begin_copies(self._hosts, anew=anew)
         self._is_open = True
+
+    def _begin_copies(self, hosts: Hosts, *, anew: bool) -> None:
+        """Agree on the run that the copies in memory belong to, and say if there are fewer than asked for."""
+        problem, settings = "", self.config.checkpoint
+        try:
+            if hosts.rank == 0:
+                self._run = run_id(self.folder, anew=anew)
+        except OSError as error:
+            problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
+        fail_together(problem, self.data.device)
+        self._run = tell_from(0, self._run, self.data.device)
+        there = len({*hosts.of_rank})
+        if settings.replication and there < settings.replication_factor:
+            note(
+                f"replication_factor={settings.replication_factor}, but the ranks are on {there} "
+                f"host{'s' * (there > 1)}: as many have what a rank writes, and no more"
+            )
 
     def _take(self, setting: str, folder: Path) -> str:
         """Make ``folder`` and lock it; -> what prevents that."""
@@ -84,7 +113,9 @@ class CheckpointSaver:
         self._locks.append(lock)
         if lock.unsupported:
             note(f"{folder} cannot be locked ({lock.unsupported}): let no other run save there")
-        if self.config.checkpoint.overwrite_checkpoints:
+        else:
+            remove_hidden(folder)
+        if self.config.checkpoint.overwrite_checkpoints and folder != self.config.checkpoint.local_folder:
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
 
@@ -109,13 +140,25 @@ class CheckpointSaver:
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,
         )
-        pieces = saved_pieces(self.data, None if settings.no_save_optim else self.optimizer, self.fp8)
-        if settings.async_save:
+        optimizer = None if settings.no_save_optim else self.optimizer
+        updated, others = updated_pieces(self.data, optimizer), other_pieces(self.data, optimizer, self.fp8)
+        if temporary and self._hosts is not None:
+            self._save_copies(save, chain(updated, others), self._hosts)
+        elif settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
-            self._running = BackgroundSave(save, self._snapshot.take(pieces), self._agree, seconds)
+            self._running = BackgroundSave(save, self._snapshot.take(updated, others), self._agree, seconds)
+            self.optimizer.before_update = self._running.wait_until_copied
         else:
-            save_checkpoint(save, pieces, self._agree)
+            save_checkpoint(save, chain(updated, others), self._agree)
         self._replaced = self._replaced if temporary else ()
+
+    def _save_copies(self, save: Save, pieces: Iterable[Piece], hosts: Hosts) -> None:
+        """Write a checkpoint into the memory of all hosts, instead of into the folder of ``save``."""
+        settings, state = self.config.checkpoint, {**save.state, "run": self._run}
+        assert settings.local_folder is not None, "hosts meet there"
+        save = replace(save, folder=settings.local_folder, state=state, extra_files={})
+        factor, jump = settings.replication_factor if settings.replication else 1, settings.replication_jump
+        save_copies(save, pieces, hosts, self._agree, self.data.device, jump=jump, factor=factor)
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:
         """As ``save``, but a failure is only told: the run goes on with the checkpoints that it has.

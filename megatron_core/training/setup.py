@@ -1,7 +1,5 @@
 """From a configuration to a run that is ready to take steps."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,15 +13,16 @@ from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
+from megatron_core.data_parallel.fill import in_order
 from megatron_core.datasets import Dataset, Splits
-from megatron_core.datasets.loader import Batch, BatchLoader
-from megatron_core.datasets.packing import packing_of
+from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.optimizer import Optimizer, make_loss_scale
+from megatron_core.optimizer.muon import Muon
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
@@ -127,7 +126,11 @@ def data_parallel_of(
     device: torch.device,
     initialise: Initialise | None = None,
 ) -> DataParallel:
-    """The gradient buckets of a rank's stages as they are configured."""
+    """The gradient buckets of a rank's stages as they are configured.
+
+    Below stage 2, whose buckets join units, there is enough to fill every shard with whole matrices.
+    """
+    whole = optimizer.optimizer == "muon" and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
     return DataParallel(
         stages,
         groups,
@@ -138,9 +141,19 @@ def data_parallel_of(
         bucket_size=parallel.ddp_bucket_size,
         device=device,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
+        sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         compressor=_compressor(parallel, optimizer),
         initialise=initialise,
         weights_folder=None if parallel.zero3_param_offload_dir is None else Path(parallel.zero3_param_offload_dir),
+        rule_of=Muon.whole_matrices if whole else in_order,
+    )
+
+
+def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:
+    model, seed = config.model, config.training.seed
+    scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
+    return Optimizer(
+        data_parallel, config.optimizer, groups, scale, model.kernel_backend, seed, width=model.mup_width_mult
     )
 
 
@@ -228,10 +241,7 @@ def set_up(
             stage.requires_grad_(False)
     draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
-    loss_scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
-    optimizer = Optimizer(
-        data_parallel, config.optimizer, groups, loss_scale, config.model.kernel_backend, config.training.seed
-    )
+    optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     total = state.iteration + config.training.steps_left(

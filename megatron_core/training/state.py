@@ -1,32 +1,26 @@
 """What a run has come to: its tensors as pieces of a checkpoint, and how they are loaded."""
 
-from __future__ import annotations
-
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
 
-from megatron_core.checkpoint import (
-    Box,
-    CheckpointReader,
-    Piece,
-    open_newest,
-    parameter_pieces,
-    pieces_of,
-)
+from megatron_core.checkpoint import Box, CheckpointReader, Piece, open_newest, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations
-from megatron_core.checkpoint.newest import note
+from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
-from megatron_core.training.compatibility import check_same_model, check_state, schedule_changes
+from megatron_core.training.compatibility import check_same_model, check_state, moved_end, schedule_changes
 
 CPU = torch.device("cpu")
 
@@ -63,13 +57,19 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[P
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
 
 
-def saved_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None) -> Iterator[Piece]:
-    """Pieces that make up a checkpoint, those of all ranks together; without ``optimizer`` weights alone."""
-    for bucket in data.buckets:
+def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[Piece]:
+    """Pieces of a checkpoint that change in the optimizer's update and at no other time; without ``optimizer`` weights
+    alone. Those of all ranks together, with ``other_pieces``, make it up."""
+    for bucket in data.all_buckets:
         yield from weight_pieces(bucket, bucket.saved_span)
-    yield from parameter_pieces(data.frozen_on_first_copy())
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, saved=True)
+
+
+def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
+    """The other pieces of a checkpoint, which may change at any time of a step."""
+    yield from parameter_pieces(data.frozen_on_first_copy())
+    if optimizer is not None:
         yield from compression_pieces(data)
         if fp8 is not None:
             yield from fp8_pieces(fp8, fp8.histories())
@@ -89,7 +89,7 @@ def compression_pieces(data: DataParallel) -> Iterator[Piece]:
     """Pieces of what compressed gradients leave for the next step: errors of each data-parallel rank, and factors."""
     for bucket in data.buckets if data.compressor is not None else ():
         assert data.compressor is not None
-        rank, size = bucket.dp_group.rank(), bucket.dp_group.size()
+        rank, size, axes = bucket.dp_group.rank(), bucket.dp_group.size(), bucket.kind.replica_axes
         for kind, tensor, own in data.compressor.state(bucket):
             if own:
                 part = bucket.weights.numel() // size
@@ -101,9 +101,12 @@ def compression_pieces(data: DataParallel) -> Iterator[Piece]:
                     flat = tensor[at : at + stop - start]
                     yield from pieces_of(f"{label}.{name}", spec_of(parameter), local, start, stop, flat)
             else:
-                holder = f"{data.groups.index('tp')}.{bucket.names[0]}"
-                box = Box((0,) * tensor.dim(), tuple(tensor.shape))
-                yield Piece(f"compression.{kind}.{holder}", tuple(tensor.shape), box, tensor, rank == 0)
+                view = EXPERT_AXES if "edp" in axes else DENSE_AXES
+                holder = ".".join(str(data.groups.index(axis)) for axis in view if axis not in (*axes, "pp"))
+                name, shape = f"compression.{kind}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
+                # The last stage's copy of tied weights has the same: their gradients are summed before.
+                owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
+                yield Piece(name, shape, Box((0,) * len(shape), shape), tensor, owned)
 
 
 def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
@@ -120,12 +123,13 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
     says so. All ranks call this together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
     settings = config.checkpoint
-    reader = None
+    reader: CheckpointReader | None = None
     if settings.load is not None:
-        temporary = settings.temporary_folder(settings.load)
-        reader = open_newest(
-            settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint, device=device
-        )
+        load, step, local = settings.load, settings.ckpt_step, settings.local_folder
+        verify, temporary = settings.verify_checkpoint, settings.temporary_folder(load) if local is None else None
+        if local is not None:
+            reader = open_copies(local, load, step, verify=verify, device=device)
+        reader = reader or open_newest(load, step, temporary, verify=verify, device=device)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load_hf is not None:
@@ -145,6 +149,8 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
+        if moved := moved_end(stored, config):
+            note(moved)
         seed = stored.get("seed", config.training.seed)
         if seed != config.training.seed:
             note(
@@ -158,7 +164,7 @@ def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
     """An error if this run would write over checkpoints that it does not go on from."""
     if settings.save is None or settings.overwrite_checkpoints:
         return
-    save, load = Path(settings.save).resolve(), Path(settings.load or "").resolve()
+    save, load = Path(os.path.realpath(settings.save)), Path(os.path.realpath(settings.load or ""))
     resumes = found and settings.load is not None and not settings.finetune and save in (load, load.parent)
     there = () if resumes else complete_iterations(save)
     if there:
@@ -183,10 +189,9 @@ def load_state(
     with reader:
         if isinstance(reader, CheckpointReader):
             _check_names(reader, data, None if fresh else optimizer)
-        reader.fill(parameter_pieces(data.frozen))
-        for bucket in data.buckets:
-            whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
-            reader.fill(weight_pieces(bucket) if bucket.splits_weights else whole)
+        if isinstance(reader, CopiesReader):
+            reader.fetch(_needed_pieces(data, optimizer, fp8))
+        reader.fill(_held_weights(data))
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=fresh)
         if not fresh:
@@ -199,9 +204,26 @@ def load_state(
         return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
 
 
+def _held_weights(data: DataParallel) -> Iterator[Piece]:
+    """All weights of this rank: of a bucket whose weights are split, its shard."""
+    yield from parameter_pieces(data.frozen)
+    for bucket in data.all_buckets:
+        whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
+        yield from weight_pieces(bucket) if bucket.splits_weights else whole
+
+
+def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
+    """All that this rank may load."""
+    yield from _held_weights(data)
+    yield from () if optimizer is None else optimizer_pieces(optimizer)
+    yield from compression_pieces(data)
+    if fp8 is not None and fp8.is_delayed:
+        yield from fp8_pieces(fp8, fp8.allocate())
+
+
 def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None) -> None:
     """Compare the tensors that all ranks together need with those that are stored."""
-    pieces = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
+    pieces = [piece for bucket in data.all_buckets for piece in weight_pieces(bucket)]
     pieces += parameter_pieces(data.frozen)
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
     lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}

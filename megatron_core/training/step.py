@@ -1,8 +1,6 @@
 """A training step of a GPT, and its evaluation."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +17,7 @@ from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
+from megatron_core.training.statistics import StepStatistics
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import mtp_loss_names
 from megatron_core.transformer.moe import update_expert_biases
@@ -31,6 +30,8 @@ class StepResult(StepOutcome):
     learning_rate: float
     loss_scale: float
     size: StepSize
+    breakdown: Mapping[str, float]
+    """Norms by layer and losses by source (``StepStatistics``)."""
 
 
 def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
@@ -48,8 +49,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
         hooks = replace(hooks, around_plan=trace)
-    if run.config.monitor.log_params_norm or run.config.monitor.log_num_zeros_in_grad:
-        hooks = replace(hooks, statistics=run.optimizer.norm.statistics)
+    statistics = StepStatistics(run)
+    hooks = replace(hooks, statistics=statistics.own)
     model = run.config.model
     auxiliary = AuxiliaryLosses(
         run.auxiliary_loss_names,
@@ -61,7 +62,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     outcome = take_step(
         run,
         run.plans.training(size.num_microbatches),
-        forward_step(run, batches, auxiliary),
+        forward_step(run, batches, auxiliary, statistics),
         count_tokens(batches),
         lr,
         lengths=message_lengths(batches),
@@ -74,7 +75,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     if not outcome.skipped:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)
-    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size)
+    breakdown = statistics.read(outcome.statistics, scale)
+    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
 def leave_out_step(run: Run) -> StepSize:
@@ -146,7 +148,12 @@ def message_lengths(batches: list[MicroBatch]) -> dict[int, int]:
     return {micro: batch.residual_length for micro, batch in enumerate(batches)}
 
 
-def forward_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None = None) -> ForwardStep:
+def forward_step(
+    run: Run,
+    batches: list[MicroBatch],
+    auxiliary: AuxiliaryLosses | None = None,
+    statistics: StepStatistics | None = None,
+) -> ForwardStep:
     """The function that computes a stage: hidden states, or on the last one the sum of token losses."""
     last = len(run.layers) - 1
 
@@ -164,6 +171,11 @@ def forward_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses
             loss_mask=batch.loss_mask,
             later=batch.later,
         )
-        return output if stage < last else (output * batch.loss_mask).sum()
+        if stage < last:
+            return output
+        losses = output * batch.loss_mask
+        if statistics is not None:
+            statistics.add_losses(losses, batch)
+        return losses.sum()
 
     return forward

@@ -1,7 +1,5 @@
 """Ending a run early, with a checkpoint."""
 
-from __future__ import annotations
-
 import signal
 import time
 from types import FrameType
@@ -21,20 +19,27 @@ class StopRequest:
     def __init__(self, minutes: float | None = None) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._signalled_at: float | None = None
+        self._signal = ""
         heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in heeded}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
-            self._signalled_at = now
+            self._signalled_at, self._signal = now, signal.Signals(number).name
         elif number == signal.SIGINT and now - self._signalled_at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
     @property
+    def reason(self) -> str:
+        """The name of the signal, or ``time limit``; empty if this rank does not want to leave."""
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return self._signal or ("time limit" if late else "")
+
+    @property
     def wanted(self) -> bool:
         """Whether this rank wants to leave."""
-        return self._signalled_at is not None or (self._deadline is not None and time.monotonic() > self._deadline)
+        return bool(self.reason)
 
     def restore(self) -> None:
         """Give the signals back to who had them before."""

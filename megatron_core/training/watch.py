@@ -1,7 +1,5 @@
 """The times and the memory of a run's steps: written by each rank, told to the sinks, printed as Megatron's timers."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time
@@ -81,7 +79,8 @@ class Watch:
             self.profile.finish()
             self._stretch.add(METER.take())
             METER.stop()
-            self._write(self.run.state.iteration, self.memory())
+            iteration = self.run.state.iteration
+            self._write(iteration, self.memory(), complete=iteration == self.run.total_iterations)
         if self._writer is not None:
             self._writer.close()
 
@@ -117,8 +116,8 @@ class Watch:
             about |= {"config": run.config.flat(), "environment": _environment(run)}
         return about
 
-    def _write(self, iteration: int, memory: Mapping[str, int]) -> None:
-        stretch = (self._first, iteration, time.time(), self._stretch, memory, self._skipped)
+    def _write(self, iteration: int, memory: Mapping[str, int], complete: bool = False) -> None:
+        stretch = (self._first, iteration, time.time(), self._stretch, memory, self._skipped, complete)
         if self._writer is not None:
             self.goodput.add(self._writer.write(*stretch))
         self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()

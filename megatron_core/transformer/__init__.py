@@ -3,9 +3,9 @@
 Names for Megatron Core's users are imported when they are first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_core.lazy import lazy_names
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -15,6 +15,7 @@ from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
 
 if TYPE_CHECKING:
+    from megatron_core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
     from megatron_core.transformer.module import MegatronModule
     from megatron_core.transformer.spec_utils import ModuleSpec, build_module
     from megatron_core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -30,21 +31,20 @@ __all__ = [
     "SelfAttention",
     "SequenceContext",
     "TransformerBlock",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "TransformerLayerSubmodules",
     "build_module",
     "layer_spec",
 ]
 
-_HOMES = {
-    "module": ("MegatronModule",),
-    "spec_utils": ("ModuleSpec", "build_module"),
-    "transformer_config": ("MLATransformerConfig", "TransformerConfig"),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "layer_context": ("TransformerBlockSubmodules", "TransformerLayerSubmodules"),
+        "module": ("MegatronModule",),
+        "spec_utils": ("ModuleSpec", "build_module"),
+        "transformer_config": ("MLATransformerConfig", "TransformerConfig"),
+    },
+)

@@ -1,10 +1,10 @@
 """Self-attention with heads split over the tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +14,17 @@ from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.recompute import recomputed
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The parts of ``SelfAttention`` under Megatron's names, for layer specifications; see ``layer_context``."""
+
+    linear_qkv: Any = ColumnParallelLinear
+    core_attention: Any = None
+    linear_proj: Any = RowParallelLinear
+    q_layernorm: Any = None
+    k_layernorm: Any = None
 
 
 class SelfAttention(nn.Module):
@@ -76,10 +87,12 @@ class SelfAttention(nn.Module):
             tp_group=tp_group,
         )
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
+        self.keeps_projection = self.gated or config.qk_layernorm  # for backward, whatever becomes of its parts
         windowed = config.window_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by sqrt(d); another scale is a factor on the queries, which every kernel takes.
-        self.query_factor = None if config.softmax_scale is None else config.softmax_scale * math.sqrt(d)
+        scale = config.attention_scale
+        self.query_factor = None if scale is None else scale * math.sqrt(d)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """-> (output, the bias to be added to it, or None). Keys and values of earlier positions come from the cache in
@@ -92,6 +105,8 @@ class SelfAttention(nn.Module):
             cos, sin = rotary
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
             query, key = rotate(query), rotate(key)
+            if self.training and not self.keeps_projection:
+                value = value.clone()  # a view would keep the queries and keys before their rotation, too
         query = query.flatten(2, 3)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer_number, key, value)

@@ -37,7 +37,7 @@ class AuxiliaryLosses:
     counts: dict[str, Tensor] = field(default_factory=dict)
     """Terms of losses that have neither tokens nor sequences, by name: float64 scalars; those of this rank's
     micro-batches at first, before the first forward pass those of the global batch."""
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
     """What all gradients are multiplied by, against underflow in float16."""
     expert_layers: Sequence[int] = ()
     """The numbers of the whole model's layers with experts."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,17 @@ from megatron_core.transformer.offload import offloaded
 from megatron_core.transformer.recompute import recompute_runs, recomputed
 
 
+class Layers(nn.ModuleDict):
+    """Layers under their global numbers, so that names do not depend on the stage; iteration and whole numbers as
+    indices give the stage's own, as with a list."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, key: str | int) -> Any:
+        return list(self._modules.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
 class TransformerBlock(nn.Module):
     """The layers of one stage, by their global numbers, each as ``layer_specs`` says, and after the last one the final
     norm."""
@@ -23,7 +35,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config = context.config
-        self.layers = nn.ModuleDict(
+        self.layers = Layers(
             {
                 str(layer): TransformerLayer(context.of_layer(layer), layer, layer_specs(context.config, layer))
                 for layer in layers
@@ -36,7 +48,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, recomputing and offloading what the settings say."""
-        layers = list(self.layers.values())
+        layers = list(self.layers)
         if not layers and self.final_layernorm is None:
             return hidden.clone()  # the pipeline frees outputs and inputs separately: they must not share memory
         for run, recompute in recompute_runs(self.config, len(layers)):

@@ -53,8 +53,8 @@ NOT_SUPPORTED: dict[str, object] = {
         num_microbatches_with_partial_activation_checkpoints mtp_hybrid_override_pattern flash_attention_version
         activation_func_clamp_value no_rope_freq experimental_attention_variant
         experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-        dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon linear_attention_freq mup_base_hidden_size
-        mup_base_head_dim fp8 fp8_quantizer_factory fp4 fp4_quantizer_factory
+        dsa_indexer_loss_coeff dsa_indexer_k_norm_epsilon linear_attention_freq fp8
+        fp8_quantizer_factory fp4 fp4_quantizer_factory
         moe_shared_expert_glu_interleave_size moe_router_topk_limited_devices moe_router_force_biased
         moe_latent_size gtp_remat_opt_in_modules moe_flex_dispatcher_num_sms moe_deepep_num_sms
         moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
@@ -81,9 +81,9 @@ NOT_SUPPORTED: dict[str, object] = {
         cpu_offloading_retain_pinned_cpu_buffers mtp_use_repeated_layer mtp_detach_heads mtp_hsm
         fp32_residual_connection apply_residual_connection_post_layernorm activation_func_fp8_input_store
         qk_l2_norm qk_clip log_max_attention_logit attention_output_gate dsa_indexer_use_sparse_loss
-        dsa_indexer_rope_interleaved dsa_indexer_k_norm_fp32 use_mup fp8_param fp8_output_proj
+        dsa_indexer_rope_interleaved dsa_indexer_k_norm_fp32 fp8_param fp8_output_proj
         fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16 use_kitchen
-        use_kitchen_attention fp4_param use_grouped_gemm_for_shared_expert moe_enable_routing_replay
+        use_kitchen_attention fp4_param use_grouped_gemm_for_shared_expert
         moe_router_padding_for_quantization moe_router_padding_for_fp8 use_grouped_gemm_for_dense_mlp
         moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias moe_token_dropping
         moe_enable_deepep moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
@@ -122,10 +122,6 @@ NOT_SUPPORTED: dict[str, object] = {
     "mamba_state_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "mup_width_mult": 1.0,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-    "mup_attn_scale_power": 1.0,
     "activation_offload_fraction": 1.0,
     "fp8_recipe": "delayed",
     "fp8_amax_compute_algo": "most_recent",

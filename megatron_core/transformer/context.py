@@ -56,7 +56,7 @@ class LayerContext:
     @property
     def init_method(self) -> Normal:
         """N(0, std): matrices inside a layer, and an output layer that is not tied."""
-        return Normal(self.config.init_method_std)
+        return Normal(self.config.hidden_init_std)
 
     @property
     def embedding_init_method(self) -> Normal:
@@ -67,7 +67,7 @@ class LayerContext:
     def output_layer_init_method(self) -> Normal:
         """N(0, std / sqrt(2 L)): matrices that write the residual stream, so that its variance does not grow with depth
         (Radford et al. 2019, section 2.3)."""
-        return Normal(self.config.init_method_std / math.sqrt(2.0 * self.config.num_layers))
+        return Normal(self.config.hidden_init_std / math.sqrt(2.0 * self.config.num_layers))
 
     def dropout(self, p: float, name: str) -> KeyedDropout:
         """The dropout at a named point of the model."""

@@ -1,7 +1,5 @@
 """softmax(Q K^T / sqrt(d)) V for the heads of this rank."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Attention whose keys and values come from one small latent of each token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """One layer: attention and MLP, each with its norm before it, and its dropout and residual sum after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

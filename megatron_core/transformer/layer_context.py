@@ -1,7 +1,5 @@
 """For Megatron Core's users: from a ``TransformerConfig`` and a layer's specification to what layers are built from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,16 +12,26 @@ from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
-from megatron_core.tensor_parallel.rng_tracker import current_seed
-from megatron_core.transformer.attention import SelfAttention
+from megatron_core.tensor_parallel.random import current_seed
+from megatron_core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.identity_op import IdentityOp
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
-from megatron_core.transformer.mlp import MLP
+from megatron_core.transformer.mlp import MLP, MLPSubmodules
 from megatron_core.transformer.moe import MoELayer
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron_core.transformer.torch_norm import WrappedTorchNorm
 from megatron_core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MoESubmodules:
+    """Experts, shared experts and router of a layer's specification; they are always this package's."""
+
+    experts: Any = None
+    shared_experts: Any = None
+    router: Any = None
 
 
 @dataclass
@@ -73,7 +81,8 @@ def layer_specs_of(config: TransformerConfig, spec: Any) -> LayerSpecs:
         specs = list(spec.layer_specs or ())
         if len(specs) != config.num_layers:
             raise ConfigError(f"{len(specs)} layer_specs for num_layers={config.num_layers}; give one for each layer")
-        return lambda model, number: _layer_spec(config, model, number, specs[number])
+        # A layer of multi-token prediction is as the last one.
+        return lambda model, number: _layer_spec(config, model, number, specs[min(number, len(specs) - 1)])
     return lambda model, number: _layer_spec(config, model, number, spec)
 
 
@@ -81,10 +90,12 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     parts = spec if isinstance(spec, TransformerLayerSubmodules) else getattr(spec, "submodules", None)
     if not isinstance(parts, TransformerLayerSubmodules):
         raise ConfigError(f"{spec!r} is no specification of a transformer layer; see get_gpt_layer_local_spec")
+    for part in (parts.self_attention, parts.mlp):
+        _check_submodules(model, part)
     own = layer_spec(model, number)
     changes: dict[str, Any] = {}
-    has_experts = get_module(parts.mlp) is MoELayer
-    if get_module(parts.mlp) in (MLP, MoELayer):
+    has_experts = _is_ours(parts.mlp, MoELayer)
+    if _is_ours(parts.mlp, MLP, MoELayer):
         if has_experts != model.has_experts(number):
             raise ConfigError(
                 f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, and "
@@ -97,13 +108,46 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     if get_module(parts.self_attention) is not SelfAttention:
         call = lambda module, hidden, context: module(hidden, attention_mask=context.attention_mask)  # noqa: E731
         changes["self_attention"] = _foreign(config, parts.self_attention, call)
-    for name in ("input_layernorm", "pre_mlp_layernorm"):
+    for name, after in (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")):
         norm = getattr(parts, name)
         if get_module(norm) is IdentityOp:
-            changes[name] = nn.Identity
-        elif get_module(norm) is not Norm:
+            if not _normalizes(getattr(parts, after)):
+                changes[name] = nn.Identity
+        elif not _is_ours(norm, Norm, WrappedTorchNorm):
             changes[name] = partial(_foreign_norm, config, norm)
     return replace(own, **changes)
+
+
+def _is_ours(part: Any, *kinds: type) -> bool:
+    """Whether a part is one of these classes, or this package's under another name."""
+    module = get_module(part)
+    own = isinstance(module, type) and module.__module__.startswith("megatron_core.")
+    return own and (not kinds or issubclass(module, kinds))
+
+
+def _normalizes(spec: Any) -> bool:
+    """Whether the first projection of attention or of an MLP has the norm before it, so that the layer names none."""
+    parts = getattr(spec, "submodules", None)
+    first = getattr(parts, "linear_qkv", None) or getattr(parts, "linear_fc1", None)
+    return getattr(get_module(first), "normalizes_input", False)
+
+
+def _check_submodules(model: ModelConfig, spec: Any) -> None:
+    """ConfigError for parts of attention or of an MLP that would not be used: a caller's own, other norms of heads."""
+    parts = getattr(spec, "submodules", None)
+    if not isinstance(parts, SelfAttentionSubmodules | MLPSubmodules | MoESubmodules):
+        return
+    for name, part in vars(parts).items():
+        if part is not None and not _is_ours(part):
+            raise ConfigError(
+                f"{type(parts).__name__}: {name}={get_module(part)} is not of this package; replace attention or "
+                "MLP as a whole by a module of your own"
+            )
+        is_norm = name in ("q_layernorm", "k_layernorm") and part is not None and get_module(part) is not IdentityOp
+        if is_norm and not (model.qk_layernorm and _is_ours(part, Norm, WrappedTorchNorm)):
+            raise ConfigError(
+                f"{name}={get_module(part)} needs qk_layernorm=True, and a norm as config.normalization says"
+            )
 
 
 class _Foreign(nn.Module):
@@ -135,12 +179,12 @@ class SampleNumbers:
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self.groups, self.calls = groups, 0
+        self.groups, self.taken = groups, 0
 
     def take(self, batch: int, device: torch.device) -> Tensor:
         """The numbers of a micro-batch of ``batch`` sequences: int64 ``[batch]``."""
-        first = (self.calls * self.groups.size("dp") + self.groups.index("dp")) * batch
-        self.calls += 1
+        first = self.taken + self.groups.index("dp") * batch
+        self.taken += self.groups.size("dp") * batch
         return torch.arange(first, first + batch, device=device)
 
 

@@ -1,7 +1,5 @@
 """What each layer of the model is made of, chosen from the configuration in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,8 +1,8 @@
 """The feed-forward layer."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +11,15 @@ from megatron_core.ops.activation import Kind, bias_activation
 from megatron_core.parallel.sharding import split_fused
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.context import LayerContext, SequenceContext
+
+
+@dataclass
+class MLPSubmodules:
+    """The parts of ``MLP`` under Megatron's names, for layer specifications; see ``layer_context``."""
+
+    linear_fc1: Any = ColumnParallelLinear
+    linear_fc2: Any = RowParallelLinear
+    activation_func: Any = None
 
 
 class MLP(nn.Module):

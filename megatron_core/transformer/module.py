@@ -1,7 +1,5 @@
 """For Megatron Core's users: the base class of modules, and 16-bit models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +21,15 @@ class MegatronModule(nn.Module):
         """``state_dict`` under Megatron's name."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
+    def set_is_first_microbatch(self) -> None:
+        """Tell modules in low precision that weights have changed: their ``is_first_microbatch`` becomes True if the
+        configuration has fp8, fp4, use_kitchen or quant_recipe."""
+        if any(getattr(self.config, name, None) for name in ("fp8", "fp4", "use_kitchen", "quant_recipe")):
+            module: Any
+            for module in self.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
@@ -43,6 +50,13 @@ def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
     return found
 
 
+def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
+    """``parameter``, which ``Float16Module`` leaves in its dtype."""
+    marked: Any = parameter
+    marked.keep_in_fp32 = True
+    return parameter
+
+
 class Float16Module(MegatronModule):
     """A model in float16 or bfloat16: floating-point inputs are cast to it, outputs of the last stage to float32."""
 
@@ -51,7 +65,10 @@ class Float16Module(MegatronModule):
         if config.fp16 == config.bf16:
             raise ConfigError(f"Float16Module needs one of fp16={config.fp16} and bf16={config.bf16}")
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
+        kept = [(each, each.data) for each in module.parameters() if getattr(each, "keep_in_fp32", False)]
         self.module = module.to(self.dtype)
+        for parameter, data in kept:
+            parameter.data = data
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Hand on the previous stage's output."""

@@ -1,7 +1,5 @@
 """Layers that predict tokens further ahead than the next one, in training alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -35,12 +33,7 @@ class MultiTokenPredictionLayer(nn.Module):
         self.enorm = Norm(context, size, partial_grad=partial_grad)
         self.hnorm = Norm(context, size, partial_grad=partial_grad)
         self.eh_proj = ColumnParallelLinear(
-            2 * size,
-            size,
-            config=context.parallel,
-            init_method=context.init_method,
-            bias=False,
-            tp_group=self.tp_group,
+            2 * size, size, config=context.parallel, init_method=context.init_method, bias=False, tp_group=self.tp_group
         )
         number = config.num_layers + depth
         self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
@@ -74,7 +67,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = context.config
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
-        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
+        self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_num_layers or 0)
         )
@@ -92,4 +85,4 @@ class MultiTokenPredictionBlock(nn.Module):
         found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
         combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         found = combine(found, self.tp_group)
-        return found if self.scale is None else found * self.scale
+        return found if self.scale == 1.0 else found * self.scale

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm over the last dim, replicated over the tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

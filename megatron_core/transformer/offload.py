@@ -4,8 +4,6 @@ Whatever autograd saves of a layer leaves the device when it is saved and comes 
 which stay, do not travel. Copies are put on the stream that computes, from pinned memory, so that the host never waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Activations computed again in backward, not kept (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

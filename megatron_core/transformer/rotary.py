@@ -1,7 +1,5 @@
 """Rotary positions: the channels of pair i turn by position * base^(-2i/r) (Su et al. 2021, section 3.4.2)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

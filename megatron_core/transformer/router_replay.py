@@ -1,7 +1,5 @@
 """Experts that were chosen before, chosen again: for a policy that is trained on what another engine has generated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,16 +1,16 @@
 """Attention cores whose sequences lie on several context-parallel ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.context_parallel import (
     AllGather,
     Exchange,
     HeadExchange,
+    Mask,
     Products,
     Ring,
     SharedSequence,
@@ -65,29 +65,26 @@ class SharedCoreAttention(CoreAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n, b, heads * d]``, n tokens of this rank."""
-        if context.attention_mask is not None:
-            raise LayoutError(
-                "attention_mask [b, 1, s, s] is not supported when keys travel between context-parallel ranks; give "
-                "document_lengths, or use cp_comm_type=a2a"
-            )
         length = query.shape[0] * self.exchange.group.size()
         documents = None if context.documents is None else context.documents.lengths
         products = self._products(query, length, context)
-        sequence = SharedSequence(length, self.exchange, products, documents, self.window)
+        causal = context.attention_mask is None or documents is not None or self.window is not None
+        sequence = SharedSequence(length, self.exchange, products, documents, self.window, causal)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = shared_attention(query, key, value, sequence)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
+        mask = None if context.attention_mask is None else self._mask(context.attention_mask, length)
         if not (self.unfused or self.dropout.active):
-            return fused_products(query.device, query.dtype)
+            return fused_products(query.device, query.dtype, mask)
         if not self.dropout.active:
-            return Unfused(softcap=self.softcap)
-        size, queries, samples = self.exchange.group.size(), context.positions, context.sample_index
+            return Unfused(softcap=self.softcap, mask=mask)
+        queries, samples = context.positions, context.sample_index
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
-            keys = SequenceSplit(cp_rank=owner, cp_size=size).positions(length, weights.device)
+            keys = self._positions(owner, length, weights.device)
             return self.dropout(
                 weights,
                 samples[tile.rows],
@@ -96,7 +93,27 @@ class SharedCoreAttention(CoreAttention):
                 first_head=self.first_head,
             )
 
-        return Unfused(drop, self.softcap)
+        return Unfused(drop, self.softcap, mask)
+
+    def _mask(self, mask: Tensor, length: int) -> Mask:
+        """The parts of a mask of whole sequences, ``[b or 1, 1, s, s]``."""
+        if mask.shape[-2:] != (length, length):
+            raise LayoutError(
+                f"attention_mask is {list(mask.shape)}; with context parallelism give that of whole sequences, "
+                f"[b, 1, {length}, {length}]"
+            )
+        local = mask[:, :, self._positions(self.exchange.group.rank(), length, mask.device)]
+
+        def part(tile: Tile, owner: int) -> Tensor:
+            rows = tile.rows if len(local) > 1 else slice(None)
+            keys = self._positions(owner, length, mask.device)[slice(*tile.keys)]
+            return local[rows, :, slice(*tile.queries)][..., keys]
+
+        return part
+
+    def _positions(self, rank: int, length: int, device: torch.device) -> Tensor:
+        """Where the tokens of a rank of the exchange stand in their sequences."""
+        return SequenceSplit(cp_rank=rank, cp_size=self.exchange.group.size()).positions(length, device)
 
 
 class HeadParallelAttention(nn.Module):

@@ -1,7 +1,5 @@
 """For Megatron Core's users: what a module is built from, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """For Megatron Core's users: which layers a stage has, and initial weights of modules outside of a GPTModel."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from torch import nn
@@ -25,16 +23,18 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank
         pp_rank = parallel_state.get_pipeline_model_parallel_rank() if ranks > 1 else 0
     if not 0 <= pp_rank < ranks or not 0 <= (vp_stage or 0) < chunks:
         raise LayoutError(f"pp_rank={pp_rank}, vp_stage={vp_stage} is outside of {ranks} ranks with {chunks} chunks")
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        first = layout.get_layer_offset(vp_stage=vp_stage or 0, pp_rank=pp_rank)
+        return range(first, first + layout.get_num_layers_to_build(vp_stage=vp_stage or 0, pp_rank=pp_rank))
     return _all_stages(config, ranks * chunks)[(vp_stage or 0) * ranks + pp_rank]
 
 
 def _all_stages(config: TransformerConfig, stages: int) -> list[range]:
-    layout = config.pipeline_model_parallel_layout
     ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
-    if layout is not None or ends != (None, None):
+    if ends != (None, None):
         parallel = ParallelConfig(
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-            pipeline_model_parallel_layout=None if layout is None else str(layout),
             decoder_first_pipeline_num_layers=ends[0],
             decoder_last_pipeline_num_layers=ends[1],
         )

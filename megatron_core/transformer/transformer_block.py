@@ -1,7 +1,5 @@
 """For Megatron Core's users: the layers of a stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,6 @@
 """For Megatron Core's users: the configuration of a transformer."""
 
-from __future__ import annotations
-
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.model_parallel_config import ModelParallelConfig
 from megatron_core.parallel.initialization import Normal
+from megatron_core.parallel.layer_layout import PipelineParallelLayerLayout
 from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
 from megatron_core.transformer.config_fields import NOT_SUPPORTED, WITHOUT_EFFECT
 from megatron_core.transformer.enums import AttnBackend
@@ -33,7 +33,14 @@ _RENAMED = {
 }
 _HOOKS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _MLA = ("rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow", "cache_mla_latents", "mla_down_proj_fusion")
-_TRANSLATED = ("activation_func", "gated_linear_unit", "add_bias_linear", "attention_backend", *_HOOKS)
+_TRANSLATED = (
+    "mup_width_mult",
+    "activation_func",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "attention_backend",
+    *_HOOKS,
+)
 _STAGES = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -41,6 +48,7 @@ _STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "cp_comm_type",
+    "moe_enable_routing_replay",
 )
 
 
@@ -87,6 +95,14 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
     embedding_init_method: Callable[[Tensor], object] | None = None
     init_method_std: float = 0.02
     embedding_init_method_std: float | None = None
+    use_mup: bool = False
+    mup_width_mult: float = 1.0
+    """hidden_size / mup_base_hidden_size, whatever is given."""
+    mup_base_hidden_size: int | None = None
+    mup_base_head_dim: float | None = None
+    mup_attn_scale_power: float = 1.0
+    mup_embedding_mult: float = 1.0
+    mup_output_mult: float = 1.0
     apply_query_key_layer_scaling: bool = False
     recompute_granularity: str | None = None
     recompute_method: str | None = None
@@ -114,6 +130,7 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
     moe_token_drop_policy: str = "probs"
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_dispatcher_type: str = "allgather"
+    moe_enable_routing_replay: bool = False
     cp_comm_type: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -127,15 +144,45 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
             self.moe_ffn_hidden_size = self.moe_ffn_hidden_size or self.ffn_hidden_size
         if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
             self.params_dtype = torch.float16 if self.fp16 else torch.bfloat16
+        if (layout := self.pipeline_model_parallel_layout) is not None:
+            if not isinstance(layout, PipelineParallelLayerLayout):
+                layout = PipelineParallelLayerLayout(layout, self.pipeline_model_parallel_size)
+            layout.validate_layer_layout(self.num_layers, self.mtp_num_layers)
+            chunks = layout.virtual_pipeline_model_parallel_size
+            if self.virtual_pipeline_model_parallel_size not in (None, chunks):
+                raise ConfigError(
+                    f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}, but "
+                    f"pipeline_model_parallel_layout={layout} has {chunks} chunks on each rank; leave the size out"
+                )
+            self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+            self.pipeline_model_parallel_layout = layout
         for wrong in self._problems():
             raise ConfigError(wrong)
+        if self.use_mup:
+            self._set_mup()
         # Under Megatron's names, for modules of the caller.
-        self.init_method = self.init_method or Normal(self.init_method_std)
+        std = self.init_method_std / self.mup_width_mult**0.5
+        self.init_method = self.init_method or Normal(std)
         self.output_layer_init_method = self.output_layer_init_method or Normal(
-            self.init_method_std / (2.0 * max(self.num_layers, 1)) ** 0.5
+            std / (2.0 * max(self.num_layers, 1)) ** 0.5
         )
         self.embedding_init_method_std = self.embedding_init_method_std or self.init_method_std
         self.embedding_init_method = self.embedding_init_method or Normal(self.embedding_init_method_std)
+
+    def _set_mup(self) -> None:
+        """What maximal update parametrisation makes of the width (``config.MuPConfig``)."""
+        self.mup_base_hidden_size = self.hidden_size if self.mup_base_hidden_size is None else self.mup_base_hidden_size
+        if self.mup_base_hidden_size <= 0:
+            raise ConfigError(f"mup_base_hidden_size={self.mup_base_hidden_size} must be positive")
+        self.mup_width_mult = self.hidden_size / self.mup_base_hidden_size
+        if self.softmax_scale is None:
+            base = (self.mup_base_head_dim or 1.0) ** 0.5
+            self.softmax_scale = base / (self.kv_channels or 1) ** self.mup_attn_scale_power
+        if self.mup_output_mult == 1.0:
+            self.mup_output_mult = 1.0 / self.mup_width_mult
+        given = [name for name in ("init_method", "output_layer_init_method") if getattr(self, name) is not None]
+        if given:
+            warnings.warn(f"use_mup is enabled, and {', '.join(given)} does not know of it", stacklevel=3)
 
     def _problems(self) -> list[str]:
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 0, self.tensor_model_parallel_size
@@ -167,8 +214,11 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         ConfigError, with all of them in one message: fields that are not supported and not at their defaults.
         """
         known = {f.name for f in fields(ModelConfig)}
-        wrong = [name for name, default in NOT_SUPPORTED.items() if getattr(self, name) not in (default, [], ())]
-        wrong = [name for name in wrong if name not in known]
+        off = {
+            name: (default, [], ()) if default is not None else (None, False, [], ())
+            for name, default in NOT_SUPPORTED.items()
+        }
+        wrong = [name for name, values in off.items() if getattr(self, name) not in values and name not in known]
         defaults = {f.name: f.default for f in fields(TransformerConfig)}
         values: dict[str, Any] = self._activation() | self._translated()
         for item in fields(type(self)):
@@ -203,7 +253,10 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         """Fields that have other values here."""
         unfused = self.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         freq, skip = self.moe_layer_freq, self.window_attn_skip_freq
-        for hook, std in (("init_method", self.init_method_std), ("embedding_init_method", None)):
+        for hook, std in (
+            ("init_method", self.init_method_std / self.mup_width_mult**0.5),
+            ("embedding_init_method", None),
+        ):
             method = getattr(self, hook)
             if not isinstance(method, Normal) or (std is not None and method.std != std):
                 raise ConfigError(f"{hook}={method} is not supported by the models; give init_method_std")

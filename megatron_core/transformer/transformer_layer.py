@@ -1,7 +1,5 @@
 """For Megatron Core's users: a transformer layer, and the number of the first one on a stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -7,8 +7,6 @@ noise from a failure. What does is one process in the same dtype, run several ti
 another order of the same sums, may be at most ``NOISE_FACTOR`` times as far.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,14 +1,12 @@
 """The GPT of ``pretrain_gpt.py`` under test: a few of its own training steps, traced."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.validate import problems
-from megatron_core.datasets.packing import packing_of
+from megatron_core.datasets.loader import packing_of
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import StepResult, train_step

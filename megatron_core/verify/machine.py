@@ -1,7 +1,5 @@
 """What this machine can do, measured for the planner: products, memory, collectives, disk."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile
@@ -28,7 +26,7 @@ from megatron_core.verify.ranks import run_ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MESSAGES = tuple(2**power for power in (10, 14, 18, 20, 22, 24))
 """Bytes of each rank in the collectives that are timed."""
-SMALL_STEP = {
+SMALL_STEP: dict[str, object] = {
     "num_layers": 8,
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -41,6 +39,8 @@ SMALL_STEP = {
     "train_iters": 1000,
 }
 """A step whose arithmetic takes no time, so that what is left is the cost of each operation."""
+LARGE_STEP = SMALL_STEP | {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "vocab_size": 2048}
+"""A step of arithmetic, for what operations reach beside each other: caches and clocks are shared, pages are new."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,19 @@ def disk_rates(folder: str | None, size: int) -> tuple[float, float]:
         raise ConfigError(f"disk={folder!r} cannot be measured: {error}; give another folder") from None
 
 
-def small_step() -> float:
-    """Seconds of a step of ``SMALL_STEP``: the median of some."""
+def own_step(settings: dict[str, object]) -> float:
+    """Seconds of a step that each rank takes for itself, all at once: the shortest of some, as of all that is timed
+    here."""
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
-    run = set_up(RunConfig.from_flat(SMALL_STEP), World(0, 1, local_rank=0, device=device))
+    run = set_up(RunConfig.from_flat(settings), World(0, 1, local_rank=0, device=device))
     times = []
-    for _ in range(8):
+    for _ in range(10):
         began = time.perf_counter()
         train_step(run)
         _wait(device)
         times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+    return min(times[2:])
 
 
 def measured_machine(
@@ -241,15 +242,29 @@ def measured_machine(
         host_memory_bandwidth=mean.bandwidth if not gpus else 2e10,
         disk_bandwidth=min(disk),
     )
-    return calibrated(hardware, run_ranks(1, small_step, timeout=120.0, device=device)[0]), mean, disk
+    steps = [
+        statistics.mean(run_ranks(ranks, own_step, each, timeout=300.0, device=device))
+        for each in ((SMALL_STEP,) if gpus else (SMALL_STEP, LARGE_STEP))
+    ]
+    return calibrated(hardware, *steps), mean, disk
 
 
-def calibrated(hardware: Hardware, seconds: float) -> Hardware:
-    """The time that each operation costs besides its work, so that a step of tiny operations takes ``seconds``."""
-    config = RunConfig.from_flat(SMALL_STEP)
-    times = [step_cost(config, 1, replace(hardware, launch_seconds=each), 128).seconds for each in (0.0, 1e-3)]
-    each = max((seconds - times[0]) / (times[1] - times[0]) * 1e-3, 1e-7)
-    return replace(hardware, launch_seconds=each)
+def calibrated(hardware: Hardware, small: float, large: float | None = None) -> Hardware:
+    """The time that each operation costs besides its work, so that a step of tiny operations takes ``small`` seconds;
+    and rates of products and of memory, so that one of arithmetic takes ``large`` seconds."""
+
+    def predicted(settings: dict[str, object], machine: Hardware) -> float:
+        return step_cost(RunConfig.from_flat(settings), 1, machine, int(str(settings["vocab_size"]))).seconds
+
+    none, many = (predicted(SMALL_STEP, replace(hardware, launch_seconds=each)) for each in (0.0, 1e-3))
+    launch = max((small - none) / (many - none) * 1e-3, 1e-7)
+    hardware = replace(hardware, launch_seconds=launch)
+    if large is None:
+        return hardware
+    launches = predicted(LARGE_STEP, hardware) - predicted(LARGE_STEP, replace(hardware, launch_seconds=0.0))
+    factor = (predicted(LARGE_STEP, hardware) - launches) / max(large - launches, 1e-9)
+    products = {name: rate * factor for name, rate in hardware.product_flops.items()}
+    return replace(hardware, product_flops=products, memory_bandwidth=hardware.memory_bandwidth * factor)
 
 
 def _host_memory() -> float:

@@ -1,7 +1,5 @@
 """A model of your own under test: any modules that are built from the parallel layers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError
 from megatron_core.optimizer.loss_scale import ConstantLossScale
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
@@ -53,14 +51,22 @@ class ModelUnderTest(ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
-        """How many terms the sum of the losses of ``batch`` has."""
+        """How many terms the sum of the losses of ``batch``, the local part, has."""
 
     @abstractmethod
     def forward(self, module: nn.Module, batch: Batch, hidden: Tensor | None) -> Tensor:
         """Run a stage: the sum of the losses on the last one, what the next one receives on the others."""
 
+    def local(self, batch: Batch, split: SequenceSplit) -> Batch:
+        """What this rank has of whole sequences with context parallelism: of each tensor ``[b, s, ...]`` its tokens.
+
+        Override it if there are tensors of another form; positions of the tokens are ``split.positions(s)``.
+        """
+        return {name: split.local(tensor) for name, tensor in batch.items()}
+
     def message_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what goes from stage to stage, before sequence parallelism splits its first dimension."""
+        """Shape of what goes from stage to stage for the local part of a batch, before sequence parallelism splits its
+        first dimension."""
         raise LayoutError(f"{type(self).__name__} defines no message_shape, so that it cannot be split over a pipeline")
 
 
@@ -90,11 +96,6 @@ class _Training:
         world = this_world()
         config = RunConfig.from_flat(layout.settings()).parallel
         self.device, self.dtype = world.device, getattr(torch, dtype)
-        if layout.cp > 1:
-            raise LayoutError(
-                f"layout {str(layout)!r} splits sequences, of which a model of your own knows nothing; "
-                f"remove cp{layout.cp}"
-            )
         self.num_microbatches = self._num_microbatches(layout)
         self.plan = _plan(layout, self.num_microbatches)
         stage_to_rank = self.plan.stage_to_rank
@@ -141,7 +142,8 @@ class _Training:
     def _message_shape(self, split: SequenceSplit) -> tuple[int, ...]:
         if self.plan.num_stages == 1:
             return ()
-        length, *rest = self.model.message_shape(self.model.samples(0, self.experiment.micro_batch_size))
+        samples = self.model.samples(0, self.experiment.micro_batch_size)
+        length, *rest = self.model.message_shape(self.model.local(samples, split))
         return (split.residual_length(length), *rest)
 
     def run(self) -> RankTrace:
@@ -163,7 +165,8 @@ class _Training:
         size, groups = self.experiment.micro_batch_size, self.trainable.groups
         first = step * self.experiment.global_batch_size + groups.index("dp") * size
         firsts = [first + micro * size * groups.size("dp") for micro in range(self.num_microbatches)]
-        batches = [self.model.samples(each, size) for each in firsts]
+        split = self.trainable.split
+        batches = [self.model.local(self.model.samples(each, size), split) for each in firsts]
         return [{name: self._moved(tensor) for name, tensor in batch.items()} for batch in batches]
 
     def _moved(self, tensor: Tensor) -> Tensor:

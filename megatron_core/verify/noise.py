@@ -1,7 +1,5 @@
 """What rounding does to a training: the same one in one process, with its sums in other orders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

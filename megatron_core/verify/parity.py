@@ -1,7 +1,5 @@
 """Parity: an experiment under many layouts against the same experiment in one process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,15 +11,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
-from megatron_core.verify.compare import (
-    EPSILON,
-    FLOAT64_BOUND,
-    NOISE_FACTOR,
-    Bounds,
-    Errors,
-    beyond,
-    relative_errors,
-)
+from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from megatron_core.verify.trace import RankTrace, Trace, assemble

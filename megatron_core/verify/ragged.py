@@ -1,7 +1,5 @@
 """Batches that punish every wrong average."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_core.datasets.base import Sample

@@ -1,7 +1,5 @@
 """A small world of processes on this machine: a function runs in every rank, and its results come back."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import tempfile
@@ -14,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch._dynamo  # making an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
+import torch._dynamo  # recomputation loads it, in 1.5 s; loaded here, every forked rank has it
 import torch.distributed as dist
 
 from megatron_core import parallel_state

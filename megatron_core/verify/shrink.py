@@ -1,7 +1,5 @@
 """The same model, small: every feature stays, every size shrinks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import gcd, lcm
 from typing import Any
@@ -15,6 +13,16 @@ MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE = 8
 SEQUENCE = 16
 VOCABULARY = 101  # no multiple of anything: some rank always has padding in its part of the vocabulary
+# Lossy sums depend on the layout, and files of optimizer state on the machine; gathered weights in FP8 are rounded.
+OFF = """
+    train_samples lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters eval_interval exit_interval
+    exit_duration_in_mins data_path data_args_path per_split_data_args_path data_phases data_order data_cache_path
+    dataloader_type rampup_batch_size step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path
+    valid_data_path test_data_path split eod_mask_loss sft chat_template fim_data fim_split_sample fim_fragment_rate
+    fim_no_prefix fim_eod_token tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune
+    no_load_optim grad_compression fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir
+    optimizer_cpu_offload optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
+"""Settings that ``small_run`` has at their defaults."""
 
 
 def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = False) -> RunConfig:
@@ -124,64 +132,15 @@ def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
 
 def small_run() -> dict[str, Any]:
     """Settings of a run of a few steps that reads no data, evaluates nothing and touches no checkpoint."""
-    return {
+    defaults = RunConfig().flat()
+    return {name: defaults[name] for name in OFF.split()} | {
         "train_iters": 10,
-        "train_samples": None,
-        "lr_decay_iters": None,
         "lr_warmup_iters": 0,  # the first step has to move the weights
-        "lr_warmup_fraction": None,
         "lr_decay_style": "constant",
-        "lr_wsd_decay_iters": None,
-        "eval_interval": None,
         "eval_iters": 0,
-        "exit_interval": None,
-        "exit_duration_in_mins": None,
         "mock_data": True,
-        "data_path": (),
-        "data_args_path": None,
-        "per_split_data_args_path": None,
-        "data_phases": None,
-        "data_order": "keyed",
-        "data_cache_path": None,
-        "dataloader_type": "single",
-        "rampup_batch_size": None,
-        "step_batch_size_schedule": None,
-        "eval_global_batch_size": None,
-        "seq_length_warmup": None,
-        "train_data_path": (),
-        "valid_data_path": (),
-        "test_data_path": (),
-        "split": None,
-        "eod_mask_loss": False,
-        "sft": False,
-        "chat_template": None,
-        "fim_data": False,
-        "fim_split_sample": None,
-        "fim_fragment_rate": None,
-        "fim_no_prefix": None,
-        "fim_eod_token": None,
         "tokenizer_type": "NullTokenizer",  # its last id ends a document, for documents that share a sequence
-        "tokenizer_model": None,
-        "vocab_file": None,
-        "merge_file": None,
         "vocab_size": VOCABULARY,
-        "save": None,
-        "save_interval": None,
-        "load": None,
-        "ckpt_step": None,
-        "finetune": False,
-        "no_load_optim": False,
-        # Lossy sums depend on the layout, and files of optimizer state on the machine.
-        "grad_compression": "none",
-        "fp8_param_gather": False,  # gathered weights are rounded, and weights are compared
-        "grad_reduce_in_bf16": False,
-        "optimizer_offload_dir": None,
-        "zero3_param_offload_dir": None,
-        "optimizer_cpu_offload": False,
-        "optimizer_offload_fraction": 1.0,
-        "metrics_file": None,
-        "tensorboard_dir": None,
-        "trace_pipeline": None,
     }
 
 

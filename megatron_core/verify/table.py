@@ -1,7 +1,5 @@
 """The table of a parity report, for a terminal and for a page of documentation."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a training leaves behind that must not depend on the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

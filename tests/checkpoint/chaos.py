@@ -2,6 +2,7 @@
 
     python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
 
+One kind of job saves in the memory of two hosts alone, of which one is lost with every kill.
 After every kill the newest checkpoint must be whole, by the hashes of all its files, and no older than the one before;
 the weights and the optimizer state at the end must be, to the bit, those of a job that was left alone.
 """
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -39,7 +41,10 @@ CASES: dict[str, dict[str, object]] = {
     "tp2": {},
     "dp2 zero3": {"async_save": True},
     "pp2 dp2 zero1": {"async_save": True, "keep_last": 1},
+    "dp2 zero2": {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1, "replication": True},
 }
+LOST = "memory1"
+"""The memory of the second host, of jobs that save there."""
 
 
 @dataclass
@@ -60,10 +65,18 @@ def _job(case: str, root: Path, victim: int | None, seconds: float) -> None:
     if victim == dist.get_rank():
         Thread(target=_die_after, args=(seconds,), daemon=True).start()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        folder = {"save": str(root), "load": str(root)}
+        folder: dict[str, object] = {"save": str(root), "load": str(root)}
+        if in_memory(case):
+            memory = str(root / f"memory{dist.get_rank()}")
+            folder |= {"save_interval": None, "non_persistent_local_ckpt_dir": memory}
         run = start(JOB | CASES[case] | Layout.parse(case).settings() | folder)
         run.saver.open()
         train(run, [])
+
+
+def in_memory(case: str) -> bool:
+    """Whether jobs of ``case`` save in the memory of their hosts, which are one rank each."""
+    return "replication" in CASES[case]
 
 
 def _die_after(seconds: float) -> None:
@@ -100,10 +113,11 @@ def survive(case: str, root: Path, kills: int, chance: random.Random, seen: Seen
                 if victim is None or not re.search(r"exited without a result|[Cc]onnection|has left", str(failure)):
                     raise
                 left, seen.kills = left - 1, seen.kills + 1
-            newest = _newest(folder)
+                shutil.rmtree(folder / LOST, ignore_errors=True)
+            newest = _newest(folder / "memory0" if in_memory(case) else folder)
             assert newest >= before, f"{case}: iteration {before} was complete, now the newest is {newest}"
             if not ended:
-                seen.while_saving += bool(list(folder.glob(".iter_*.incomplete")))
+                seen.while_saving += any(folder.rglob(".iter_*.incomplete"))
                 seen.newest_after_kill[newest] = 1 + seen.newest_after_kill.get(newest, 0)
             before = newest
         found = stored(folder / f"iter_{STEPS:07d}")

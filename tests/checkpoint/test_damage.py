@@ -89,6 +89,19 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(CheckpointError, match=r"'release'.*--ckpt-step"):
         find_checkpoint(str(tmp_path))
+    os.remove(tmp_path / "latest_checkpointed_iteration.txt")
+    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")  # reading it would wait for ever
+    with pytest.raises(CheckpointError, match=r"is no file; name an iteration with --ckpt-step"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_a_checkpoint_without_manifest_is_no_empty_folder(saved: Path) -> None:
+    """A run that was to go on from it would start from scratch."""
+    (saved / "manifest.json").unlink()
+    (saved.parent / "latest_checkpointed_iteration.txt").unlink()
+    for folder in (saved, saved.parent):
+        with pytest.raises(CheckpointError, match=r"iter_0000001 has no manifest\.json, and there is no complete"):
+            find_checkpoint(str(folder))
 
 
 def test_files_hold_numbers_and_text_alone(saved: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import CheckpointReader, Save, find_checkpoint, open_newest, save_checkpoint
 from megatron_core.checkpoint.hashes import READ_BYTES, content_hash, damaged_files, write_file
-from megatron_core.checkpoint.newest import open_newest as newest
+from megatron_core.checkpoint.reader import open_newest as newest
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import edit, save_run, sign, start, train

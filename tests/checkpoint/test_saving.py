@@ -19,6 +19,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import find_checkpoint, writer
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.config import RunConfig
+from megatron_core.config.rules_data import PLACES
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel import World
@@ -87,8 +88,8 @@ def test_background_save_has_the_bits_of_its_step(tmp_path: Path) -> None:  # C4
 
 
 def test_a_snapshot_that_is_no_copy_is_noticed(tmp_path: Path) -> None:
-    fragment = "memory=copy.copy_(source, non_blocking=on_gpu)"
-    with planted("checkpoint.writer:Snapshot.take", fragment, "memory=source"):
+    fragment = "memory=room.view(piece.memory.dtype).view(piece.memory.shape)"
+    with planted("checkpoint.writer:Snapshot.take", fragment, "memory=piece.memory"):
         run_ranks(2, _save_both_ways, tmp_path)
     with pytest.raises(AssertionError):
         _same(tmp_path / "sync", tmp_path / "async")
@@ -259,7 +260,7 @@ def test_a_run_goes_on_from_the_newer_one(restarted: Path, tmp_path_factory: pyt
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_damaged_one_is_told_and_passed_over(restarted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_one_is_told_and_passed_over(restarted: Path, capsys: pytest.CaptureFixture[str]) -> None:  # C58
     edit(restarted / "non_persistent" / "iter_0000005", lambda content: content.update(save_id="0" * 32))
     with (restarted / "non_persistent" / "iter_0000005" / "rank_00000.safetensors").open("ab") as file:
         file.write(b" ")
@@ -298,13 +299,16 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     run = start(JOB | {"save": str(tmp_path)})
     train(run, 1)
     folder = save_run(run)
+    hidden = tmp_path / ".iter_0000007.incomplete"
+    hidden.mkdir()
     run_ranks(2, _refused, {"save": str(tmp_path), "load": str(tmp_path)}, "save=.*")
+    assert hidden.is_dir(), "it may be what the first one is writing"
     assert complete_iterations(tmp_path) == [1]
     compare(run, stored(folder))
     for lock in run.saver._locks:
         lock.release()
     job({"save": str(tmp_path), "load": str(tmp_path), "train_iters": 4})
-    assert complete_iterations(tmp_path) == [1, 4]
+    assert complete_iterations(tmp_path) == [1, 4] and not hidden.exists()
 
 
 def test_two_runs_may_not_share_a_folder_for_fast_restarts(tmp_path: Path) -> None:
@@ -314,10 +318,11 @@ def test_two_runs_may_not_share_a_folder_for_fast_restarts(tmp_path: Path) -> No
     run_ranks(2, _refused, shared | {"save": str(tmp_path / "other")}, "non_persistent_global_ckpt_dir=.*memory'")
 
 
-@pytest.mark.parametrize("name", ["save", "load"])
+@pytest.mark.parametrize("name", PLACES)
 def test_a_folder_without_a_name_is_refused(name: str) -> None:
-    told = [problem for problem in problems(RunConfig.from_flat(SMALL | {name: ""}), 1) if problem.startswith(name)]
-    assert told == [f"{name}='' names no folder; give one (. is the current one), or leave the flag out"]
+    kind = "file" if name.endswith("_file") else "folder"
+    told = f"{name}='' names no {kind}; give one (. is the current folder), or leave the flag out"
+    assert told in list(problems(RunConfig.from_flat(SMALL | {name: ""}), 1))
 
 
 @pytest.mark.parametrize("flag", ["keep_last", "async_save", "non_persistent_save_interval", "save_retain_interval"])

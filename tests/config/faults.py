@@ -34,6 +34,16 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"adam_beta2": -0.5}, 1, ("adam_beta2=-0.5", "from 0")),
     ({"lr_warmup_fraction": 1.0}, 1, ("lr_warmup_fraction=1.0", "not including, 1")),
     ({"rotary_percent": 1.5}, 1, ("rotary_percent=1.5", "up to 1")),
+    ({"num_layers": 10**12}, 1, ("num_layers=1000000000000", "up to 65,536")),
+    ({"vocab_size": 10**12}, 1, ("vocab_size=1000000000000", "up to 2,147,483,647")),
+    ({"distributed_timeout_minutes": 1e300}, 1, ("distributed_timeout_minutes=1e+300", "up to 1,000,000")),
+    ({"attn_logit_softcapping": 0.0}, 1, ("attn_logit_softcapping=0.0", "above 0")),
+    ({"global_batch_size": 10**12}, 1, ("global_batch_size=1000000000000", "micro-batches in a step", "65536")),
+    ({"step_batch_size_schedule": ("0:1T",)}, 1, ("step_batch_size_schedule=0:1T", "65536 micro-batches")),
+    ({"hierarchical_context_parallel_sizes": (0, 0)}, 1, ("hierarchical_context_parallel_sizes=(0, 0)", "give both")),
+    ({"clip_grad_value": 1e300}, 1, ("clip_grad_value=1e+300", "up to 3e38")),
+    ({"save": "a\0b"}, 1, ("save='a\\x00b'", "remove it")),
+    ({"tokenizer_model": "\ud800"}, 1, ("tokenizer_model='\\ud800'", "remove it")),
     # the model
     ({"hidden_size": 100}, 1, ("hidden_size=100", "num_attention_heads=12", "1, 2, 4, 5, 10", "kv_channels")),
     (
@@ -72,6 +82,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("end_weight_decay=None is missing", "weight_decay_incr_style=linear"),
     ),
+    ({"mup_base_hidden_size": 8}, 1, ("mup_base_hidden_size=8", "--use-mup")),
+    (
+        {"use_mup": True, "multi_latent_attention": True, "position_embedding_type": "rope", "kv_lora_rank": 8},
+        1,
+        ("use_mup", "multi_latent_attention"),
+    ),
     ({"apply_wd_to_qk_layernorm": True}, 1, ("apply_wd_to_qk_layernorm=True", "--qk-layernorm")),
     (
         {"attention_output_gate": True, "group_query_attention": True, "tensor_model_parallel_size": 2},
@@ -88,11 +104,6 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("the 7 channels", "7 rotating channels", "qk_pos_emb_head_dim"),
     ),
     ({"qk_layernorm_over_heads": True}, 1, ("qk_layernorm_over_heads=True", "qk_layernorm=True")),
-    (
-        {"attn_logit_softcapping": 50.0, "context_parallel_size": 2, "attention_dropout": 0.0},
-        2,
-        ("attn_logit_softcapping=50.0", "use a2a"),
-    ),
     (
         {
             "final_logit_softcapping": 30.0,

@@ -56,3 +56,10 @@ def test_latent_attention_counts_every_matrix_and_its_own_widths() -> None:
         assert flops_per_token(model, 0, 256) == 6 * (2 * (queries + keys_and_values + others) + 96 * 256)
         terms = forward_flops_per_token(model, 128, 256)
         assert (terms["scores"], terms["values"]) == (2 * 128 * 6 * 24 * 2, 2 * 128 * 6 * 12 * 2)
+
+
+def test_prediction_of_later_tokens_after_a_dense_layer_has_no_experts() -> None:
+    model = ModelConfig(num_layers=2, hidden_size=32, num_experts=4, moe_layer_freq=(1, 0), mtp_num_layers=1)
+    dense = ModelConfig(num_layers=1, hidden_size=32)
+    each = sum(forward_flops_per_token(dense, 8, 64).values())
+    assert forward_flops_per_token(model, 8, 64)["mtp"] == each + 4 * 32 * 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.rules_layout import divisors
 from megatron_core.errors import LayoutError
@@ -68,3 +68,10 @@ def test_divisors(number: int) -> None:
 def test_divisors_of_a_slip_of_the_keyboard_are_found_at_once() -> None:
     found = divisors(10**15)
     assert found[:3] == [1, 2, 4] and found[-1] == 10**15
+
+
+def test_the_least_ranks_have_room_for_all_experts() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "expert_model_parallel_size": 8}
+    assert ParallelConfig(**sizes, expert_tensor_parallel_size=1).smallest_world_size == 24
+    assert ParallelConfig(tensor_model_parallel_size=4).smallest_world_size == 4
+    assert ParallelConfig(tensor_model_parallel_size=0).smallest_world_size == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.config.partition import plan_of
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.schedules import TRAINING, interleaved, make_plan, one_f_one_b
 from megatron_core.schedules.plan_file import format_plan

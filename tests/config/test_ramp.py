@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_core.config import TrainingConfig
 from megatron_core.config.ramp import Ramp, Steps, parse_steps
+from megatron_core.config.validate import problems
+from tests.runs import tiny_config
 
 
 def test_every_value_has_an_equal_share() -> None:
@@ -57,3 +59,30 @@ def test_steps_of_a_schedule_are_those_that_one_would_count() -> None:
     while at + ramp.at(at) <= 500:
         at, steps = at + ramp.at(at), steps + 1
     assert training.num_iterations(4, 10) == steps
+
+
+@pytest.mark.parametrize("ramp", [(2, 3, 100), (4, 2, 37), (1, 1, 1), (8, 1, 1000)])
+@pytest.mark.parametrize("samples", [0, 1, 50, 333, 2000])
+def test_steps_counted_by_size_are_those_counted_one_by_one(ramp: tuple[int, int, int], samples: int) -> None:
+    training = TrainingConfig(train_samples=samples, rampup_batch_size=ramp, global_batch_size=ramp[0] + 6 * ramp[1])
+    size, consumed, steps = Ramp(*ramp, training.global_batch_size), 0, 0
+    while consumed + size.at(consumed) <= samples:
+        consumed, steps = consumed + size.at(consumed), steps + 1
+    assert training.num_iterations(1, 8) == steps
+
+
+def test_ramps_over_any_number_of_samples_are_counted_at_once() -> None:
+    """A loop over the steps would take days."""
+    settings = {"train_iters": None, "train_samples": 10**15, "global_batch_size": 1000, "micro_batch_size": 1}
+    assert not list(problems(tiny_config(rampup_batch_size=(1, 1, 10**14), **settings), 1))
+    found = list(problems(tiny_config(rampup_batch_size=(1, 1, 10**14), **settings | {"global_batch_size": 10**12}), 1))
+    assert any("makes 999999999999 increments; legal: up to 100000" in text for text in found)
+    assert any("micro-batches in a step" in text for text in found)
+
+
+@pytest.mark.parametrize("ramp", [(5, 3, 10), (5, 0, 10), (0, 1, 10), (9, 1, 5), (1, 1, 0), (-4, 3, 10**14)])
+def test_a_ramp_that_cannot_be_is_told_and_not_counted(ramp: tuple[int, int, int]) -> None:
+    settings = {"train_iters": None, "train_samples": 10**15, "global_batch_size": 1, "micro_batch_size": 1}
+    assert any(
+        text.startswith("rampup_batch_size=") for text in problems(tiny_config(rampup_batch_size=ramp, **settings), 1)
+    )

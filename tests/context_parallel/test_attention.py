@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_core.config import ModelConfig
 from megatron_core.context_parallel import HeadExchange, Products, SharedSequence, Unfused, shared_attention
 from megatron_core.context_parallel.products import FusedOnCPU, merge_
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.sharded_attention import SharedCoreAttention
 from tests.context_parallel.test_tiles import lengths_of, seen
+from tests.defects.plant import planted
 
 
 @dataclass
@@ -82,6 +89,87 @@ def test_output_and_gradients(case: str, size: int, products: Products, dtype: t
     for at, summands in zip(where, gradients, strict=True):
         for x, found in zip(exact[1:], sum(summands).split([8, d], dim=-1), strict=True):
             torch.testing.assert_close(found.double(), x.grad[:, :, at], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("case", ["mask", "documents", "window"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_a_mask_of_ones_own(case: str, backend: str, dtype: torch.dtype) -> None:  # C23
+    """Of whole sequences, in the place of causality but not of documents and windows; some queries see nothing, some
+    nothing on one of the ranks."""
+    length, size = 48, 2
+    config = ModelConfig(hidden_size=32, num_attention_heads=4, attention_dropout=0.0, attention_backend=backend)
+    layers = LayerContext(config, ModelParallelConfig(params_dtype=dtype), LocalGroup(), 1)
+    generator = torch.Generator().manual_seed(1)
+    masked = torch.rand(2, 1, length, length, generator=generator) < 0.5
+    masked[0, :, 5] = masked[1, :, 20:30, SequenceSplit(cp_rank=0, cp_size=size).positions(length)] = True
+    documents = [lengths_of(length, 7), lengths_of(length, 8)] if case == "documents" else None
+    window = (9, 0) if case == "window" else None
+    packed = None if documents is None else PackedDocuments.of(documents, 2, length, torch.device("cpu"))
+    context = SequenceContext(attention_mask=masked, documents=packed)
+    *inputs, grad = (torch.randn(length, 2, *shape, generator=generator).to(dtype) for shape in [(4, 8)] * 3 + [(32,)])
+    exact = [x.double().clone().requires_grad_() for x in inputs]
+    expected = CoreAttention(layers, 0, window_size=window)(*exact, context)
+    expected.backward(grad.double())
+    where = [SequenceSplit(cp_rank=rank, cp_size=size).positions(length) for rank in range(size)]
+    parts = [[x[at].clone().requires_grad_() for x in inputs] for at in where]
+    blocks = [torch.cat([x.detach().permute(1, 2, 0, 3) for x in part[1:]], dim=-1) for part in parts]
+    gradients: list[list[Tensor]] = [[] for _ in where]
+    bound = 1e-12 if dtype == torch.float64 else 3e-2
+    for rank, at in enumerate(where):
+        exchange = Simulated(LocalGroup(size, rank), blocks, gradients)
+        core = SharedCoreAttention(layers, 0, exchange=exchange, window_size=window)
+        out = core(*parts[rank], context)
+        out.backward(grad[at])
+        torch.testing.assert_close(out.double(), expected[at], rtol=bound, atol=bound)
+        torch.testing.assert_close(parts[rank][0].grad.double(), exact[0].grad[at], rtol=bound, atol=bound)
+    for at, summands in zip(where, gradients, strict=True):
+        for x, found in zip(exact[1:], sum(summands).chunk(2, dim=-1), strict=True):
+            torch.testing.assert_close(found.double().permute(2, 0, 1, 3), x.grad[at], rtol=bound, atol=bound)
+    with pytest.raises(LayoutError, match=r"attention_mask is \[2, 1, 24, 48\].*\[b, 1, 48, 48\]"):
+        core(*parts[-1], SequenceContext(attention_mask=masked[:, :, :24]))
+
+
+MASK, SHARED = "transformer.sharded_attention:SharedCoreAttention._mask", "context_parallel.products:FusedOnCPU"
+DEFECTS = {
+    "keys of another rank are hidden as its own are": (
+        *("mask", MASK),
+        *("self._positions(owner, length, mask.device)", "self._positions(self.exchange.group.rank(), length, None)"),
+    ),
+    "queries are hidden as if parts were contiguous": (
+        *("mask", MASK),
+        "self._positions(self.exchange.group.rank(), length, mask.device)",
+        "slice(0, length // self.exchange.group.size())",
+    ),
+    "all sequences have the mask of the first": (
+        *("documents", MASK),
+        *("tile.rows if len(local) > 1 else slice(None)", "slice(0, 1)"),
+    ),
+    "a mask comes on top of causality": (
+        *("mask", "context_parallel.attention:SharedSequence.tiles_with"),
+        *("if not self.causal:", "if False:"),
+    ),
+    "a mask takes the place of documents": (
+        *("documents", "transformer.sharded_attention:SharedCoreAttention.forward"),
+        *(" or documents is not None", ""),
+    ),
+    "a mask takes the place of a window": (
+        *("window", "transformer.sharded_attention:SharedCoreAttention.forward"),
+        *(" or self.window is not None", ""),
+    ),
+    "a query that sees nothing on a rank is averaged there": (
+        *("mask", f"{SHARED}.forward"),
+        *("if self.mask is not None and mask is not None:", "if False:"),
+    ),
+    "backward hides nothing": ("mask", f"{SHARED}.backward", "self._added(query, tile, owner)", "None"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_mask_that_is_not_cut_as_it_should_be_is_found(defect: str) -> None:
+    case, *fragment = DEFECTS[defect]
+    with planted(*fragment), pytest.raises(AssertionError, match="not close"):
+        test_a_mask_of_ones_own(case, "auto", torch.float64)
 
 
 def test_parts_are_merged_in_float32() -> None:

@@ -127,9 +127,19 @@ def _resume(settings: dict, root: Path) -> tuple[list[float], list[float]]:
     return expected, [train_step(resumed).loss for _ in range(2)]
 
 
-@pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
-def test_errors_are_part_of_a_checkpoint(settings: dict, tmp_path: Path) -> None:
-    for expected, found in run_ranks(2, _resume, settings | {"grad_compression_warmup_iters": 1}, tmp_path):
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "disable_bias_linear": True, "hidden_size": 32}
+RESUMED = {
+    "powersgd": POWER,
+    "onebit": ONEBIT,
+    "tied weights on two stages": POWER | {"pipeline_model_parallel_size": 2},
+    "experts on two ranks": POWER | EXPERTS | {"expert_model_parallel_size": 2},
+    "halves of experts": POWER | EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_errors_are_part_of_a_checkpoint(case: str, tmp_path: Path) -> None:
+    for expected, found in run_ranks(2, _resume, RESUMED[case] | {"grad_compression_warmup_iters": 1}, tmp_path):
         assert found == expected
 
 

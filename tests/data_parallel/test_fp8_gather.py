@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from megatron_core.config import RunConfig
+from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.validate import problems
+from megatron_core.data_parallel.fp8_gather import start_narrow_gather
+from megatron_core.ops import Backend, native
+from megatron_core.parallel.groups import ALONE
+from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -13,6 +20,7 @@ from megatron_core.verify.ragged import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, assemble
 from tests.defects.plant import planted
+from tests.ops import libraries
 from tests.parity.fp8_rows import BLOCKWISE, DELAYED, EXPERTS, HISTORY, SMALL, TENSORWISE, WIDE
 from tests.parity.moe_rows import EP2
 from tests.parity.rows import BASE, OVERLAP, SMALL_BUCKETS, TP2, ZERO, ZERO3
@@ -61,6 +69,26 @@ def test_no_bit_changes_and_half_the_bytes_travel(case: str) -> None:
         assert layers > 0 and none == 0
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_casts_run_on_the_backend_of_the_layer(
+    backend: Backend, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries.use(libraries.cpu, monkeypatch)
+    called, call = set(), native.call
+
+    def counted(name: str, *given: object) -> None:
+        called.add(name)
+        call(name, *given)
+
+    monkeypatch.setattr(native, "call", counted)
+    weight = nn.Parameter(torch.randn(200, 256))
+    weight.fp8 = FP8Products(FP8Config(fp8_format="e4m3", fp8_recipe=recipe), ALONE, ALONE, backend=backend)
+    shard = weight.detach().flatten()
+    _, sent = start_narrow_gather(shard.clone(), shard, [(weight, 0, len(shard), 0)], [(0, weight)], ALONE)
+    assert called == ({"fp8_amax", "fp8_cast"} if backend == "native" else set()) and sent == len(shard)
+
+
 @pytest.mark.parametrize(
     ("target", "old", "new"),
     [
@@ -86,7 +114,7 @@ def test_defects_are_found(target: str, old: str, new: str) -> None:  # C49
         (TENSORWISE, "zero_stage=0 gathers no weights"),
         (TENSORWISE | ZERO, "would overwrite the main weights"),
         ({"fp8_format": "e4m3", "fp8_recipe": "rowwise"} | ZERO3, "legal: tensorwise, delayed, blockwise"),
-        ({}, "fp8_param_gather has no effect without fp8_format"),
+        ({}, "fp8_param_gather=True has no effect without fp8_format"),
     ],
 )
 def test_what_it_needs(settings: dict, message: str) -> None:

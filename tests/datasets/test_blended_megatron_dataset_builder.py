@@ -19,7 +19,7 @@ from megatron_core.datasets.blended_megatron_dataset_config import (
 )
 from megatron_core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron_core.datasets.megatron_dataset import MegatronDataset
-from megatron_core.datasets.split_names import Split
+from megatron_core.datasets.utils import Split
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write_counting
 from tests.datasets.megatron_order import reference

@@ -18,7 +18,7 @@ from megatron_core.datasets import (
 from megatron_core.datasets import build_datasets as build
 from megatron_core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron_core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron_core.datasets.split_names import get_blend_from_list
+from megatron_core.datasets.utils import get_blend_from_list
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting

@@ -1,6 +1,7 @@
 """Writing token files: whole or not at all, and never a wrapped number."""
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megatron_core.datasets import (
     read_header,
     write_header,
 )
-from megatron_core.datasets.atomic_write import partial_path
+from megatron_core.datasets.atomic_write import atomic_write, partial_path
 from megatron_core.datasets.builder import TokenWriter
 from megatron_core.datasets.indexed import read_index
 from megatron_core.errors import DataError
@@ -42,6 +43,17 @@ def test_a_failed_build_leaves_the_old_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    """Root may rename a file to /dev/null, which all programs would then write into."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_write(pipe) as file:
+        file.write(b"text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+    os.close(reader)
+
+
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31)])
 def test_a_token_that_does_not_fit_is_an_error(dtype: type, token: int, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype) as builder:
@@ -58,24 +70,6 @@ def test_lengths_must_add_up(tmp_path: Path) -> None:
         pytest.raises(DataError, match=r"3 tokens cannot have sequences of \[1, 1\]"),
     ):
         builder.add_document([1, 2, 3], [1, 1])
-
-
-def test_many_documents_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> None:
-    documents = [[[1, 2], [3]], [], [[4]], [[], [5, 6, 7]]]
-    one_by_one, at_once = str(tmp_path / "a"), str(tmp_path / "b")
-    with IndexedDatasetBuilder(get_bin_path(one_by_one)) as builder:
-        for document in documents:
-            builder.add_document([token for s in document for token in s], [len(s) for s in document])
-        builder.finalize(get_idx_path(one_by_one))
-    with IndexedDatasetBuilder(get_bin_path(at_once)) as builder:
-        builder.add_documents([1, 2, 3, 4, 5, 6, 7], [2, 1, 1, 0, 3], [2, 0, 1, 2])
-        with pytest.raises(DataError, match="3 tokens cannot be 2 sequences of 2 tokens together"):
-            builder.add_documents([1, 2, 3], [1, 1], [2])
-        with pytest.raises(DataError, match="documents of 3 sequences together"):
-            builder.add_documents([1, 2], [1, 1], [3])
-        builder.finalize(get_idx_path(at_once))
-    for path in (get_bin_path, get_idx_path):
-        assert Path(path(one_by_one)).read_bytes() == Path(path(at_once)).read_bytes()
 
 
 def test_memory_does_not_grow_with_the_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,48 @@ def test_long_conversations_are_cut(tmp_path: Path, length: int) -> None:
     assert sample["document_lengths"].sum() == length and sample["document_lengths"].min() > 0
 
 
+MARKED = (
+    "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}</>{% endgeneration %}{% else %}{{ m.content }}</>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_and_marks_of_answers(tmp_path: Path) -> None:
+    """The template gets the line's tools, and may have the marks that transformers makes masks of."""
+    settings = _write(tmp_path)
+    (tmp_path / "chat.jinja").write_text(MARKED)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    line = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}], "tools": ["f"]}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(line))
+    data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=60)
+    sample = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train[0]
+    assert _text(sample["tokens"]).startswith('["f"]<user>ab</><assistant>x</>')
+    assert _text(sample["labels"][sample["loss_mask"] == 1]) == "x</>"
+
+
+BROKEN = {
+    '{"messages": [{"role": "user"}]}': "content must be a string, not null or left out",
+    '{"messages": [{"content": "x"}]}': "role must be a string",
+    '{"messages": "x"}': "messages must be a list of objects",
+    '{"conversations": [{"value": "x"}]}': "from must be a string",
+    '{"foo": 1}': "cannot infer schema",
+    "[1]": "holds a list, expected an object",
+    "{x": "is no JSON",
+    "": "is empty; --sft reads lines of JSON",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_line_is_named(line: str, tmp_path: Path) -> None:
+    settings = _write(tmp_path)
+    (tmp_path / "talks.jsonl").write_text("\n\n" + line)
+    data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=60)
+    with pytest.raises(DataError, match=rf"talks\.jsonl{', line 3: ' * bool(line)}.*{BROKEN[line]}"):
+        build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train[0]
+
+
 def test_each_round_has_every_line_once(tmp_path: Path) -> None:
     lines = [[{"role": "user", "content": c}, {"role": "assistant", "content": c}] for c in "abcde"]
     data = _dataset(tmp_path, *lines, length=40)
@@ -98,7 +140,7 @@ def test_a_run_learns_the_answers(tmp_path: Path) -> None:
 
 def test_faults_say_what_is_missing(tmp_path: Path) -> None:
     settings = _write(tmp_path, [{"role": "user"}])
-    with pytest.raises(DataError, match="line 0"):
+    with pytest.raises(DataError, match="line 1: content must be a string"):
         _dataset(tmp_path, [{"role": "user"}], length=8)[0]
     with pytest.raises(ConfigError, match="chat template"):
         data = DataConfig(**BYTES, sft=True, data_path=("x",))

@@ -17,7 +17,7 @@ from megatron_core.datasets.gpt_dataset import (
     MockGPTLowLevelDataset,
 )
 from megatron_core.datasets.megatron_dataset import pad_token_id
-from megatron_core.datasets.split_names import Split
+from megatron_core.datasets.utils import Split
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write
 from tests.datasets.megatron_order import reference

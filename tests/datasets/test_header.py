@@ -58,6 +58,14 @@ def test_a_file_of_someone_else_is_kept(tmp_path: Path) -> None:
     assert foreign.read_text() == "[1]"
 
 
+@pytest.mark.parametrize("content", ["[1]", "{", "[" * 50_000, '{"format": "megatron-netive token file 2"}'])
+def test_a_header_that_cannot_be_used_is_told(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(content)
+    for _ in range(2):
+        assert read_header(str(tmp_path / "a")) is None
+    assert capsys.readouterr().err.count("a.json IS NO HEADER of a token file") == 1
+
+
 def test_a_header_that_lacks_a_field(tmp_path: Path) -> None:
     prefix = str(tmp_path / "a")
     write_header(prefix, HEADER)

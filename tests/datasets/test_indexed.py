@@ -1,5 +1,6 @@
 """The .bin/.idx format: byte for byte as defined, and a sentence for everything that can be wrong."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from megatron_core.datasets import (
     get_bin_path,
     get_idx_path,
 )
-from megatron_core.datasets.indexed import pointers
 from megatron_core.errors import DataError
 from tests.datasets.files import index_by_hand, write
 
@@ -122,13 +122,6 @@ def test_dtype_table() -> None:
         DType.dtype_from_code(9)
 
 
-def test_pointers_outgrow_32_bits() -> None:
-    lengths = np.full(5, 2**31 - 1, dtype=np.int32)
-    expected = [i * (2**31 - 1) * 4 for i in range(5)]
-    assert pointers(lengths, 4).tolist() == expected  # C46
-    assert pointers(lengths[:0], 4).tolist() == []
-
-
 def edit(path: str, offset: int, content: bytes) -> None:
     """Overwrite bytes of a file."""
     whole = bytearray(Path(path).read_bytes())
@@ -160,10 +153,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "short bin": (lambda b, i: cut(b, 1), r"hand\.bin has 35 bytes, expected 36 from .*hand\.idx"),
     "empty bin": (lambda b, i: Path(b).write_bytes(b""), r"hand\.bin has 0 bytes, expected 36"),
-    "documents": (lambda b, i: edit(i, 34 + 48 + 24, b"\x09"), r"document index of 0 to 9, expected 0 to 4"),
+    "documents": (lambda b, i: edit(i, 34 + 48 + 24, b"\x09"), r"entry 3 of the document .* is 9, expected 2 to 4"),
+    "documents fall": (lambda b, i: edit(i, 34 + 48 + 8, b"\x03"), r"entry 2 of the document .* is 2, expected 3 to 4"),
+    "negative length": (lambda b, i: edit(i, 34, b"\xff" * 4), r"hand\.idx: sequence 0 has -1 tokens"),
+    "pointer": (lambda b, i: edit(i, 34 + 16 + 16, b"\x08"), r"sequence 2 begins at byte 8 .*, expected 12, where the"),
     "no documents": (
         lambda b, i: Path(i).write_bytes(index_by_hand(LENGTHS, 4, [], 4)),
-        r"document index of empty",
+        r"entry 0 of the document index is missing, expected 0",
     ),
 }
 
@@ -191,8 +187,12 @@ def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path) -> None:
         IndexedDataset(str(tmp_path / "a"))
 
 
-def test_a_negative_length_is_told_when_it_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mmap", [True, False])
+def test_tokens_that_are_cut_off_during_a_run(mmap: bool, tmp_path: Path) -> None:
+    """A mapped file would end the process by SIGBUS."""
     prefix, _, _ = by_hand(tmp_path, 4)
-    edit(get_idx_path(prefix), 34, b"\xff" * 4)
-    with pytest.raises(DataError, match=r"hand\.idx: sequence 0 has -1 tokens, expected >= 0; .*--validate"):
-        IndexedDataset(prefix)[0]
+    dataset = IndexedDataset(prefix, mmap=mmap)
+    os.truncate(get_bin_path(prefix), 16)
+    assert dataset[0].tolist() == [10, 11, 12]
+    with pytest.raises(DataError, match=r"hand\.bin was cut off after it was opened: it has 16 bytes, .* least 36"):
+        dataset[3]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.datasets import IndexedDataset, KeyedGPTDataset
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import DataError
 from tests.datasets.files import FakeIndexed, write, write_counting
 
 
@@ -59,14 +59,12 @@ def test_a_range_of_sequences(tmp_path: Path) -> None:
 
 def test_mask_after_the_end_of_a_document(tmp_path: Path) -> None:
     indexed = IndexedDataset(write(tmp_path / "a", [[1, 2, 99], [3, 99], [4, 5, 6, 99]]))
-    dataset = KeyedGPTDataset(indexed, range(3), sequence_length=8, seed=0, eod=99, eod_mask_loss=True)
+    dataset = KeyedGPTDataset(indexed, range(3), sequence_length=8, seed=0, masked_token=99)
     sample = dataset[0]
     assert sample["tokens"].tolist() == [1, 2, 99, 3, 99, 4, 5, 6]
     assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 0, 1, 1, 1]
-    unmasked = KeyedGPTDataset(indexed, range(3), sequence_length=8, seed=0, eod=99)
+    unmasked = KeyedGPTDataset(indexed, range(3), sequence_length=8, seed=0)
     assert unmasked[0]["loss_mask"].tolist() == [1.0] * 8
-    with pytest.raises(ConfigError, match="--eod-mask-loss"):
-        KeyedGPTDataset(indexed, range(3), sequence_length=8, seed=0, eod_mask_loss=True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -53,6 +53,7 @@ def test_shapes_and_dtypes(dataset: BlendedDataset) -> None:
         "labels": ids,
         "loss_mask": ((3, LENGTH), torch.float32),
         "sample_index": ((3,), torch.int64),
+        "source": ((3,), torch.int64),
     }
     assert batch["sample_index"].tolist() == [6, 7, 8]
     assert batch["tokens"][1].tolist() == dataset[7]["tokens"].tolist()

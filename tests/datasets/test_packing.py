@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_core.config import DataConfig
 from megatron_core.datasets import MockDataset
-from megatron_core.datasets.loader import BatchLoader
-from megatron_core.datasets.packing import Packing, document_lengths, packing_of, restarted_positions
+from megatron_core.datasets.loader import BatchLoader, Packing, document_lengths, packing_of, restarted_positions
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import build_tokenizer
 

@@ -1,15 +1,12 @@
-"""The sequences of a file as one text: the right tokens, little memory, and no gap unnoticed."""
+"""The sequences of a file as one text: the right tokens, and little memory."""
 
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_core.datasets import IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.datasets import IndexedDataset
 from megatron_core.datasets.keyed_dataset import TokenText
-from megatron_core.errors import DataError
-from tests.datasets.files import FakeIndexed, index_by_hand, write_counting
+from tests.datasets.files import FakeIndexed, write_counting
 
 
 def test_any_stretch_of_any_range(tmp_path: Path) -> None:
@@ -30,21 +27,6 @@ def test_reading_past_the_text(tmp_path: Path) -> None:
     for first, count in [(-1, 2), (0, 6), (5, 1), (2, -1)]:
         with pytest.raises(IndexError, match="a text of 5"):
             text.read(first, count)
-
-
-def test_a_gap_between_sequences_is_told(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "gap")
-    index = bytearray(index_by_hand([4, 4, 4], 4, [0, 1, 2, 3], code=4))
-    index[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 20)  # the second sequence begins a token late
-    Path(get_idx_path(prefix)).write_bytes(index)
-    Path(get_bin_path(prefix)).write_bytes(np.arange(13, dtype=np.int32).tobytes())
-    text = TokenText(IndexedDataset(prefix), range(3))
-    assert text.read(0, 4).tolist() == [0, 1, 2, 3]
-    sentence = (
-        r"gap\.idx: sequence 1 does not begin where sequence 0 ends \(byte 20, expected 16\); .*prepare the data again"
-    )
-    with pytest.raises(DataError, match=sentence):
-        text.read(2, 4)
 
 
 def test_far_sequences() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path, write_header
+from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path, indexed, write_header
 from megatron_core.datasets import validate as validate_module
 from megatron_core.datasets.validate import Checked, total_bytes, validate
 from megatron_core.errors import DataError
@@ -24,7 +24,8 @@ POINTERS_AT, DOCUMENTS_AT = 34 + 4 * 4, 34 + 12 * 4
 @pytest.fixture(params=[1, 3, 1 << 20], ids=["blocks of 1", "blocks of 3", "one block"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check is made across the borders of blocks too."""
-    monkeypatch.setattr(validate_module, "BLOCK", request.param)
+    for module in (indexed, validate_module):
+        monkeypatch.setattr(module, "BLOCK", request.param)
 
 
 def by_hand(

@@ -97,7 +97,7 @@ IN_CONTEXT = (
     Defect(
         "parts of a softmax are added without their weights",
         "context_parallel.products:merge_",
-        "(part_lse - total).exp_()",
+        "(part_lse - base).exp_()",
         "(part_lse - part_lse).exp_()",
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -124,6 +124,14 @@ IN_CONTEXT = (
         "ctx.save_for_backward(query, own,",
         "ctx.save_for_backward(query, block,",
         "cp2 p2p, fused",
+        "C23",
+    ),
+    Defect(
+        "blocks of the ring are taken for those of the ranks after",
+        "context_parallel.exchange:_from_own",
+        "group.rank() - step",
+        "group.rank() + step",
+        "cp4 p2p, fused, 2 groups",
         "C23",
     ),
     Defect(
@@ -187,8 +195,8 @@ IN_CONTEXT = (
     Defect(
         "weights are dropped as if all keys were the rank's own",
         "transformer.sharded_attention:SharedCoreAttention._products",
-        "cp_rank=owner",
-        "cp_rank=self.exchange.group.rank()",
+        "self._positions(owner, length, weights.device)",
+        "self._positions(self.exchange.group.rank(), length, weights.device)",
         "cp2 p2p",
         "C26",
     ),

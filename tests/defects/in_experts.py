@@ -72,7 +72,7 @@ IN_EXPERTS = (
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
         "tensor_parallel.grouped_linear:_GroupedLinear.backward",
-        "lambda: _add_to_grad(weight, add(weight, x, grad_y, counts, backend))",
+        "lambda: add_to_grad(weight, add(weight, x, grad_y, counts, backend))",
         "lambda: None",
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
@@ -195,7 +195,7 @@ IN_EXPERTS = (
     ),
     Defect(
         "sharded experts are gathered from the ranks of dense layers",
-        "data_parallel.buffer:make_buckets",
+        "data_parallel.fill:make_buckets",
         '"-".join(kind.replica_axes)',
         '"dp-cp"',
         "experts, dp4 ep2 zero1, overlap",

@@ -59,6 +59,22 @@ IN_FP8 = (
         "delayed, pp2 zb_h1",
         "C49",
     ),
+    Defect(  # C49
+        "the amax of a step is that of its last micro-batch",
+        "tensor_parallel.fp8:FP8Products._record",
+        "torch.maximum(own, amax.amax().to(own.dtype))",
+        "amax.amax().to(own.dtype)",
+        "delayed, tp2",
+        "C49",
+    ),
+    Defect(  # C49
+        "what a step recorded stays for the next one",
+        "tensor_parallel.amax_history:AmaxHistories.update",
+        "layer.recorded.zero_()",
+        "pass",
+        "delayed, tp2",
+        "C49",
+    ),
     Defect(
         "a transposed matrix keeps the order of its blocks",
         "ops.fp8:Quantised.t",

@@ -287,7 +287,7 @@ IN_LAYERS = (
     ),
     Defect(  # C45
         "end of a document belongs to the next one",
-        "datasets.packing:_begins",
+        "datasets.loader:_begins",
         "tokens[:, :-1] == eod",
         "tokens[:, 1:] == eod",
         "packed, dp2",
@@ -295,7 +295,7 @@ IN_LAYERS = (
     ),
     Defect(
         "learned positions do not restart",
-        "datasets.packing:Packing.entries",
+        "datasets.loader:Packing.entries",
         "if self.reset_position_ids:",
         "if self.reset_position_ids and False:",
         "packed, dp2",

@@ -98,8 +98,8 @@ IN_STEPS = (
     Defect(
         "last micro-batch is dropped",
         "training.step:forward_step",
-        "(output * batch.loss_mask).sum()",
-        "(output * batch.loss_mask).sum() * (micro < len(batches) - 1)",
+        "losses.sum()",
+        "losses.sum() * (micro < len(batches) - 1)",
         "pp2",
     ),
     Defect(
@@ -112,8 +112,8 @@ IN_STEPS = (
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
         "training.step:forward_step",
-        "(output * batch.loss_mask).sum()",
-        "(output * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
+        "losses.sum()",
+        "losses.sum() / batch.loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",
         "C1 C3",
     ),
@@ -174,7 +174,7 @@ IN_STEPS = (
     ),
     Defect(  # C50
         "gradients are reduced over tp instead of dp",
-        "data_parallel.buffer:make_buckets",
+        "data_parallel.fill:make_buckets",
         "groups.shard_group(axes)",
         'groups.group("tp")',
         "1 group, dp2 tp2 zero1",

@@ -15,7 +15,7 @@ from tests.parity.rows import BASE, baseline_of
 from tests.parity.test_matrix import faults
 
 INCOMPLETE = "do not make up one whole model"
-"""What ``models.complete`` says of layers that are missing or doubled, before the first step."""
+"""What ``models.build`` says of layers that are missing or doubled, before the first step."""
 
 
 def symptoms(defect: Defect) -> list[str]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch._dynamo  # making an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.launch import World, explained
+from megatron_core.parallel.launch import World, explained, run_job, start_world
+from megatron_core.training.pretrain import pretrain
 from tests.memory import needs_proc
+from tests.programs import run_program
+from tests.runs import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -46,7 +57,7 @@ def _start(*flags: str) -> subprocess.Popen[str]:
 
 def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_that_differs() -> None:
     process = _start("--distributed-timeout-minutes", "0.05", "--inject-fault", "hang@1:3")
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     report = output[output.index("error: ") :]
     assert "rank 1" in report.splitlines()[0] and "has not come within 3 s" in report.splitlines()[0]
@@ -56,17 +67,65 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
     assert "exitcode  : 75" in report
 
 
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _rank(rank: int, size: int, port: int, log: Path, settings: dict[str, object]) -> None:
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    meeting = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in meeting.items()})
+    torch.set_num_threads(1)
+    config = tiny_config(**{"num_layers": 1, "eval_iters": 0, "log_interval": 1} | settings)
+    run_job(lambda world: pretrain(config, world))
+
+
+@contextmanager
+def ranks_without_launcher(logs: list[Path], **settings: object) -> Iterator[list[Any]]:
+    """Forked ranks, of which rank 0 hosts the store and each prints to its log; none is left afterwards."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [context.Process(target=_rank, args=(n, len(logs), port, log, settings)) for n, log in enumerate(logs)]
+    try:
+        for rank in ranks:
+            rank.start()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.whole_matrix)])
+def test_a_stopped_rank_is_reported(stopped: int, tmp_path: Path) -> None:
+    """The store of a stopped rank 0 does not answer."""
+    logs = [tmp_path / "0", tmp_path / "1"]
+    with ranks_without_launcher(logs, train_iters=10**6, distributed_timeout_minutes=0.05) as ranks:
+        while "iteration        3/" not in (logs[0].read_text() if logs[0].exists() else ""):
+            assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs]
+            time.sleep(0.05)
+        os.kill(ranks[stopped].pid, signal.SIGSTOP)
+        ranks[1 - stopped].join(300)
+        assert ranks[1 - stopped].exitcode == 75
+    report = logs[1 - stopped].read_text().partition("error: ")[2]
+    assert f"rank {stopped} (process {ranks[stopped].pid}) has not come within 3 s" in report.splitlines()[0]
+    assert f"rank {stopped}: no answer: its process has ended or is stopped" in report
+
+
 @needs_proc
-def test_when_the_launcher_dies_the_ranks_save_and_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.whole_matrix)])
+def test_when_the_launcher_dies_the_ranks_save_and_end(number: signal.Signals, tmp_path: Path) -> None:
     process = _start("--save", str(tmp_path))
     for line in process.stdout:
         if "iteration        3/" in line:
             break
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(number)
     output = process.stdout.read()  # until the ranks, which write there, too, have ended
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(children) >= 2 and not any(Path(f"/proc/{pid}").exists() for pid in children)
@@ -97,6 +156,44 @@ def test_a_wrong_environment_is_one_sentence(
     assert "torchrun" in str(error.value) and len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "MASTER_ADDR='' and MASTER_PORT=0"),
+        ({"MASTER_PORT": "29500"}, "MASTER_ADDR=''"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "none"}, "MASTER_PORT='none'"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "from 1 to 65535"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "does rank 0 run"),
+        ({"MASTER_ADDR": "no such host"}, "is the address right"),
+    ],
+)
+def test_ranks_that_cannot_meet_say_so(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is not the first, with none at the other end."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if "MASTER_ADDR" in environment and "MASTER_PORT" not in environment:
+        environment = environment | {"MASTER_PORT": str(free_port())}
+    for name, value in (environment | {"RANK": "1", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LayoutError, match=re.escape(words)) as error:
+        start_world(World.from_environment(), timeout_minutes=0.02)
+    assert len(str(error.value)) < 600 and "\n" not in str(error.value)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in found.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LayoutError, match=f"127.0.0.1:{port}: another process has this port"):
+            start_world(World.from_environment(), timeout_minutes=0.02)
+
+
 def test_out_of_memory_is_one_sentence_with_ways_out() -> None:
     error = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000000 bytes.")
     status, message = explained(error) or (0, "")
@@ -107,9 +204,7 @@ def test_out_of_memory_is_one_sentence_with_ways_out() -> None:
 def test_places_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     flags = ["--train-iters", "1", "--metrics-file", str(tmp_path / "file/metrics.jsonl")]
-    done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *TINY, *flags], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = run_program("pretrain_gpt.py", *TINY, *flags)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
     assert str(tmp_path / "file") in done.stderr

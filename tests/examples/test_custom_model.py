@@ -14,7 +14,7 @@ from megatron_core.verify import ModuleExperiment, check_parity
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_it_computes_the_same_in_every_layout(dtype: str) -> None:
-    layouts = ["tp2 sp", "pp2 v2", "tp2 dp2 sp zero1 overlap"]
+    layouts = ["tp2 sp", "cp2", "pp2 v2", "tp2 dp2 sp zero1 overlap"]
     report = check_parity(ModuleExperiment(NextItemUnderTest()), layouts, dtype=dtype)
     assert [fault for row in report.rows for fault in row.faults] == []
 

@@ -78,7 +78,6 @@ def _commands(script: str, *arguments: str, folder: Path, **environment: str) ->
 
 
 def test_continue_from_a_model_of_hugging_face(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
     from tests.models.hf_models import save_model
 
     save_model("llama", tmp_path / "model")

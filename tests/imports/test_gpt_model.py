@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_it_is_the_same_model_as_this_packages(tied: bool, positions: str) -> No
 
 
 def test_a_causal_mask_is_what_no_mask_says() -> None:
-    model = gpt()
+    model = gpt(config(fp8=False))  # as None
     torch.testing.assert_close(model(IDS, None, MASK), model(IDS), rtol=0, atol=1e-12)
 
 
@@ -142,10 +143,13 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
     [
         (lambda: gpt(config(num_moe_experts=4)), "use get_gpt_decoder_block_spec"),
         (lambda: gpt(spec=get_gpt_layer_local_spec(num_experts=4)), "has experts"),
-        (lambda: gpt(config(fp8="hybrid", use_mup=True)), "fp8='hybrid', use_mup=True"),
+        (lambda: gpt(config(fp8="hybrid", qk_clip=True)), "fp8='hybrid', qk_clip=True"),
         (lambda: gpt(position_embedding_type="mrope"), "none of learned_absolute, rope, none"),
-        (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec is not supported"),
-        (lambda: gpt(config(num_moe_experts=4, moe_aux_loss_coeff=0.1)), "moe_aux_loss_coeff is not supported"),
+        (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec without mtp_num_layers is not supported"),
+        (
+            lambda: gpt(config(num_moe_experts=4, moe_router_load_balancing_type="global_aux_loss")),
+            "global_aux_loss is",
+        ),
         (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
         (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
         (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
@@ -164,7 +168,9 @@ def test_experts_where_the_configuration_has_them() -> None:
     model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=False))
     model(IDS, labels=IDS).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert ["router" in dict(layer.mlp.named_children()) for layer in model.decoder.layers.values()] == [False, True]
+    assert ["router" in dict(layer.mlp.named_children()) for layer in model.decoder.layers] == [False, True]
+    assert model.decoder.layers[-1] is model.decoder.layers["1"]
+    assert list(model.decoder.layers) == list(model.decoder.layers.values())
 
 
 def local_logits() -> tuple[int, bool]:
@@ -190,6 +196,15 @@ def test_layers_of_a_stage() -> None:
     assert [get_num_layers_to_build(accounted, pp_rank=r) for r in (0, 1)] == [4, 3]
     drawn = config(**pipeline, pipeline_model_parallel_layout="Ettt|tttttL")
     assert [get_num_layers_to_build(drawn, pp_rank=r) for r in (0, 1)] == [3, 5]
+    listed = [["embedding"], ["decoder"] * 6, ["decoder"] * 2, ["loss"]]
+    lists = config(**pipeline, pipeline_model_parallel_layout=listed)
+    assert lists.virtual_pipeline_model_parallel_size == 2
+    assert [get_num_layers_to_build(lists, v, r) for v in (0, 1) for r in (0, 1)] == [0, 6, 2, 0]
+    assert get_transformer_layer_offset(replace(lists), 1, 0) == 6
+    with pytest.raises(LayoutError, match="it has 8 decoder layers, not 9"):
+        config(**pipeline | {"num_layers": 9}, pipeline_model_parallel_layout=listed)
+    with pytest.raises(ConfigError, match="has 2 chunks on each rank"):
+        config(**pipeline, pipeline_model_parallel_layout=listed, virtual_pipeline_model_parallel_size=4)
     with pytest.raises(LayoutError, match="num_layers=7 cannot be divided"):
         get_num_layers_to_build(config(**pipeline | {"num_layers": 7}))
 

@@ -15,11 +15,15 @@ from megatron_core import dist_checkpointing, parallel_state
 from megatron_core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.models.gpt import GPTModel
-from megatron_core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron_core.models.gpt import model as own
+from megatron_core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron_core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.layer_spec import auxiliary_loss_names
 from megatron_core.transformer.module import Float16Module, MegatronModule
 from megatron_core.transformer.transformer_config import TransformerConfig
 from megatron_core.verify.ranks import run_ranks
@@ -33,16 +37,33 @@ LAYOUTS = {
     "dp2 zero1": {"zero": "optim", "overlap": True},
     "dp2 zero3": {"zero": "optim_grads_params"},
 }
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+    "mtp_num_layers": 1,
+}
+"""Layers that add losses of their own, and multi-token prediction."""
 
 
 class Training:
     """A model with its optimizer; the loss is the mean over the tokens of the global batch, whose masks are ragged."""
 
     def __init__(
-        self, tp: int = 1, pp: int = 1, chunks: int = 1, sp: bool = False, zero: str = "no_shard", overlap: bool = False
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        chunks: int = 1,
+        sp: bool = False,
+        zero: str = "no_shard",
+        overlap: bool = False,
+        ep: int = 1,
+        **settings: Any,
     ) -> None:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp, pp, chunks if chunks > 1 else None)
+        experts = {"expert_model_parallel_size": ep}
+        parallel_state.initialize_model_parallel(tp, pp, chunks if chunks > 1 else None, **experts)
         model_parallel_cuda_manual_seed(5)
         self.config = TransformerConfig(
             num_layers=4,
@@ -58,13 +79,15 @@ class Training:
             sequence_parallel=sp,
             calculate_per_token_loss=True,
             finalize_model_grads_func=finalize_model_grads,
+            **experts,
+            **settings,
         )
         ddp = DistributedDataParallelConfig(data_parallel_sharding_strategy=zero, overlap_grad_reduce=overlap)
         self.chunks = [DistributedDataParallel(self.config, ddp, self._stage(chunk, chunks)) for chunk in range(chunks)]
         if overlap:
             self.config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
-        settings = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
-        self.optimizer = get_megatron_optimizer(settings, self.chunks)
+        adam = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+        self.optimizer = get_megatron_optimizer(adam, self.chunks)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, 0.0, 1e-2, 1e-3, 1, 10, "cosine", 0.1, 0.1, 10, "constant"
         )
@@ -72,15 +95,17 @@ class Training:
     def _stage(self, chunk: int, chunks: int) -> GPTModel:
         first = parallel_state.is_pipeline_first_stage() and chunk == 0
         last = parallel_state.is_pipeline_last_stage() and chunk == chunks - 1
+        spec = get_gpt_layer_local_spec(self.config.num_moe_experts)
         return GPTModel(
             self.config,
-            get_gpt_layer_local_spec(),
+            spec,
             VOCABULARY,
             LENGTH,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=True,
             vp_stage=chunk if chunks > 1 else None,
+            mtp_block_spec=get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False),
         )
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
@@ -124,7 +149,7 @@ class Training:
 def forward_step(batches: Any, model: Any) -> Any:
     batch = next(batches)
     tokens = batch["tokens"]
-    output = model(tokens[:, :-1], labels=tokens[:, 1:], sample_index=batch["number"])
+    output = model(tokens[:, :-1], labels=tokens[:, 1:], sample_index=batch["number"], loss_mask=batch["mask"])
     return output, partial(loss_func, batch["mask"])
 
 
@@ -174,6 +199,54 @@ def test_steps_and_checkpoints_are_those_of_one_process(alone: Any, layout: str,
     for name, weight in weights.items():
         np.testing.assert_allclose(again[name], weight, rtol=0, atol=1e-9, err_msg=name)
     np.testing.assert_allclose(next_step, more, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def experts_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(1, partial(run, str(tmp_path_factory.mktemp("experts")), **EXPERTS))[0][0]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2, "overlap": True}], ids=str)
+def test_losses_of_layers_are_those_of_one_process(experts_alone: Any, layout: dict, tmp_path: Path) -> None:
+    for found, _ in run_ranks(2, partial(run, str(tmp_path), **layout, **EXPERTS)):
+        norms, expected = ([norm for _, norm in each] for each in (found, experts_alone))
+        np.testing.assert_allclose(norms, expected, rtol=0, atol=1e-9)
+
+
+def whole_batch(per_token: bool) -> tuple[float, float, dict[str, float]]:
+    """The norm of a step's gradients, that of this package's own model whose losses are means over the whole batch, and
+    the values of the losses there; all tokens count, so that means of micro-batches are those of the batch."""
+    training = Training(**EXPERTS)
+    training.config.calculate_per_token_loss = per_token
+    full = [batch | {"mask": torch.ones_like(batch["mask"])} for batch in training.batches(0)]
+    training.batches = lambda step: full  # type: ignore[method-assign]
+    twin, tokens = training._stage(0, 1), MICRO_BATCHES * LENGTH
+    losses = AuxiliaryLosses(
+        auxiliary_loss_names(twin.model_config),
+        sequences=MICRO_BATCHES,
+        tokens=torch.tensor(float(tokens), dtype=torch.float64),
+        counts={"mtp_1_loss": torch.tensor(float(tokens - MICRO_BATCHES), dtype=torch.float64)},
+        expert_layers=range(5),
+        num_experts=4,
+    )
+    for micro, batch in enumerate(full):
+        ids = batch["tokens"]
+        given = {"labels": ids[:, 1:], "loss_mask": batch["mask"]}
+        later = LaterTokens.of(given, 1, SequenceSplit(), ids.device)
+        collected = {"auxiliary_losses": losses.of_micro_batch(micro), "later": later}
+        found = own.GPTModel.forward(twin, ids[:, :-1], **given, **collected, sample_index=batch["number"])
+        (found.sum() / tokens).backward()
+    squares = sum(float(p.grad.square().sum()) for p in twin.parameters() if p.grad is not None)
+    values = dict(zip(losses.names, losses.totals(torch.device("cpu"), owns_loss=True).tolist(), strict=True))
+    return training.take(0)[1], squares**0.5, values
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_losses_of_layers_count_once(per_token: bool) -> None:
+    ours, expected, values = run_ranks(1, whole_batch, per_token)[0]
+    assert ours == pytest.approx(expected, abs=1e-12)
+    assert set(values) == {"load_balancing_loss", "z_loss", "mtp_1_loss"}
+    assert all(value > 0.1 for value in values.values())
 
 
 def by_hand() -> tuple[float, float]:
@@ -246,7 +319,12 @@ def test_16_bit_models_take_and_give_32() -> None:
     ("make", "message"),
     [
         (lambda: DistributedDataParallelConfig(nccl_ub=True), "nccl_ub is not supported"),
-        (lambda: DistributedDataParallelConfig(overlap_param_gather=True), "needs use_distributed_optimizer"),
+        (
+            lambda: DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, param_name_patterns_for_fp32_local_accumulation=("all",)
+            ),
+            "leave out one of the two",
+        ),
         (lambda: get_megatron_optimizer(OptimizerConfig(lr=0.1), [torch.nn.Linear(1, 1)]), "DistributedDataParallel"),
         (lambda: OptimizerConfig(lr=0.1, log_num_zeros_in_grad=True).translated(), "log_num_zeros_in_grad"),
         (lambda: OptimizerConfig().translated(), "lr=None"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
+import transformers
 
 VOCABULARY = 61
 LLAMA: dict[str, Any] = {

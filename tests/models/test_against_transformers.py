@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.models import GPTModel
 from megatron_core.tensor_parallel import ModelParallelConfig
-
-transformers = pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH = 3, 32, 4, 97, 24
 EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
-from megatron_core.models.complete import EMBEDDING, OUTPUT, faults
+from megatron_core.models.build import EMBEDDING, OUTPUT, faults
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
@@ -25,8 +26,6 @@ from tests.models.test_against_transformers import (
     _ours,
     _same_gradients,
 )
-
-transformers = pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
 
 EXPERTS, FFN, GROUPS = 8, 24, 2
 TOLERANCE = 2e-6  # their norms, rotary tables and routers are float32 in a float64 model, too

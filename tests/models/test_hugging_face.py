@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from megatron_core.checkpoint import Box, Piece, parameter_pieces
+from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
+from megatron_core.models.hf.architecture import _function
+from megatron_core.models.hf.architectures import architecture_of
+from megatron_core.models.hf.reader import _vocab_size
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
 from megatron_core.training.pretrain import read_settings
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.models.hf_models import MODELS, VOCABULARY, save_model, transformers
+from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
+from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import TINY, tiny_run
+from tests.tokenizers.corpus import write_tokenizer_json
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +38,7 @@ def no_progress_bars() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     """The same logits, and the same bytes under the same names after the way back."""
     save_model(name, tmp_path / "theirs")
     assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
@@ -91,13 +99,15 @@ LAYOUTS = {
     "tp2 pp2, sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
 NAMES = ("llama, tied", "gpt_neox", "olmo2", "gemma2")
+SAMPLE = list(zip(NAMES, ["tp2 pp2, sp", "tp2", "pp2 dp2, ZeRO-1", "tp2 pp2, sp"], strict=True))
+"""Each architecture and each layout once."""
 EXPERTS = {"ep2": {"expert_model_parallel_size": 2}}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, layout) for name in ("llama, tied", "gpt_neox", "olmo2", "gemma2") for layout in LAYOUTS),
+        *((name, layout) for name, layout in product(NAMES, LAYOUTS) if WHOLE_MATRIX or (name, layout) in SAMPLE),
         ("mixtral", "ep2"),
     ],
 )
@@ -138,7 +148,7 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
             assert torch.equal(stored[key], tensor.float())
 
 
-def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:
+def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43
     """Its own positions, trained a step, as GPT-2; and with settings that no architecture has it is refused."""
     settings = {"openai_gelu": True, "save": str(tmp_path / "ours"), "train_iters": 1}
     run = tiny_run(**settings)
@@ -154,6 +164,16 @@ def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:
         export_hugging_face(tmp_path / "ours", tmp_path / "no", model_type="llama")
     with pytest.raises(CheckpointError, match="not empty"):
         export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_a_tokenizer_of_any_name_goes_out_under_theirs(tmp_path: Path) -> None:
+    file = write_tokenizer_json(tmp_path).rename(tmp_path / "mine.json")
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file), "vocab_size": None}
+    run = tiny_run(**tokenizer, openai_gelu=True, save=str(tmp_path / "ours"), train_iters=1)
+    run.saver.save(run.state)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", verify=False)
+    assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert settings_of_folder(tmp_path / "theirs")["tokenizer_model"] == str(tmp_path / "theirs")
 
 
 def _edit(folder: Path, **changes: Any) -> None:
@@ -173,13 +193,80 @@ BAD = {
     ),
     "activation": (lambda f: _edit(f, hidden_act="relu"), "hidden_act='relu'; for llama only 'silu' is supported"),
     "rope": (lambda f: _edit(f, rope_parameters={"rope_type": "odd"}), "rope_type='odd'"),
+    "groups": (lambda f: _edit(f, num_key_value_heads=3), "cannot be split over num_query_groups=3; legal: 1, 2, 4"),
     "sizes": (lambda f: _edit(f, intermediate_size=40), r"has the shape \[48, 32\], config.json asks for \[40, 32\]"),
     "missing": (lambda f: _edit_tensors(f, **{"model.norm.weight": None}), "missing: model.norm.weight"),
     "unused": (lambda f: _edit_tensors(f, extra=torch.ones(1)), "without a use: extra"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "cannot be read"),
+    "no file": (lambda f: (f / "config.json").unlink(), "no such file; give the folder of a downloaded model"),
     "no JSON": (lambda f: (f / "config.json").write_text("["), "cannot be read as JSON"),
 }
+
+
+OF_SHAPES = {"num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank"}
+"""Settings whose defaults differ from those of transformers: a wrong one does not fit the stored tensors."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_left_out_means_what_it_means_there(name: str) -> None:
+    """Or is refused: the files of the hub leave out what was the default of the release that wrote them."""
+    kind, settings = MODELS[name]
+    of_kind = getattr(transformers, f"{kind}Config")
+    settings = {key: value for key, value in settings.items() if key != "layer_types"}
+    deep = {key: 8 for key in ("num_hidden_layers", "n_layer") if key in settings}
+    full = {key: value for key, value in of_kind(**settings | deep).to_dict().items() if value is not None}
+    full.pop("layer_types", None)
+    compared = 0
+    for key in full:
+        left = {other: value for other, value in full.items() if other != key}
+        try:
+            theirs = of_kind(**left).to_dict()
+            ours = architecture_of(left).settings(left)
+        except (CheckpointError, StrictDataclassError, ValueError, TypeError):
+            continue  # refused here or there
+        assert _computes(ours) == _computes(architecture_of(theirs).settings(theirs)), key
+        compared += 1
+    assert compared > 5
+
+
+def _computes(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _function(ModelConfig(**settings)).items() if name not in OF_SHAPES}
+
+
+REFUSED = {
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not read"),
+    "number of heads": ("llama", {"num_attention_heads": None}, "has no num_attention_heads; llama models need it"),
+    "a number as text": ("llama", {"hidden_size": "32"}, "hidden_size='32'; it has to be a number"),
+    "size of the vocabulary": ("llama", {"vocab_size": None}, "vocab_size=None"),
+    "rotary channels": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    "a factor": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "it needs a factor"),
+    "positions by layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "one set of param"),
+    "longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "for phi3 only"),
+    "bias": ("mistral, window", {"attention_bias": True}, "attention_bias=True"),
+    "an empty window": ("mistral, window", {"sliding_window": 0}, "1 or more, or null"),
+    "kinds of layers": ("qwen3", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "layer_types"),
+    "kinds without windows": ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False; but"),
+    "other scores": ("deepseek_v3", {"scoring_func": "softmax"}, "only 'sigmoid' is supported"),
+    "null for what is on": ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None"),
+    "shared experts": ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0"),
+    "half of YaRN's scale": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"mscale": None}}, "mscale_all_dim"),
+    "scaled positions of windows": (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "for sliding_attention only default",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused(fault: str) -> None:
+    name, changes, message = REFUSED[fault]
+    kind, settings = MODELS[name]
+    theirs = getattr(transformers, f"{kind}Config")(**settings).to_dict() | changes
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig(**architecture_of(theirs).settings(theirs))
+        _vocab_size(theirs)
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -190,6 +277,16 @@ def test_bad_folders_are_one_sentence_and_write_nothing(fault: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=message):
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
     assert not (tmp_path / "ours").exists()
+
+
+def test_an_output_layer_beside_tied_embeddings_has_to_be_the_same(tmp_path: Path) -> None:
+    save_model("llama, tied", tmp_path / "theirs")
+    weight = load_file(tmp_path / "theirs" / "model.safetensors")["model.embed_tokens.weight"]
+    _edit_tensors(tmp_path / "theirs", **{"lm_head.weight": weight.clone()})
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
+    _edit_tensors(tmp_path / "theirs", **{"lm_head.weight": weight + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding, but config\.json says tie"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "other", verify=False)
 
 
 def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ def test_distributed_files(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_to_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one command, verified by transformers; nothing is left beside the result."""
-    pytest.importorskip("transformers", reason="the test extra brings it: pip install -e '.[test]'")
     model = make_model(LLAMA, biases=False)
     folder = tmp_path / "theirs"
     write_rank_files(folder, weights_of(model), named(LLAMA, model, monkeypatch, **TP2, **PP2))

@@ -77,3 +77,20 @@ def test_a_line_torn_by_a_kill_costs_that_line_alone(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"nothing\.jsonl"):
         read_metrics(tmp_path / "nothing.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "step"}',
+        '{"kind": "step", "iteration": "x", "loss": 1}',
+        '{"kind": "validation", "iteration": 1, "loss": [1]}',
+        '{"kind": "step", "iteration": 2, "loss": null, "non_finite": {"loss": "x"}}',
+    ],
+)
+def test_a_record_of_wrong_types_is_named(line, tmp_path):
+    """Other lines, such as those that were cut off or nested without end, are no records."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "st\n' + "[" * 100_000 + '\n{"a": ' + "9" * 5000 + "}\n" + line + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 4 is no record of a run: .* must be numbers"):
+        read_metrics(path)

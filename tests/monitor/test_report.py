@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -37,9 +38,11 @@ def _run(folder: Path, **changes: object) -> Path:
     settings = {"data_path": "<script>alert('&')</script>"} | changes
     memory = {"weights": 2**20, "peak": 2**30, "current": 2**29}
     loads = {0: [100, 100, 1, 0], 2: [50, 60, 90, 3]}
+    parts = {f"{norm} by layer/{part}": 0.5 for norm in ("grad-norm", "params-norm") for part in ("layer 0", "head")}
+    parts |= {"lm loss by source/<books>": 2.0, "grad-norm by layer/head": math.nan}
     write_run(
         folder, [{"forward": 0.1, "backward": 0.2, "odd <phase>": 0.01}] * 2, traffic=sent, config=settings,
-        memory=memory, expert_load=loads,
+        memory=memory, expert_load=loads, breakdown=parts,
     )  # fmt: skip
     sink = JsonLinesSink(folder / "metrics.jsonl")
     sink.on_validation(validation(6))
@@ -59,6 +62,8 @@ def test_every_section_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert "prefers-color-scheme: dark" in text and "@media print" in text and "width=device-width" in text
     assert found["comparison"].split()[-3:] == ["num_workers", "2", "7"]
     assert "rank 1" in found["imbalance"] and "dp all_reduce" in found["collectives"]
+    assert "<books>" in found["loss"] and "layer 0 0.500 0.500 1.00" in " ".join(found["loss"].split())
+    assert "head nan 0.500 nan" in " ".join(found["loss"].split())
     assert "exposed communication over dp" in found["diagnosis"] and "weights" in found["memory"]
     assert text.count("<img") == 1 and "data:image/png;base64," in text, "the heat map of the experts"
     assert main([str(tmp_path / "nowhere"), "--out", str(out)]) == 1
@@ -101,4 +106,6 @@ def test_numbers_and_charts() -> None:
     assert 'class="n"' in table(("a",), [(1.5,)]) and "&lt;" in table(("a",), [("<",)])
     gap = chart({"loss": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}, "x", "y")
     assert gap.count("<polyline") == 2 and chart({}, "x", "y").count("svg") == 0
+    labels = re.findall(r'text-anchor="end">([^<]*)<', chart({"loss": [(1, 0.3), (5, 2.4)]}, "x", "y"))
+    assert labels == ["1.00", "2.00", "5"], "round numbers, and the last x"
     assert "width:50.000%" in bars({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.0}}, "s")

@@ -164,6 +164,19 @@ def test_goodput_by_hand() -> None:
     assert goodput.useful + sum(goodput.lost.values()) == goodput.seconds
 
 
+def test_goodput_of_a_run_that_was_complete_and_goes_on() -> None:
+    """The day between is no restart: 10 s of start, 20 of steps, 5 of start, 10 of steps."""
+    goodput = Goodput()
+    for line in (
+        {"kind": "start", "began": 0.0, "iteration": 0},
+        _stretch(1, 2, 30.0, 20.0) | {"complete": True},
+        {"kind": "start", "began": 86400.0, "iteration": 2},
+        _stretch(3, 3, 86415.0, 10.0),
+    ):
+        goodput.add(line)
+    assert (goodput.seconds, goodput.useful, goodput.lost["start"], goodput.lost["restart"]) == (45.0, 30.0, 15.0, 0.0)
+
+
 RANKS = [
     {"prefix": "[pp0]", "host": "a", "phases": {"forward": 0.1, "data": 0.5}, "exposed": {"tp all_reduce": 0.02}},
     {"prefix": "[pp1]", "host": "b", "phases": {"forward": 0.3}, "exposed": {"tp all_reduce": 0.01}},

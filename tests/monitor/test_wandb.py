@@ -40,3 +40,11 @@ def test_without_the_package_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb_project=p needs the package wandb; pip install wandb"):
         build_sinks(MonitorConfig(wandb_project="p", progress=False))
+
+
+def test_offline_files_of_the_package_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = build_sinks(MonitorConfig(wandb_project="p", progress=False), tmp_path, settings={"lr": 0.1})[-1]
+    sink.on_step(step(3))
+    sink.close()
+    assert len(list((tmp_path / "wandb").rglob("run-*.wandb"))) == 1

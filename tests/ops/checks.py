@@ -23,9 +23,9 @@ WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 ANY = settings(
     max_examples=50 if WHOLE_MATRIX else 10,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-"""For tests of any shape, which hypothesis draws anew in every run."""
+"""For tests of any shape, which hypothesis draws."""
 
 # Relative error of what is rounded once to each type, with room for a sum in float32.
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

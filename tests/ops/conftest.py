@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import combinations
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 
+from megatron_core.verify.pairwise import pairwise
 from tests.ops import libraries
 from tests.ops.checks import WHOLE_MATRIX
 
@@ -32,18 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped.update(item for i, item in enumerate(own) if i not in kept)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
-
-
-def pairwise(combined: list[dict[str, str]], seed: str) -> set[int]:
-    """Positions of combinations, drawn greedily from a seeded order, that have every pair of values of all."""
-    pairs = [set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined]
-    order, missing, kept = list(range(len(combined))), set().union(*pairs), set()
-    Random(seed).shuffle(order)
-    while missing:
-        best = max(order, key=lambda i: len(pairs[i] & missing))
-        missing -= pairs[best]
-        kept.add(best)
-    return kept
 
 
 @pytest.fixture(params=KERNELS)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -20,28 +22,43 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 HOST_CUDA = (*sorted((CSRC / "cuda").glob("*.cu")), CSRC / "host_cuda" / "fibers.cpp")
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{CSRC}"]
+PARTS = ("common", "cpu", "cuda", "host_cuda")
 COMPILERS = 2
+COMPILED = ROOT / "build" / "test_libraries"
+"""Libraries by a hash of what they are made of; ``make clean`` removes them."""
 
 
 @cache
 def compiled(*sources: Path) -> ctypes.CDLL:
-    """A library of these sources; skips the test where there is no C++ compiler."""
+    """A library of these sources, compiled once for all processes; skips the test where there is no C++ compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (c++, g++ or clang++) to compile csrc with")
-    folder = Path(mkdtemp(prefix="megatron-native-"))
+    made_of = hashlib.sha256(" ".join([compiler, *FLAGS, *map(str, sources)]).encode())
+    for path in sorted(path for part in PARTS for path in (CSRC / part).rglob("*.*")):
+        made_of.update(path.read_bytes())
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    library = COMPILED / f"{made_of.hexdigest()[:16]}.so"
+    with (COMPILED / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the same test run compiles it just now
+        if not library.exists():
+            _compile(compiler, sources, library)
+    return ctypes.CDLL(str(library))
 
-    def compile_source(source: Path) -> str:
-        compiled_to = folder / f"{source.name}.o"
-        subprocess.run([compiler, *FLAGS, "-x", "c++", "-c", source, "-o", compiled_to], check=True, timeout=300)
-        return str(compiled_to)
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        objects = list(pool.map(compile_source, sources))
-    subprocess.run([compiler, "-shared", "-pthread", *objects, "-ldl", "-o", folder / "library.so"], check=True)
-    library = ctypes.CDLL(str(folder / "library.so"))
-    shutil.rmtree(folder)
-    return library
+def _compile(compiler: str, sources: tuple[Path, ...], library: Path) -> None:
+    with TemporaryDirectory(dir=COMPILED) as folder:
+
+        def compile_source(source: Path) -> str:
+            compiled_to = f"{folder}/{source.name}.o"
+            subprocess.run([compiler, *FLAGS, "-x", "c++", "-c", source, "-o", compiled_to], check=True, timeout=600)
+            return compiled_to
+
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            objects = list(pool.map(compile_source, sources))
+        made = Path(folder, library.name)
+        subprocess.run([compiler, "-shared", "-pthread", *objects, "-ldl", "-o", made], check=True, timeout=600)
+        made.rename(library)
 
 
 def cpu(dtype: torch.dtype) -> ctypes.CDLL:

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.bench_ops import as_tuple
 from benchmarks.op_cases import CASES, OpCase
 from megatron_core import ops
+from megatron_core.ops import fp8
 from tests.ops.checks import LOW
 
 # Held in registers, and too long for that.
@@ -57,6 +58,14 @@ def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
     return finite
 
 
+def run_casts(dtype: torch.dtype, shape: tuple[int, int]) -> bool:
+    """Casts to FP8 in all kinds of blocks and orders, of rows that begin at 16 bytes or do not."""
+    blocks = (fp8.WHOLE, fp8.ROWS, fp8.Blocks(1, 128), fp8.Blocks(128, 128), fp8.Blocks(32, 1))
+    tensors = [allocate(torch.randn(shape).to(dtype)) for allocate in (off_16_bytes, torch.clone)]
+    made = [fp8.quantise(x, fp8.E4M3, each, order="both", backend="native") for x in tensors for each in blocks]
+    return _are_finite([each.dequantised(torch.float32) for each in made])
+
+
 def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str, bool]:
     """Every operation on these, in all data types that GPUs have: name -> whether all that came out was finite."""
     finite = {}
@@ -65,6 +74,7 @@ def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str
         placed = (tensors for aligned in drawn for tensors in (aligned, [off_16_bytes(tensor) for tensor in aligned]))
         finite[op] = all([run(case, tensors) for tensors in placed])
         print(op, flush=True)
+    finite["casts to FP8"] = all([run_casts(dtype, shape) for dtype in LOW for shape in shapes])
     finite["lists of tensors"] = all([run_on_lists(dtype, sizes) for dtype in LOW])
     return finite
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_dropout_add
-from megatron_core.ops.reference.dropout import keep, philox, scale, threshold
+from megatron_core.ops.reference import dropout_scale, dropout_threshold, keep, philox
 from tests.ops.checks import (
     ANY,
     BOUND,
@@ -351,9 +351,9 @@ def test_the_reference_is_the_definition() -> None:
 
 
 def test_probabilities_are_multiples_of_two_to_the_minus_16() -> None:
-    assert (threshold(0.5), threshold(0.1), scale(0.1)) == (2**15, 6554, 2**16 / (2**16 - 6554))
-    assert (threshold(1e-12), scale(1e-12)) == (0, 1)
-    assert (threshold(1 - 1e-12), scale(1 - 1e-12)) == (2**16 - 1, 2**16)
+    assert (dropout_threshold(0.5), dropout_threshold(0.1), dropout_scale(0.1)) == (2**15, 6554, 2**16 / (2**16 - 6554))
+    assert (dropout_threshold(1e-12), dropout_scale(1e-12)) == (0, 1)
+    assert (dropout_threshold(1 - 1e-12), dropout_scale(1 - 1e-12)) == (2**16 - 1, 2**16)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -21,15 +21,15 @@ from megatron_core.ops.fp8 import (
     Blocks,
     block_amax,
     cast,
-    is_scaled_product,
     lost,
-    product,
     quantise,
     scale_of,
 )
+from megatron_core.ops.fp8_product import is_scaled_product, product
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
+from tests.defects.plant import planted
 from tests.ops.checks import ANY
 
 FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}
@@ -172,11 +172,13 @@ def _tensor_by_hand(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_case() -> tuple[Tensor, Tensor, Tensor]:
-    """x, W and dL/dy in bfloat16, with columns of very different sizes."""
+    """x, W and dL/dy in bfloat16, with rows and columns of very different sizes, which only a scale of each would keep:
+    powers of two change nothing else."""
     generator = torch.Generator().manual_seed(5)
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32)))
-    sizes = 10.0 ** torch.linspace(-2, 1, 64)
-    return (x * sizes).bfloat16(), (weight * 0.05).bfloat16(), (grad * 1e-4).bfloat16()
+    sizes, rows, outputs = (10.0 ** torch.linspace(-3, 3, n) for n in (64, 48, 32))
+    x, grad = x * sizes * rows[:, None], grad * outputs.flip(0) * rows.flip(0)[:, None]
+    return x.bfloat16(), (weight / sizes * outputs[:, None]).bfloat16(), (grad * 1e-4).bfloat16()
 
 
 def of_layer(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,6 +208,22 @@ def test_linear_layer_by_hand(recipe: str) -> None:
     for found, wanted in zip(of_layer(recipe), expected, strict=True):
         assert (found.float() - wanted).abs().max() <= 2.0**-8 * wanted.abs().max()
         assert (found == wanted.bfloat16()).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "old", "new"),
+    [
+        ("tensorwise", "ops.fp8:_cast", "None if turned is None else turned.mT", "turned and turned.view(x.shape)"),
+        ("rowwise", "tensor_parallel.fp8:FP8Products.blocks", "ROWS if summed == 1", "ROWS if summed == 0"),
+        ("rowwise", "ops.fp8:scale_of", "torch.full_like(scale, 0.5)", "torch.ones_like(scale)"),
+        ("tensorwise", "tensor_parallel.fp8:FP8Gradients.of_input", 'get("weight")', 'get("input")'),
+        ("tensorwise", "tensor_parallel.fp8:FP8Products.__init__", 'if settings.fp8_format == "hybrid"', "if False"),
+    ],
+    ids=["transposed form", "rows and columns", "rounding", "stale scale", "format"],
+)
+def test_casts_that_are_wrong_are_found(recipe: str, target: str, old: str, new: str) -> None:
+    with planted(target, old, new), pytest.raises((AssertionError, RuntimeError)):
+        test_linear_layer_by_hand(recipe)
 
 
 @pytest.mark.skipif(

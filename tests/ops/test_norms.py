@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm, plain and fused with the residual: both native kernels against the definition in float64."""
+"""rms_norm and layer_norm: both native kernels against the definition in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import add_layer_norm, add_rms_norm, layer_norm, reference, rms_norm
+from megatron_core.ops import layer_norm, reference, rms_norm
 from tests.ops.checks import (
     ANY,
     BOUND,
@@ -26,7 +26,6 @@ from tests.ops.checks import (
 from tests.runs import tiny_run
 
 PLAIN = {"rms_norm": rms_norm, "layer_norm": layer_norm}
-ADDED = {"rms_norm": add_rms_norm, "layer_norm": add_layer_norm}
 NORMS = pytest.mark.parametrize("norm", sorted(PLAIN))
 EPSILON = 1e-3
 
@@ -97,56 +96,25 @@ def test_inputs_and_gradients_need_not_be_contiguous(kernels: str, norm: str, dt
 
 
 @NORMS
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 64), (2, 4096), (2, 65536)], ids=str)
-def test_the_fused_addition_is_the_addition_and_then_the_norm(
-    kernels: str, norm: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    x, residual, dy, dsum = (draw(shape, dtype, seed) for seed in range(4))
-    parameters = parameters_of(norm, shape[-1], dtype)
-    leaves = [x.requires_grad_(), residual.requires_grad_(), *parameters]
-    y, total = ADDED[norm](*leaves, EPSILON, backend="native")
-    assert torch.equal(total, x + residual)
-    dx, dresidual, *dparameters = torch.autograd.grad((y, total), leaves, (dy, dsum))
-    y_right, dx_right, *dparameters_right = exact(norm, total.detach(), parameters, dy)
-    assert torch.equal(dx, dresidual)
-    assert_near([y, dx, *dparameters], [y_right, dx_right + dsum.double(), *dparameters_right], BOUND[dtype])
-
-
-@NORMS
-@pytest.mark.parametrize("used", [0, 1])
-def test_either_output_of_the_fused_addition_may_go_unused(kernels: str, norm: str, used: int) -> None:
-    shape, dtype = (5, 24), torch.float32
-    leaves = [draw(shape, dtype, seed).requires_grad_() for seed in range(2)] + parameters_of(norm, 24, dtype)
-    dy = draw(shape, dtype, 3)
-    kernels = [ADDED[norm](*leaves, EPSILON, backend=backend)[used] for backend in ("native", "reference")]
-    found, expected = (torch.autograd.grad(y, leaves, dy, materialize_grads=True) for y in kernels)
-    assert_near(list(found), [tensor.double() for tensor in expected], BOUND[dtype])
-
-
-@NORMS
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 17), (2, 2, 2, 4)], ids=str)
 def test_gradcheck(cpu_kernels: None, norm: str, shape: tuple[int, ...]) -> None:  # C55
-    x, residual = (draw(shape, torch.float64, seed).requires_grad_() for seed in range(2))
+    x = draw(shape, torch.float64).requires_grad_()
     parameters = parameters_of(norm, shape[-1], torch.float64)
     strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     for first in (x, strided):
         assert torch.autograd.gradcheck(lambda *a: PLAIN[norm](*a, EPSILON, backend="native"), (first, *parameters))
-    assert torch.autograd.gradcheck(lambda *a: ADDED[norm](*a, EPSILON, backend="native"), (x, residual, *parameters))
 
 
 @NORMS
 def test_opcheck(kernels: str, norm: str) -> None:
-    x, residual = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
+    x, dy = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
     parameters = parameters_of(norm, 24, torch.float32)
     ops = torch.ops.megatron_core
-    torch.library.opcheck(getattr(ops, norm), (x, *parameters, EPSILON))
-    torch.library.opcheck(
-        getattr(ops, f"add_{norm}"), (x.transpose(0, 1), residual.transpose(0, 1), *parameters, EPSILON)
-    )
+    for each in (x, x.transpose(0, 1)):
+        torch.library.opcheck(getattr(ops, norm), (each, *parameters, EPSILON))
     with torch.no_grad():
         _, *statistics = getattr(ops, norm)(x, *parameters, EPSILON)
-        inputs = (residual.detach(), None, x.detach(), parameters[0].detach(), *statistics)
+        inputs = (dy.detach(), x.detach(), parameters[0].detach(), *statistics)
     torch.library.opcheck(getattr(ops, f"{norm}_backward"), inputs)
 
 
@@ -204,8 +172,6 @@ def test_wrong_arguments_are_named(cpu_kernels: None, norm: str, backend: str) -
         PLAIN[norm](x, weight[:7], *rest, backend=backend)
     with pytest.raises(ConfigError, match=r"weight is torch.float64 on cpu and x torch.float32 on cpu"):
         PLAIN[norm](x, weight.double(), *rest, backend=backend)
-    with pytest.raises(ConfigError, match=r"residual is \[3, 1\]"):
-        ADDED[norm](x, x[:, :1], weight, *rest, backend=backend)
 
 
 @NORMS

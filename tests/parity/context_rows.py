@@ -78,6 +78,7 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp2 pp2 zb_v": (4, LAYERS4, CP2 | PP2 | ZB_V),
     "cp2 dp2": (4, {}, CP2),  # C3 C4
     "cp2 zero1": (2, {}, CP2 | ZERO),
+    "cp2 zero2 in 2 instances": (2, {}, CP2 | {"zero_stage": 2, "num_distributed_optimizer_instances": 2}),  # C62
     "cp2 dp2 zero1, overlap": (4, {}, CP2 | ZERO | OVERLAP | SMALL_BUCKETS),
     "cp2 tp2 pp2 sp": (8, MODERN, CP2 | TP2 | PP2 | SP),
     "cp2 dp2 tp2 sp zero1": (8, MODERN, CP2 | TP2 | SP | ZERO | OVERLAP),
@@ -104,16 +105,3 @@ for _name, _size in {
     "balance of the global batch, tp2 sp": 4,
 }.items():
     CONTEXT_ROWS[f"cp2, {_name}"] = _size, MOE_ROWS[_name][1], MOE_ROWS[_name][2] | CP2
-
-SAMPLE = (
-    "cp2 p2p",
-    "cp4 a2a+p2p, packed, window",
-    "cp2 tp2 sp, learned positions",
-    "cp2 pp2 zb_v",
-    "cp2 dp2 zero1, overlap",
-    "cp2 all_gather, growing",
-    "cp2 a2a, latent attention",
-    "cp2 tp2 sp, multi-token prediction",
-    "cp2, balance of micro-batches, tp2 sp",
-)
-"""What every test run compares: each kind of communication, axis, and way to compute, once."""

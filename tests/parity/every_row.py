@@ -1,9 +1,58 @@
-"""All rows of the parity matrix by name, for those who look one up."""
+"""All rows of the parity matrix by name, and the few of them that the default run trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations
+from zlib import crc32
+
+from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.context_rows import CONTEXT_ROWS
 from tests.parity.fp8_rows import FP8_ROWS
 from tests.parity.rows import ROWS
 
 EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS
+AXES = {
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "fp8_recipe",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "recompute_granularity",
+    "sequence_parallel",
+    "tensor_model_parallel_size",
+    "use_distributed_optimizer",
+    "zero_stage",
+}
+"""Settings whose pairs are drawn, too."""
+FAST_ROW = "dp2 tp2 sp, overlap"
+"""The row of ``make test-fast``."""
+
+
+def shown_by(row: str) -> set[object]:
+    """What a row shows: every setting with its value, every pair of axes, and how many ranks there are."""
+    ranks, model, layout = EVERY_ROW[row]
+    settings = model | layout
+    return {("ranks", ranks), *map(str, settings.items()), *combinations(sorted(settings.keys() & AXES), 2)}
+
+
+def cover(shows: Mapping[str, set[object]], cost: Callable[[str], int], first: Iterable[str] = ()) -> frozenset[str]:
+    """``first``, and few and cheap names that together with them show whatever any name shows.
+
+    Greedily: next comes the name that shows most new for its cost; checksums of names decide between equals.
+    """
+    chosen = list(first)
+    left = set().union(*shows.values()).difference(*(shows[name] for name in chosen))
+    while left:
+        chosen.append(max(shows, key=lambda name: (len(shows[name] & left) / cost(name), crc32(name.encode()))))
+        left -= shows[chosen[-1]]
+    return frozenset(chosen)
+
+
+SAMPLE = cover({row: shown_by(row) for row in EVERY_ROW}, lambda row: 1 + EVERY_ROW[row][0], [FAST_ROW])
+"""The rows of the default run: whatever any row has, one of these has."""
+
+
+def drawn(rows: Iterable[str]) -> list[str]:
+    """All of ``rows`` in the whole matrix, else those in the sample."""
+    return [row for row in rows if WHOLE_MATRIX or row in SAMPLE]

@@ -7,12 +7,14 @@ and the bound of all other rows holds here, too. What another scale would do is 
 from __future__ import annotations
 
 from tests.parity.context_rows import CP2, GATHER
+from tests.parity.latent_rows import DEEPSEEK_V3, LATENT, LATER
 from tests.parity.moe_rows import EP2, ETP1, MIXTRAL, ZB_V
-from tests.parity.rows import FULL_UNIFORM, MODERN, OVERLAP, PP2, SP, TP2, ZB_H1, ZERO, ZERO3
+from tests.parity.rows import FULL_UNIFORM, MODERN, OVERLAP, PP2, SP, TP2, UNTIED, ZB_H1, ZERO, ZERO3
 
 SMALL = {"num_layers": 2, "global_batch_size": 4}
 WIDE = SMALL | {"hidden_size": 256, "ffn_hidden_size": 512}  # 128 features and more on each of two ranks
 LONG = WIDE | {"num_layers": 1, "seq_length": 128, "global_batch_size": 2}  # 32 tokens in each of four chunks
+SHORT = {"num_layers": 2, "mtp_num_layers": 1}
 EXPERTS = MIXTRAL | {"hidden_dropout": 0.0}
 
 
@@ -39,9 +41,9 @@ FP8_ROWS: dict[str, tuple[int, dict, dict]] = {
     "rowwise, cp2": (2, SMALL | ROWWISE, CP2 | GATHER),
     "rowwise, experts, etp2": (2, EXPERTS | ROWWISE, TP2),
     "blockwise, tp2": (2, WIDE | BLOCKWISE, TP2),
+    "tensorwise, latent attention, tp2 sp": (2, LATENT | TENSORWISE, TP2 | SP),
+    "delayed, multi-token prediction, tp2 sp": (2, LATER | SHORT | HISTORY, TP2 | SP),
     "mxfp8, tp2": (2, WIDE | MXFP8, TP2),
-}
-MORE_FP8_ROWS: dict[str, tuple[int, dict, dict]] = {
     "tensorwise, tp2": (2, SMALL | TENSORWISE, TP2),
     "tensorwise, pp2": (2, SMALL | TENSORWISE, PP2),
     "tensorwise, modern, recompute, dp2 tp2 sp zero3": (
@@ -65,5 +67,10 @@ MORE_FP8_ROWS: dict[str, tuple[int, dict, dict]] = {
     "blockwise, experts, ep2": (2, EXPERTS | BLOCKWISE, EP2),
     "mxfp8, tp2 sp": (2, WIDE | MXFP8, TP2 | SP),
     "mxfp8, cp2": (2, LONG | MXFP8, CP2),
+    "rowwise, latent attention, dp2 zero3": (2, LATENT | ROWWISE, ZERO3),
+    "delayed, latent attention, cp2": (2, LATENT | HISTORY, CP2),
+    "rowwise, deepseek, tp2 sp ep2 etp1": (2, DEEPSEEK_V3 | ROWWISE, TP2 | SP | EP2 | ETP1),
+    "tensorwise, multi-token prediction, pp2": (2, LATER | TENSORWISE, PP2),
+    "rowwise, multi-token prediction, untied, dp2 zero3": (2, LATER | SHORT | UNTIED | ROWWISE, ZERO3),
     "mxfp8, dp2 zero3": (2, WIDE | MXFP8, ZERO3),
 }

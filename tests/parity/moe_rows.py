@@ -76,8 +76,6 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "sinkhorn and jitter, tp2 sp ep2 etp1": (2, SINKHORN, TP2 | SP | EP2 | ETP1),
     "balance of micro-batches, tp2 sp": (2, MIXTRAL | BY_MICRO_BATCH, TP2 | SP),
     "balance of the global batch, tp2 sp": (2, MIXTRAL | GLOBAL, TP2 | SP),
-}
-MORE_MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, ep2, allgather": (2, MIXTRAL, EP2 | ALL_GATHER),
     "experts, tp2 etp1": (2, MIXTRAL, TP2 | ETP1),
     "experts, dp2 etp2 ep2": (4, MIXTRAL, ETP2 | EP2),

@@ -42,6 +42,7 @@ ZERO, OVERLAP = (
 ZERO2, ZERO3 = {"zero_stage": 2}, {"zero_stage": 3}
 HYBRID = {"num_distributed_optimizer_instances": 2}
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
+MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_base_head_dim": 4.0, "mup_embedding_mult": 3.0}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 GLOO = {"distributed_backend": "gloo"}  # all other rows: shared memory
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
@@ -127,6 +128,12 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "dp2 tp2 pp2 sp zero3": (8, {}, TP2 | PP2 | SP | ZERO3),
     "dp2 pp3 zero3, a rank without parameters": (6, {}, PP3 | ZERO3 | OVERLAP | layout_of("Ett||ttL")),  # C34
     "muon, dp2 tp2 zero1": (4, {"optimizer": "muon"}, TP2 | ZERO | OVERLAP | SMALL_BUCKETS),
+    "muon, mup, matrices cut, dp2 pp2 zero1": (
+        4,
+        {"optimizer": "muon"} | MUP,
+        PP2 | ZERO | SMALL_BUCKETS | {"use_layer_wise_param_layout": False},
+    ),
+    "mup, untied, fused loss, dp2 tp2 zero2": (4, UNTIED | FUSED_LOSS | MUP, TP2 | ZERO2),
     "muon, 1 group, dp2 tp2 zero3": (4, GQA1 | {"optimizer": "muon"}, TP2 | ZERO3),
     "lion, modern, dp2 tp2 sp zero2": (4, MODERN | {"optimizer": "lion"}, TP2 | SP | ZERO2),
     "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3": (
@@ -134,9 +141,9 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
         {"optimizer": "sgd", "decoupled_lr": 2e-2, "clip_grad_value": 1e-2, "lr_warmup_iters": 2},
         PP2 | ZERO3,
     ),
-    "dp4 zero1 in 2 instances": (4, {}, ZERO | HYBRID | OVERLAP),
+    "dp4 zero1 in 2 instances": (4, {}, ZERO | HYBRID | OVERLAP),  # C62
     "dp4 zero2 in 2 instances": (4, {}, ZERO2 | HYBRID),
-    "dp4 zero3 in 2 instances": (4, {}, ZERO3 | HYBRID | OVERLAP),
+    "dp4 zero3 in 2 instances": (4, {}, ZERO3 | HYBRID | OVERLAP),  # C62
     "tp2 pp2": (4, {}, TP2 | PP2),
     "tp2 pp2 sp x 2 chunks": (4, {}, TP2 | PP2 | SP | V2),
     "dp2 tp2 sp, overlap": (4, {}, TP2 | SP | {"overlap_grad_reduce": True} | SMALL_BUCKETS),  # C56

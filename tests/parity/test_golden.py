@@ -51,8 +51,8 @@ def _train(settings: dict) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(1, {}), (2, {}), (2, {"use_distributed_optimizer": True})],
-    ids=["one process", "dp2", "dp2 zero1"],
+    [(1, {}), (2, {}), (2, {"zero_stage": 1}), (2, {"zero_stage": 2})],
+    ids=["one process", "dp2", "dp2 zero1", "dp2 zero2"],
 )
 def test_golden_losses_and_norms(ranks: int, settings: dict) -> None:  # C38
     for losses, norms in run_ranks(ranks, _train, settings):

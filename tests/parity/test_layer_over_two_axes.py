@@ -19,13 +19,13 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.monitor.replicas import Replicas
 from megatron_core.optimizer.loss_scale import ConstantLossScale
-from megatron_core.optimizer.optimizer import Optimizer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.initialization import Normal, initialise_by_name
 from megatron_core.parallel.sharding import allocate, replicated, split, split_fused, split_over
-from megatron_core.training.state import optimizer_pieces, saved_pieces
+from megatron_core.training.state import optimizer_pieces, updated_pieces
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, assemble
 
@@ -112,7 +112,7 @@ class Training:
         """Write weights and optimizer state."""
         self.data.finish_param_sync()
         save = Save(folder, 1, {}, rank=self.groups.rank, ranks=dist.get_world_size())
-        save_checkpoint(save, saved_pieces(self.data, self.optimizer), _all_agree)
+        save_checkpoint(save, updated_pieces(self.data, self.optimizer), _all_agree)
 
     def load(self, folder: Path) -> None:
         """Read what another layout has written."""

@@ -13,7 +13,10 @@ from megatron_core.config import RunConfig
 from megatron_core.verify import trace_training
 from megatron_core.verify.compare import FLOAT64_BOUND, Bounds, beyond, relative_errors
 from megatron_core.verify.trace import Trace
+from tests.parity.every_row import FAST_ROW, drawn
 from tests.parity.rows import BASE, ROWS, TP2, TP4, baseline_of, compare, noise_of
+
+FAST = pytest.mark.fast
 
 
 def faults(found: Trace, baseline: Trace, bounds: Bounds) -> list[str]:
@@ -21,8 +24,9 @@ def faults(found: Trace, baseline: Trace, bounds: Bounds) -> list[str]:
     return [*found.faults, *beyond(relative_errors(found, baseline), bounds)]
 
 
-# C1 C2 C3 C11 C13 C14 C17 C18 C20 C21 C22 C27 C33 C35 C36: what they would change is compared in every row.
-@pytest.mark.parametrize("row", ROWS)
+# C1 C2 C3 C5 C6 C7 C8 C11 C13 C14 C15 C17 C18 C20 C21 C22 C27 C33 C35 C36 C51: what they would change is compared in
+# every row.
+@pytest.mark.parametrize("row", [pytest.param(row, marks=FAST if row == FAST_ROW else ()) for row in drawn(ROWS)])
 def test_layout_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*ROWS[row])
     assert faults(found, baseline, Bounds("float64")) == []

@@ -47,13 +47,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT, bf16": ("1 process", {"bf16": True}),
     "Llama, bf16": ("1 process", LLAMA | {"bf16": True}),
     "many tokens": ("1 process", {"vocab_size": 16384}),
-    "full recomputation": ("1 process", LLAMA | FULL),
     "selective recomputation": ("1 process", LLAMA | {"recompute_granularity": "selective"}),
     "zero1": ("dp2 zero1", LLAMA),
     "zero2": ("dp2 zero2", LLAMA),
     "tp2 sp": ("tp2 sp", LLAMA),
+    "hidden dropout": ("1 process", {"hidden_dropout": 0.1}),
+    "grouped queries": ("1 process", LLAMA | {"group_query_attention": True, "num_query_groups": 2}),
+    "untied embeddings": ("1 process", LLAMA | {"untie_embeddings_and_output_weights": True}),
+    "larger micro-batches": ("1 process", LLAMA | {"micro_batch_size": 4}),
+    "long sequences": ("1 process", LLAMA | {"seq_length": 1024, "micro_batch_size": 1}),
+    "8 layers": ("1 process", LLAMA | {"num_layers": 8}),
+    "experts": ("1 process", LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 256, "moe_router_topk": 2}),
+    "lion": ("1 process", LLAMA | {"optimizer": "lion"}),
+    "many tokens, zero1": ("dp2 zero1", LLAMA | {"vocab_size": 16384}),
+    "many tokens, tp2": ("tp2", LLAMA | {"vocab_size": 16384}),
+    "full recomputation, zero3": ("dp2 zero3", LLAMA | FULL),
+    "zero1, bf16": ("dp2 zero1", LLAMA | {"bf16": True}),
+    "zero3, bf16": ("dp2 zero3", LLAMA | {"bf16": True}),
+    "GPT, tp2": ("tp2", {}),
+    "GPT, tp2 sp, bf16": ("tp2 sp", {"bf16": True}),
+    "cp2": ("cp2", LLAMA),
+    "cp2, gathered keys": ("cp2", LLAMA | {"cp_comm_type": ("all_gather",)}),
+    "cp2, exchanged heads": ("cp2", LLAMA | {"cp_comm_type": ("a2a",)}),
+    **{layout: (layout, LLAMA) for layout in ("dp4 zero1", "dp4 zero2", "dp4 zero3", "tp4 sp", "dp2 tp2 sp zero1")},
+    **{layout: (layout, LLAMA) for layout in ("pp2", "pp2 v2", "pp2 gpipe", "pp2 zb_h1", "pp2 zb_v", "tp2 pp2")},
 }
-DRAWN = dict(list(CASES.items())[:2]) if not WHOLE_MATRIX else CASES
+DRAWN = CASES if WHOLE_MATRIX else {name: CASES[name] for name in ("Llama", "zero3", "pp2", "cp2")}
 
 
 def _peak(config: RunConfig, folder: Path) -> tuple[int, int]:

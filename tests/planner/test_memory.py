@@ -10,7 +10,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.models import GPTModel
 from megatron_core.ops.native import unavailable_reason
-from megatron_core.planner import layer_activations, peak_activation_bytes, state_bytes_per_parameter
+from megatron_core.planner import layer_activations, peak_activation_bytes, state_by_kind
 from megatron_core.planner.memory import stage_activations
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.simulate import peak_activations
@@ -77,16 +77,16 @@ def test_published_weights_and_optimizer(name: str) -> None:
     """12 L h^2 parameters, split over tensor and pipeline."""
     layers, hidden, _, pp, *_ = MODELS[name]
     parameters = 12 * layers * hidden**2 / (8 * pp)
-    assert parameters * state_bytes_per_parameter("float16") / GIB == PUBLISHED[name][0]
+    assert parameters * sum(state_by_kind("float16").values()) / GIB == PUBLISHED[name][0]
 
 
 def test_bytes_of_a_parameter() -> None:
     """Megatron-LM's table of the distributed optimizer."""
-    assert [state_bytes_per_parameter(dtype) for dtype in ("bfloat16", "float16", "float32")] == [18, 18, 16]
-    by_stage = [state_bytes_per_parameter("bfloat16", 8, zero_stage=stage) for stage in range(4)]
+    assert [sum(state_by_kind(dtype).values()) for dtype in ("bfloat16", "float16", "float32")] == [18, 18, 16]
+    by_stage = [sum(state_by_kind("bfloat16", 8, zero_stage=stage).values()) for stage in range(4)]
     assert by_stage == [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]
-    assert state_bytes_per_parameter("float32", 8, zero_stage=1) == 8 + 8 / 8
-    assert state_bytes_per_parameter("float64", 2, zero_stage=3, moments=1) == 24 / 2
+    assert sum(state_by_kind("float32", 8, zero_stage=1).values()) == 8 + 8 / 8
+    assert sum(state_by_kind("float64", 2, zero_stage=3, moments=1).values()) == 24 / 2
 
 
 def test_layer_of_a_llama_by_hand() -> None:

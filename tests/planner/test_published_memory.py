@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.pipeline_plan import plan_of
+from megatron_core.config.partition import layers_by_stage, plan_of
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import Parameters, rank_units
 

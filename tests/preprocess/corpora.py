@@ -46,6 +46,7 @@ def settings(folder: Path, **changes: object) -> PreprocessSettings:
         "output_prefix": str(folder / "out"),
         "tokenizer_type": "ByteLevelTokenizer",
         "workers": 2,
+        "overwrite": True,
     }
     return PreprocessSettings(**{**given, **changes})
 

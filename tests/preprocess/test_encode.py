@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_core.preprocess.encode import FEW, Layout, encode
+from megatron_core.preprocess.worker import FEW, Layout, encode
 from megatron_core.tokenizers import ByteLevelTokenizer
 from megatron_core.tokenizers.fast import TokenizerBackend
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_core.datasets import IndexedDataset, read_header
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import Limits, find_inputs, preprocess, read_texts
-from megatron_core.preprocess.encode import sentence_splitter
+from megatron_core.preprocess.worker import sentence_splitter
 from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, TikTokenizer, Tokenizer
 from tests.preprocess.corpora import SMALL, outcome, sequences, settings, texts, write_jsonl, write_packed
 from tests.tokenizers.corpus import (
@@ -149,7 +149,6 @@ def test_bytes_that_the_tokenizer_drops_are_counted(
     backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Once for the whole run, whoever found them."""
-    pytest.importorskip("gigatoken")
     model = write_tokenizer_json(tmp_path, without=MISSING)
     documents = [*texts(60), *DROPPED_TEXTS * 3]
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -163,7 +162,6 @@ def test_bytes_that_the_tokenizer_drops_are_counted(
 
 @pytest.mark.parametrize("backend", ["tokenizers", "gigatoken", "auto"])
 def test_back_ends_give_the_tokenizers_own_tokens(backend: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    pytest.importorskip("gigatoken")
     documents = [*texts(60), "<|endoftext|>", "a <|endoftext|>b"]
     write_jsonl(tmp_path / "a.jsonl", documents)
     vocabulary, merges = write_gpt2_files(tmp_path)
@@ -184,7 +182,6 @@ def test_back_ends_give_the_tokenizers_own_tokens(backend: str, tmp_path: Path, 
 
 
 def test_a_back_end_that_cannot_serve_is_told(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    pytest.importorskip("gigatoken")
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     outcome(tmp_path)
     assert "backend: tokenizers (gigatoken does not read a ByteLevelTokenizer), 2 workers" in capfd.readouterr().err
@@ -198,7 +195,8 @@ def test_a_back_end_that_cannot_serve_is_told(tmp_path: Path, capfd: pytest.Capt
 def test_a_back_end_that_differs_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    gigatoken = pytest.importorskip("gigatoken")
+    import gigatoken
+
     encode = gigatoken.Tokenizer.encode
     documents = ["plain", "an odd word"] * 30
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -213,7 +211,8 @@ def test_a_back_end_that_differs_is_not_used(
 
 
 def test_a_back_end_that_differs_late_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gigatoken = pytest.importorskip("gigatoken")
+    import gigatoken
+
     encode = gigatoken.Tokenizer.encode
     # The sample has some kilobytes behind each sixteenth of the corpus: of these, texts 100 to 102.
     documents = ["plain " * 600] * 200
@@ -266,7 +265,6 @@ def test_what_a_tokenizer_refuses_is_broken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_sentences_are_sequences(keep: bool, tmp_path: Path) -> None:
-    pytest.importorskip("nltk")
     document = "First one.  Second one!\n\nIs it the third?\n"
     expected = ["First one.  ", "Second one!\n\n", "Is it the third?\n"]
     expected = expected if keep else [sentence.strip() for sentence in expected]
@@ -281,7 +279,7 @@ def test_sentences_are_sequences(keep: bool, tmp_path: Path) -> None:
 
 
 def test_sentences_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.preprocess.encode.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_core.preprocess.worker.find_spec", lambda name: None)
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(ConfigError, match=r"--split-sentences needs the package nltk.*pip install nltk"):
         preprocess(settings(tmp_path, split_sentences=True))
@@ -296,15 +294,24 @@ def test_a_cut_file_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
 
 
+def test_an_empty_plain_file_is_told_without_a_key(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "b.txt").touch()
+    problems = outcome(tmp_path, input=(str(tmp_path / "*.txt"),))["_problems.txt"].decode()
+    assert problems.endswith("b.txt, document 1 has no text\n")
+
+
 def test_texts_for_other_tools(tmp_path: Path) -> None:
     documents = texts(30)
     write_jsonl(tmp_path / "a.jsonl.zst", documents, key="body")
     paths = find_inputs([str(tmp_path)])
     found = list(read_texts(paths, ["body"]))
-    assert [text for some, _ in found for text in some] == documents
-    assert sum(size for _, size in found) == paths[0].stat().st_size
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst, line 1 has no key 'text'"):
-        list(read_texts(paths, ["text"]))
+    assert [text for some, _, _ in found for text in some] == documents
+    assert sum(size for _, size, _ in found) == paths[0].stat().st_size
+    broken = [sentence for *_, some in read_texts(paths, ["text"]) for sentence in some]
+    assert len(broken) == 30 and broken[0].endswith(
+        "a.jsonl.zst, line 1 has no key 'text'; its keys: body, n; choose with --json-keys"
+    )
 
 
 PEAK = """
@@ -333,3 +340,14 @@ def test_memory_does_not_grow_with_the_input(name: str, tmp_path: Path) -> None:
     # Kilobytes; 6 MB of text became 30 times as many bytes of Python integers, one batch at a time.
     for small, large in zip(*peaks, strict=True):
         assert large < small + 6_000, peaks
+
+
+def test_output_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(20))
+    first = outcome(tmp_path, overwrite=False)
+    for _ in range(2):  # the first refusal leaves nothing that a second one could resume
+        with pytest.raises(ConfigError, match=r"out_text_document\.bin exists already; .*--overwrite"):
+            preprocess(settings(tmp_path, overwrite=False))
+        assert not (tmp_path / "out.work").exists()
+    write_jsonl(tmp_path / "a.jsonl", texts(10))
+    assert outcome(tmp_path)["_text_document.bin"] != first["_text_document.bin"]

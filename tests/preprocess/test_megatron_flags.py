@@ -41,3 +41,11 @@ def test_what_would_change_something_is_refused(words: list[str], sentence: str)
 def test_every_refusal_names_a_way_out() -> None:
     assert set(WITHOUT_EFFECT) <= set(REFUSED)
     assert all("leave it out" in sentence for sentence in REFUSED.values())
+
+
+def test_other_names_of_older_releases_and_forks():
+    given = "--vocab=v.json --json-key text --tokenizer-name-or-path F --tokenizer-type PretrainedFromHF --append-eod"
+    found = (
+        "--vocab-file v.json --json-keys text --tokenizer-model F --tokenizer-type HuggingFaceTokenizer --append-eod"
+    )
+    assert translate(given.split()) == found.split()

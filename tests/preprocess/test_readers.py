@@ -268,3 +268,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DamagedFileError, match=r"a\.jsonl cannot be read from byte 0 .*\(No such file or directory\)"):
         Stream(source)
+
+
+def test_a_part_inside_a_long_line_reads_no_further_than_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the time for one line grows with the square of its length: 280 s for 1 GB."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 2_000_000 + b'"}\n')
+    monkeypatch.setattr("megatron_core.preprocess.readers.BUFFER_BYTES", 1000)
+    seen = []
+    monkeypatch.setattr(
+        Stream, "readline", lambda own, size, of=Stream.readline: seen.append(of(own, size)) or seen[-1]
+    )
+    assert list(read_blocks(describe(path), ("text",), None, Limits(), tmp_path, 500_000, 600_000)) == []
+    assert 99_000 <= sum(map(len, seen)) <= 102_000
+
+
+@pytest.mark.parametrize("begin", [b"ARROW1\0\0", b"BZh9", b"PK\3\4"])
+def test_files_of_other_formats_are_named(begin: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    path.write_bytes(begin + b"\xff\xfe")
+    (block,) = read_blocks(describe(path), ("text",), None, Limits(), tmp_path)
+    ((_, fault),) = block.batch(("text",)).broken
+    assert "write it as Parquet, .gz or .zst" in fault

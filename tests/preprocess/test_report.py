@@ -45,7 +45,7 @@ def test_the_summary_counts_everything_once() -> None:
         "a_x_document: 12 documents, 1,000 tokens",
         "a_y_document: 12 documents, 500 tokens",
         "12 documents, 1,500 tokens, 5.0 MB; 4.0 MB in 2 s, 2.0 MB/s, by gigatoken",
-        "3 broken documents left out, 1 empty texts kept; all in a_problems.txt",
+        "3 broken documents left out, 1 empty text kept; all in a_problems.txt",
     ]
     assert len(summary(["a"], State(extents=[Extent()]), 1.0, 0, "tokenizers", "")) == 2
 

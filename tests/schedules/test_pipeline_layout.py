@@ -57,7 +57,8 @@ def test_layouts(text: str, stages: list[str]) -> None:
 def test_what_cannot_be_read_is_named_with_its_place(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as error:
         parse_layout(text)
-    assert str(error.value).startswith(f"pipeline_model_parallel_layout={text}: ")
+    shown = f"{text}: " if len(text) < 200 else text[:90]
+    assert str(error.value).startswith(f"pipeline_model_parallel_layout={shown}")
 
 
 def megatron_reads(text: str) -> list[str]:

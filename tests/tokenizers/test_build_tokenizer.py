@@ -7,6 +7,7 @@ import pytest
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
+from megatron_core.tokenizers.build import TokenizerFiles
 from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
 
 
@@ -100,5 +101,5 @@ def test_tiktoken_from_configuration(tmp_path: Path) -> None:
     )
     built = tokenizer_of(data)
     assert built.vocab_size == 300 and built.tokenize("a") == [5 + ord("a")]
-    expected = build_tokenizer("TikTokenizer", path, None, None, 300, "v1", 5)
+    expected = TokenizerFiles("TikTokenizer", path, None, None, 300, "v1", 5).load()
     assert built.fingerprint() == expected.fingerprint()

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import fast
-from megatron_core.tokenizers.fast import TokenizerBackend, TokenizerFiles, disagreement, load_backend, odd_texts
+from megatron_core.tokenizers.build import TokenizerFiles
+from megatron_core.tokenizers.fast import TokenizerBackend, disagreement, load_backend, odd_texts
 from tests.tokenizers.corpus import (
     DROPPED_TEXTS,
     MISSING,
@@ -51,7 +52,7 @@ def compare(backend: fast.Backend, files: TokenizerFiles, texts: Sequence[str]) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_gives_the_tokenizers_ids(kind: str, tmp_path: Path) -> None:
     files = files_of(kind, tmp_path)
-    backend, reason = load_backend(files, "tokenizers")
+    backend, reason = load_backend(files.load(), "tokenizers")
     assert (backend.name, reason) == ("tokenizers", "")
     compare(backend, files, TEXTS + SPECIAL)
     ids, lengths = backend.encode([])
@@ -63,12 +64,11 @@ def test_the_base_gives_the_tokenizers_ids(kind: str, tmp_path: Path) -> None:
 def test_gigatoken_gives_the_tokenizers_ids(
     kind: str, singly: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("gigatoken")
     monkeypatch.setattr(fast, "SINGLY", singly)
     files = files_of(kind, tmp_path)
-    backend, reason = load_backend(files)
+    backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("gigatoken", "")
-    compare(backend, files, TEXTS + SPECIAL + odd_texts(files))
+    compare(backend, files, TEXTS + SPECIAL + odd_texts(files.load()))
     ids, lengths = backend.encode([])
     assert len(ids) == len(lengths) == 0
     ids, lengths = backend.encode(["", ""])
@@ -76,29 +76,32 @@ def test_gigatoken_gives_the_tokenizers_ids(
 
 
 def test_a_tokenizer_that_gigatoken_does_not_read(tmp_path: Path) -> None:
-    pytest.importorskip("gigatoken")
     path = write_tokenizer_json(tmp_path)
     content = json.loads(path.read_text())
     content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     path.write_text(json.dumps(content))
     files = TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path))
-    backend, reason = load_backend(files)
+    backend, reason = load_backend(files.load())
     assert backend.name == "tokenizers"
     assert reason.startswith("gigatoken does not read this tokenizer (") and "\n" not in reason
     with pytest.raises(
         ConfigError, match=r"gigatoken does not read this tokenizer .*--tokenization-backend tokenizers"
     ):
-        load_backend(files, "gigatoken")
+        load_backend(files.load(), "gigatoken")
 
 
 def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
     """It has the tokenizer's ids for all texts, also where letters merge over a byte that is dropped."""
-    pytest.importorskip("gigatoken")
     path = write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|last|>"), without=MISSING + b"\xff")
     files = TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path))
-    backend, reason = load_backend(files)
+    backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("gigatoken", "")
-    for texts in (TEXTS, DROPPED_TEXTS, DROPPED_TEXTS[2:3], [*TEXTS, *DROPPED_TEXTS, *SPECIAL, *odd_texts(files)]):
+    for texts in (
+        TEXTS,
+        DROPPED_TEXTS,
+        DROPPED_TEXTS[2:3],
+        [*TEXTS, *DROPPED_TEXTS, *SPECIAL, *odd_texts(files.load())],
+    ):
         compare(backend, files, texts)
     assert backend.encode(["th\u00aae"])[0].tolist() == files.load().tokenize("the")
 
@@ -106,17 +109,17 @@ def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "find_spec", lambda name: None)
     files = TokenizerFiles("ByteLevelTokenizer")
-    backend, reason = load_backend(files)
+    backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("tokenizers", "")
     with pytest.raises(ConfigError, match="the package is not installed; pip install gigatoken"):
-        load_backend(files, "gigatoken")
+        load_backend(files.load(), "gigatoken")
 
 
 def test_unknown_names_are_told() -> None:
     with pytest.raises(ConfigError, match="--tokenization-backend fast is not known; known: auto, tokenizers, g"):
-        load_backend(TokenizerFiles("ByteLevelTokenizer"), "fast")
+        load_backend(TokenizerFiles("ByteLevelTokenizer").load(), "fast")
     with pytest.raises(ConfigError, match="--tokenizer-type Foo is not known"):
-        load_backend(TokenizerFiles("Foo"))
+        load_backend(TokenizerFiles("Foo").load())
 
 
 def test_a_disagreement_is_quoted() -> None:
@@ -133,5 +136,5 @@ def test_a_disagreement_is_quoted() -> None:
 
 def test_odd_texts_have_the_added_tokens_in_them(tmp_path: Path) -> None:
     path = write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|mine|>"))
-    texts = odd_texts(TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path)))
+    texts = odd_texts(TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path)).load())
     assert "<|mine|>" in texts and "a<|mine|> b" in texts and "" in texts

@@ -11,7 +11,7 @@ import pytest
 import regex
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import TikTokenizer, build_tokenizer, padding_id
+from megatron_core.tokenizers import TikTokenizer, build_tokenizer
 from tests.tokenizers.corpus import TEXTS, make_ranks, write_rank_json, write_rank_lines
 
 # The two patterns as they are published, each in one piece.
@@ -76,9 +76,8 @@ def test_special_tokens_come_first(tmp_path: Path) -> None:
     assert tokenizer.tokenize("a") == [1000 + ord("a")]
     # Written out in the text they are text.
     assert min(tokenizer.tokenize("</s><SPECIAL_7>")) >= 1000
-    assert padding_id(tokenizer) == 4
     few = TikTokenizer(write_rank_json(tmp_path), num_special_tokens=3)
-    assert few.pad is None and padding_id(few) is None and few.tokenize("a") == [3 + ord("a")]
+    assert few.pad is None and few.tokenize("a") == [3 + ord("a")]
 
 
 def test_vocab_size_keeps_the_lowest_ranks(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from megatron_core.tokenizers import (
     Tokenizer,
     dropped_bytes,
     end_ids,
-    padding_id,
 )
 from megatron_core.tokenizers.byte_symbols import BYTE_SYMBOLS, count_bytes, missing_bytes
 from tests.tokenizers.corpus import (
@@ -79,25 +78,6 @@ def test_the_fingerprint_is_computed_once(name: str, tmp_path: Path) -> None:
     assert tokenizer.fingerprint() == first
 
 
-@pytest.mark.parametrize(
-    ("eod", "bos", "eos", "pad", "expected"),
-    [
-        (0, None, 0, None, None),  # no padding id: nothing may be masked
-        (0, None, 0, 0, None),  # pad is the end of a document: a real token
-        (5, 1, 0, 0, None),
-        (5, 1, 0, 1, None),
-        (None, None, None, 3, 3),
-        (2, 1, 2, 0, 0),  # an id of 0 is an id
-    ],
-)
-def test_padding_may_be_masked_only_where_its_id_means_nothing_else(
-    eod: int | None, bos: int | None, eos: int | None, pad: int | None, expected: int | None
-) -> None:
-    tokenizer = NullTokenizer(10)
-    tokenizer.eod, tokenizer.bos, tokenizer.eos, tokenizer.pad = eod, bos, eos, pad
-    assert padding_id(tokenizer) == expected
-
-
 def write_names(folder: Path, name: str, **tokens: object) -> Path:
     """A file that names special tokens."""
     path = folder / name
@@ -128,7 +108,6 @@ def test_hugging_face_end_of_a_turn_is_not_the_end_of_a_document(tmp_path: Path)
     )
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert (tokenizer.eod, tokenizer.eos, tokenizer.pad, tokenizer.bos) == (0, 1, 0, None)
-    assert padding_id(tokenizer) is None
 
 
 def test_hugging_face_ends_of_a_generated_text(tmp_path: Path) -> None:
@@ -154,7 +133,8 @@ def test_hugging_face_names_file_that_is_broken(content: str, sentence: str, tmp
 
 def test_hugging_face_agrees_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     write_tokenizer_json(tmp_path, ("</s>", "<s>", "<pad>"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     write_names(tmp_path, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **names)
@@ -226,9 +206,9 @@ def test_sentence_piece_puts_bos_first_on_request(tmp_path: Path) -> None:
 
 def test_sentence_piece_special_ids(tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(write_sentence_piece(tmp_path, pad=3))
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (1, 2, 2, 3) and padding_id(tokenizer) == 3
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (1, 2, 2, 3)
     without = SentencePieceTokenizer(write_sentence_piece(tmp_path, bos=-1))
-    assert (without.bos, without.pad) == (None, None) and padding_id(without) is None
+    assert (without.bos, without.pad) == (None, None)
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -285,3 +265,10 @@ def test_bytes_without_a_token_are_known_and_counted(tmp_path: Path) -> None:
     assert bytes(letters[symbol] for symbol in spelt[0][0]) == "\x00 \u00ad\u00ff\x7f".encode()
     unknown = {"type": "BPE", "unk_token": "<unk>"}
     assert missing_bytes({}, unknown, {"type": "ByteLevel"}) == missing_bytes({}, {}, {"type": "Metaspace"}) == b""
+
+
+def test_unknown_words_without_a_token_are_told_before_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}')
+    with pytest.raises(ConfigError, match=r"the token for unknown words, '\[UNK\]', is not in the vocabulary"):
+        HuggingFaceTokenizer(path)

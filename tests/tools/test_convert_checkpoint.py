@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,14 @@ import torch
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Request
-from megatron_core.inference.start import GenerationLayout
+from megatron_core.inference.generator import GenerationLayout
 from megatron_core.training.compatibility import open_model
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.models.hf_models import save_model, transformers
-from tools.convert_checkpoint import Settings, convert
+from tests.programs import run_program
+from tools.convert_checkpoint import Settings, convert, main
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_tool(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "tools/convert_checkpoint.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+run_tool = partial(run_program, "tools/convert_checkpoint.py")
 
 
 def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
@@ -34,10 +29,18 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
     settings = {"to": "hf", "load": str(tmp_path / "own"), "save": str(tmp_path / "again"), "verify": False}
     assert convert(Settings(source="native", **settings)).endswith("(hf); not verified")
     again = run_tool("--from", "hf", "--to", "native", "--load", settings["save"], "--save", str(tmp_path / "own"))
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: ") and again.stderr.count("\n") == 1 and "holds a checkpoint" in again.stderr
+    assert again.returncode == 1
+    assert again.stderr.startswith("convert_checkpoint: ") and again.stderr.count("\n") == 1
+    assert "holds a checkpoint" in again.stderr
     with pytest.raises(ConfigError, match="nothing to convert"):
         convert(Settings(source="hf", **settings))
+
+
+def test_flags_of_megatron_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "convert.py --model-type GPT --loader mcore --load-dir=a --save-dir b --target_tensor_parallel_size 2"
+    monkeypatch.setattr("sys.argv", given.split())
+    with pytest.raises(ConfigError, match="--loader --load-dir=a --save-dir --target_tensor_parallel_size: flags of"):
+        main()
 
 
 PROMPTS = [[5, 17, 9, 33], [41], [7, 7, 8, 2, 60, 31, 19]]

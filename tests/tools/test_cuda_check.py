@@ -53,6 +53,7 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         main(Settings())
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.skipif(not (os.environ.get("CUDACXX") or shutil.which("nvcc")), reason="there is no nvcc")
 def test_the_kernels_compile_without_spills(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(Settings(architectures=("90a",))) == 0

@@ -15,8 +15,8 @@ from megatron_core.config.rules_layout import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.errors import MegatronError
 from megatron_core.inference import Generator
+from megatron_core.inference.generator import GenerationLayout
 from megatron_core.inference.kv_cache import KVCache
-from megatron_core.inference.start import GenerationLayout
 from megatron_core.parallel import World
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.checks import RunChecks

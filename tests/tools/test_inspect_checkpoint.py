@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,13 @@ from megatron_core.checkpoint import Box, Piece, Save, save_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
+from tests.programs import run_program
 from tools.inspect_checkpoint import Settings, inspect_checkpoint
 
-ROOT = Path(__file__).parents[2]
 ONE_LAYER = {"num_layers": 1}
 
 
-def run(*flags: object) -> subprocess.CompletedProcess:
-    """The tool, as a user starts it."""
-    command = [sys.executable, "tools/inspect_checkpoint.py", *map(str, flags)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+run = partial(run_program, "tools/inspect_checkpoint.py")
 
 
 def write(root: Path, iteration: int = 1, **tensors: torch.Tensor) -> Path:

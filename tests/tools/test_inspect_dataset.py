@@ -1,8 +1,6 @@
 """What the inspection of a token file prints, and what it says about damaged ones."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +10,15 @@ from megatron_core.datasets import DatasetHeader, IndexedDatasetBuilder, get_bin
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer
 from tests.datasets.files import index_by_hand, write
+from tests.programs import run_program
 from tests.tokenizers.corpus import write_rank_json
 from tools.inspect_dataset import Settings, blocks, inspect_dataset
 
-ROOT = Path(__file__).parents[2]
 BYTES = {"tokenizer_type": "ByteLevelTokenizer"}
 TEXTS = ["the cat", "", "Grüße\n\x1b[31m", "x" * 300]
 
 
-def run(*flags: object) -> subprocess.CompletedProcess:
-    """The tool, as a user starts it."""
-    command = [sys.executable, "tools/inspect_dataset.py", *map(str, flags)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+run = partial(run_program, "tools/inspect_dataset.py")
 
 
 def make(folder: Path, with_header: bool = True) -> str:
@@ -201,23 +195,6 @@ def test_damaged_files_are_told(name: str, sentence: str, tmp_path: Path) -> Non
     with pytest.raises(DataError, match=sentence) as caught:
         inspect_dataset(Settings(prefix=prefix, validate=True))
     assert "\n" not in str(caught.value)
-
-
-def test_a_sequence_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    """Opening a file checks its ends; what is wrong in the middle shows when it is read."""
-    prefix = make(tmp_path)
-    path = Path(get_idx_path(prefix))
-    content = bytearray(path.read_bytes())
-    lengths, places = 34, 34 + 4 * 4
-    content[places + 8 : places + 16] = (1 << 50).to_bytes(8, "little")
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.idx is damaged: a document ends before it begins"):
-        inspect_dataset(Settings(prefix=prefix))
-    content[places + 8 : places + 16] = (16).to_bytes(8, "little")
-    content[lengths + 8 : lengths + 12] = (1 << 30).to_bytes(4, "little")
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"sequence 2 of .*a cannot be read: the index is damaged; .*--validate"):
-        inspect_dataset(Settings(prefix=prefix, document=(2,)))
 
 
 def test_nothing_in_the_files_is_shown_as_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

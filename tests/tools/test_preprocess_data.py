@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,16 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import preprocess
 from megatron_core.tokenizers import HuggingFaceTokenizer
 from tests.preprocess.corpora import settings, texts, write_jsonl
+from tests.programs import run_program
 from tests.tokenizers.corpus import TEXTS, write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*flags: object, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess:
+run = partial(run_program, "tools/preprocess_data.py")
+
+
+def start(*flags: object, stderr: int) -> subprocess.CompletedProcess:
     """The tool, as a user starts it."""
     command = [sys.executable, "tools/preprocess_data.py", *map(str, flags)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -51,7 +56,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert header.fingerprint == tokenizer.fingerprint() and header.append_eod
     assert (header.documents, header.tokens) == (len(TEXTS), dataset.num_tokens)
     assert f"{len(TEXTS)} documents, {dataset.num_tokens:,} tokens" in done.stdout
-    assert "0 broken documents left out, 1 empty texts kept" in done.stdout and "MB/s" in done.stdout
+    assert "0 broken documents left out, 1 empty text kept" in done.stdout and "MB/s" in done.stdout
     assert "tokenization backend: " in done.stderr
 
 
@@ -60,7 +65,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 200, 0, 0))
     flags = ("--input", corpus, "--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteLevelTokenizer")
-    assert run(*flags, stderr=theirs).returncode == 0
+    assert start(*flags, stderr=theirs).returncode == 0
     os.close(theirs)
     shown = os.read(ours, 100_000).decode()
     os.close(ours)
@@ -111,9 +116,10 @@ def test_inputs_without_text(tmp_path: Path) -> None:
         preprocess(settings(tmp_path))
     with pytest.raises(DataError, match="--input names no file"):
         preprocess(settings(tmp_path, input=()))
-    for content in ('{"text": ""}\n', "", "{\n"):
+    hint = "is there text under --json-keys"
+    for content, why in (('{"text": ""}\n', hint), ("", hint), ("{\n", "1 broken document left out, of which")):
         (tmp_path / "corpus.jsonl").write_text(content)
-        with pytest.raises(DataError, match="no token in it; is there text under --json-keys"):
+        with pytest.raises(DataError, match=f"no token in it; {why}"):
             preprocess(settings(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 

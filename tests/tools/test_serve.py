@@ -28,9 +28,6 @@ from tests.models.hf_models import LLAMA, transformers
 from tests.tokenizers.corpus import write_tokenizer_json
 from tools.serve import Settings, serve
 
-for library in ("starlette", "uvicorn"):
-    pytest.importorskip(library, reason="the server extra brings it: pip install -e '.[server]'")
-
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role ' + m.role) }}"
@@ -236,6 +233,8 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "not an object": (COMPLETIONS, [1], 400, "not a JSON object"),
     "no prompt": (COMPLETIONS, {}, 400, "prompt must be a text"),
     "bytes": (COMPLETIONS, b"\xff\xfe", 400, "the request is not JSON"),
+    "surrogate": (COMPLETIONS, {"prompt": "a\ud800"}, 400, "half of a surrogate pair"),
+    "surrogate in a chat": (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half of a surrogate"),
     "empty": (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no token"),
     "kind of prompt": (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt must be a text"),
     "token": (COMPLETIONS, {"prompt": [5, 300]}, 400, "outside of the vocabulary, 0 to 299"),
@@ -347,12 +346,14 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_complete(server: Client) -> None:
-    """It loads nothing from elsewhere, and its script uses elements that are there and paths that answer."""
+    """It loads nothing from elsewhere, its script uses elements that are there and paths that answer, and text is never
+    markup. ``make browser`` uses it as a visitor does."""
     status, text = server.send("/")
     page = Page()
     page.feed(text)
     used = set(re.findall(r'\bat\("(\w+)"\)', text))
     assert status == 200 and page.loads == [] and used and used <= page.ids
+    assert "textContent" in text and not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval", text)
     for path in set(re.findall(r'"(/v1/[\w/]+)"', text)):
         assert server.refused(path, {})[0] == 400
 

@@ -137,6 +137,11 @@ def test_unsound_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "0B1 is missing" in capsys.readouterr().err
 
 
+def test_no_flags_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "1f1b" in capsys.readouterr().out
+
+
 def test_json_without_a_file_is_printed() -> None:
     assert with_bare_json(["--json"]) == ["--json", "-"]
     assert with_bare_json(["--json", "--chunks", "2"]) == ["--json", "-", "--chunks", "2"]

@@ -1,5 +1,6 @@
 """Learning a vocabulary from JSON Lines text."""
 
+import gzip
 import json
 from dataclasses import replace
 from functools import partial
@@ -128,20 +129,30 @@ def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: P
 
 
 @pytest.mark.parametrize("output", FORMATS)
-def test_a_broken_line_is_named(output: str, tmp_path: Path) -> None:
-    """Both libraries read through their own code, which must not hide the error."""
+def test_broken_documents_are_left_out_and_told(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As preprocess_data does, in the first batch and in later ones; nothing else is printed to a file."""
+    monkeypatch.setattr("megatron_core.preprocess.readers.Limits", partial(Limits, batch_bytes=50))
     given = settings(tmp_path, 290, output)
-    with Path(given.input[0]).open("a") as file:
-        file.write("{broken\n")
-    with pytest.raises(DataError, match=r"corpus\.jsonl, line 16 is no JSON"):
-        train(given)
-    assert not Path(given.output).exists()
+    with Path(given.input[0]).open("ab") as file:
+        file.write(b'{broken\n{"text": "caf\xe9"}\n')
+    train(given)
+    assert load(given).vocab_size == 290
+    told = capsys.readouterr().err
+    assert told.startswith("2 broken documents left out; the first: ") and told.count("\n") == 1
+    assert "corpus.jsonl, line 16 is no JSON" in told
 
 
 @pytest.mark.parametrize("output", FORMATS)
-def test_a_line_broken_late_is_named(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.preprocess.readers.Limits", partial(Limits, batch_bytes=50))
-    test_a_broken_line_is_named(output, tmp_path)
+def test_a_damaged_file_is_named(output: str, tmp_path: Path) -> None:
+    """Both libraries read through their own code, which must not hide the error."""
+    given = settings(tmp_path, 290, output)
+    damaged = tmp_path / "b.jsonl.gz"
+    damaged.write_bytes(gzip.compress(Path(given.input[0]).read_bytes())[:-9])
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is cut off"):
+        train(replace(given, input=(*given.input, str(damaged))))
+    assert not Path(given.output).exists()
 
 
 def test_error_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron_core.monitor.report import write_report
 from tests.datasets.files import write
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
 
 @pytest.mark.parametrize(
@@ -24,11 +23,39 @@ ROOT = Path(__file__).parents[2]
 def test_a_place_that_is_a_file(tmp_path: Path, tool: str, flag: str, name: str, given: list[str]) -> None:
     (tmp_path / "text.txt").write_text("some text\n" * 50)
     write(tmp_path / "one", [[1, 2, 3], [4, 5]])
-    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *given, flag, f"text.txt/{name}"]
-    result = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )
+    result = run_program(f"tools/{tool}.py", *given, flag, f"text.txt/{name}", cwd=tmp_path)
     assert result.returncode == 1
     (said,) = result.stderr.splitlines()
     assert said.startswith(f"{tool}: {flag} text.txt/{name}: nothing can be written in text.txt (")
     assert said.endswith("; choose another folder")
+
+
+@pytest.mark.parametrize("tool", ["collect_corpus --output", "merge_datasets --input one --output-prefix"])
+def test_links_in_a_circle(tmp_path: Path, tool: str) -> None:
+    (tmp_path / "text.txt").write_text("some text\n" * 50)
+    write(tmp_path / "one", [[1, 2, 3], [4, 5]])
+    (tmp_path / "circle").symlink_to("circle")
+    name, *flags = tool.split()
+    more = ["--folder", "."] if name == "collect_corpus" else []
+    result = run_program(f"tools/{name}.py", *flags, "circle/a", *more, cwd=tmp_path)
+    assert result.returncode == 1
+    (said,) = result.stderr.splitlines()
+    assert "circle" in said
+
+
+def test_a_lock_that_can_never_be_made(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "lock").symlink_to(tmp_path / "absent" / "lock")
+    flags = ["--input", "text.jsonl", "--output-prefix", "out", "--tokenizer-type", "ByteLevelTokenizer"]
+    result = run_program("tools/preprocess_data.py", *flags, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "--output-prefix out: out.work cannot be made (No such file or directory)" in result.stderr
+
+
+def test_the_report_of_a_folder_whose_name_is_no_utf_8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\xfe")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}\n')
+    write_report(tmp_path / name, tmp_path / "page.html")
+    assert "\\udcff\\udcfe" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_every_layout_of_a_world(verify: Verify) -> None:
     assert result.status == 0, result.stderr + result.stdout
     assert "14 of 14 layouts hold in float32" in result.stdout  # tp2, tp2 sp, pp2; dp2 and cp2 with ZeRO, overlap
     assert result.stdout.splitlines()[2].startswith("1 process")
+
+
+def test_a_sample_has_every_pair_of_sizes_and_switches() -> None:
+    options = Options(all=True, world_size=(4,))
+    flags = ["--num-layers", "2", "--num-experts", "4", "--swiglu", "--disable-bias-linear"]
+    every, some = (task_of(parse_run_config(flags), replace(options, pairwise=p)).layouts for p in (False, True))
+    pairs = [{pair for each in layouts for pair in combinations(vars(each).items(), 2)} for layouts in (every, some)]
+    assert set(some) <= set(every) and len(some) < len(every) / 3
+    assert pairs[0] == pairs[1]
 
 
 def test_the_flags_of_a_run_describe_its_layout(verify: Verify) -> None:
@@ -133,6 +143,7 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--layouts", "tp2", "--world-size", "2"), "remove --world-size"),
         (("--layouts", "v2"), "layout 'v2' cannot be trained"),
         (("--layouts", "tp2", "--json", "/nowhere/report.json"), "/nowhere/report.json cannot be written"),
+        (("--layouts", "tp2", "--pairwise"), "--pairwise samples the layouts of --all"),
         (("--layouts", "tp2", "--steps", "0"), "--steps 0 is too small"),
         (("--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_core.config.cli import DryRun, parse_command_line
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.planner import state_bytes_per_parameter
+from megatron_core.planner import state_by_kind
 from megatron_core.training import read_settings
 from megatron_core.training.dry_run import RankEstimate, describe_rank, readable_bytes
 from megatron_core.verify.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_buffers_are_the_planners_bytes_a_parameter(stage: int) -> None:
     config = tiny_config(bf16=True, zero_stage=stage, hidden_size=64, global_batch_size=16)
     found = RankEstimate.of(config, 8, 5)
     state = sum(found.bytes_by_kind[kind] for kind in ("weights", "gradients", "optimizer"))
-    each = state_bytes_per_parameter("bfloat16", 8, zero_stage=stage)
+    each = sum(state_by_kind("bfloat16", 8, zero_stage=stage).values())
     # two buckets, of matrices and of vectors, each padded to 8 ranks x 8 elements; from stage 2 on in each unit
     padding = 18 * 2 * 8 * 8 * (1 if stage < 2 else 4)
     assert found.parameters * each <= state <= found.parameters * each + padding

@@ -56,3 +56,12 @@ def test_another_schedule_has_to_be_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert "lr was 0.01 and is 0.005" in capsys.readouterr().out
     assert train_step(resumed).learning_rate == pytest.approx(5e-3)
     assert tiny_run(load=str(tmp_path), lr=5e-3, finetune=True).state.iteration == 0
+
+
+def test_a_last_step_that_moves_the_learning_rate_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run(save=str(tmp_path), train_iters=4, lr_decay_style="linear")
+    train_step(run)
+    run.saver.save(run.state)
+    for settings, told in (({}, True), ({"lr_decay_iters": 4}, False), ({"train_iters": 4}, False)):
+        tiny_run(**({"load": str(tmp_path), "train_iters": 8, "lr_decay_style": "linear"} | settings))
+        assert ("train_iters was 4 and is 8" in capsys.readouterr().out) == told

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
+from megatron_core.training import faults
 from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.failures import FILE
 from megatron_core.training.faults import InjectedError
@@ -114,7 +118,7 @@ def test_one_bad_step_is_skipped_alike_on_all_ranks(rank: int, tmp_path: Path) -
     assert (tmp_path / "bad_steps" / "iter_0000002" / "manifest.json").is_file()
 
 
-def test_a_bad_step_is_replayed_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_step_is_replayed_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # C57
     """NaN that stays in the weights is named; a fault of one step, as an injected one, is not there any more."""
     run_ranks(2, _spoiled_weights, {"tensor_model_parallel_size": 2}, tmp_path / "weights")
     assert replay_step.main([str(tmp_path / "weights/bad_steps/iter_0000003")]) == 1
@@ -127,8 +131,8 @@ def test_a_bad_step_is_replayed_in_one_process(tmp_path: Path, capsys: pytest.Ca
 
 
 def _bounded(root: Path) -> str:
-    faults = tuple(f"nan@0:{step}" for step in range(3, 7))
-    run = tiny_run(**SETTINGS, save=str(root), max_bad_steps=1, max_rollbacks=1, inject_fault=faults)
+    nans = tuple(f"nan@0:{step}" for step in range(3, 7))
+    run = tiny_run(**SETTINGS, save=str(root), max_bad_steps=1, max_rollbacks=1, inject_fault=nans)
     with pytest.raises(MegatronError) as error:
         train(run, [])
     return str(error.value)
@@ -158,11 +162,11 @@ def test_half_precision_that_is_not_finite_from_the_start_ends_the_run(tmp_path:
     assert find_checkpoint(str(tmp_path)) is None
 
 
-def _fail_always(root: Path, faults: tuple[str, ...]) -> list[str]:
+def _fail_always(root: Path, fault: str) -> list[str]:
     """Four attempts, as a launcher makes them; each one's error."""
     found = []
     for _ in range(4):
-        run = tiny_run(**SETTINGS, save=str(root), load=str(root), inject_fault=faults)
+        run = tiny_run(**SETTINGS, save=str(root), load=str(root), inject_fault=(fault,))
         with pytest.raises((MegatronError, InjectedError)) as error:
             train(run, [])
         found.append(f"{type(error.value).__name__} {error.value}")
@@ -175,7 +179,7 @@ def test_the_same_failure_twice_is_not_tried_again(kind: str, tmp_path: Path) ->
     """The second time and every later attempt end with the way out; other settings begin anew."""
     fault = f"{kind}@0:4:always"
     (tmp_path / "run").mkdir()
-    (texts,) = run_ranks(1, _fail_always, tmp_path / "run", (fault,))
+    (texts,) = run_ranks(1, _fail_always, tmp_path / "run", fault)
     assert "the same failure twice" not in texts[0]
     for text in texts[1:]:
         assert text.startswith("MegatronError the same failure twice in iteration 4")
@@ -205,3 +209,41 @@ def test_settings_without_sense_are_refused(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
         check(tiny_config(**settings), 1)
     assert len(str(error.value)) < 500
+
+
+# --- Injected faults, and what a run does about them. Those that end a process: tests/end_to_end.
+
+
+def _with_fault(root: Path, fault: str) -> tuple[list[float], str, list[float]]:
+    """Milliseconds of each step, what rank 0 prints, and all weights, of a run of two ranks with a fault."""
+    faults.SLOW_SECONDS = 0.5
+    seen: list[float] = []
+    with redirect_stdout(io.StringIO()) as printed:
+        run = tiny_run(**SETTINGS, save=str(root), load=str(root), inject_fault=(fault,) * bool(fault))
+        run.saver.open()
+        train(run, [Losses(lambda event: seen.append(event.elapsed_ms))])
+    return seen, printed.getvalue(), np.concatenate([w.ravel() for w in weights(run)]).tolist()
+
+
+def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
+    plain, slow = (run_ranks(2, _with_fault, tmp_path / f"run{fault}", fault) for fault in ("", "slow@1:3"))
+    for (_, _, expected), (seen, _, found) in zip(plain, slow, strict=True):
+        assert seen[2] >= 500 and found == expected
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    (_, told, _), _ = run_ranks(2, _with_fault, tmp_path, "disk-full@1:4")
+    assert "A CHECKPOINT WAS NOT WRITTEN: a rank could not write its tensors" in told
+    assert complete_iterations(tmp_path) == [2, 6] and not list(tmp_path.glob(".iter_*"))
+
+
+@pytest.mark.parametrize("kind", ["truncated-write", "flip-bit"])
+def test_damage_is_found_on_the_next_start(kind: str, tmp_path: Path) -> None:  # C58
+    """The last checkpoint is damaged behind the run's back: the next run says so and goes on from the one before, to
+    the same bits."""
+    plain = run_ranks(2, _with_fault, tmp_path / "plain", "")
+    run_ranks(2, _with_fault, tmp_path / "run", f"{kind}@1:6")
+    seen = run_ranks(2, _with_fault, tmp_path / "run", "")
+    assert [found for _, _, found in seen] == [expected for _, _, expected in plain]
+    assert len(seen[0][0]) == 2, "steps 5 and 6"
+    assert "A DAMAGED CHECKPOINT IS NOT LOADED" in seen[0][1] and "rank_00001.safetensors" in seen[0][1]

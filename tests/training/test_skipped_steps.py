@@ -12,6 +12,7 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
+from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import tiny_run
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -71,10 +72,14 @@ def _skip_one(settings: dict, rank: int, value: float, split: bool) -> tuple:
     )
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["in a part", "in a copy"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
+# One after another of a layout's cases is in a part and in a copy: every pair of values occurs.
+ALL = [(n + m, layout, *case) for n, layout in enumerate(LAYOUTS) for m, case in enumerate(CASES)]
+
+
 @pytest.mark.parametrize(
-    ("precision", "rank", "value"), [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
+    ("layout", "precision", "rank", "value", "split"),
+    [(*case, split) for n, *case in ALL for split in (True, False) if WHOLE_MATRIX or split == (n % 2 == 0)],
 )
 def test_one_rank_overflows_and_all_skip(  # C47 C64
     layout: str, precision: str, rank: int, value: float, split: bool

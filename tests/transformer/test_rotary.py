@@ -71,6 +71,7 @@ def test_scaled_positions_are_those_of_transformers(theirs: dict) -> None:
 
     lengths = {"max_position_embeddings": 1024 if theirs["rope_type"] == "dynamic" else 4096}
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2, "rope_theta": 500_000.0, **lengths}
+    sizes |= {"intermediate_size": 512, "rms_norm_eps": 1e-6}
     config = LlamaConfig(**sizes, rope_scaling=dict(theirs))
     ours = ModelConfig(**LLAMA.settings(sizes | {"rope_scaling": theirs}))
     positions = torch.tensor([[0, 1, 50, 3000]])

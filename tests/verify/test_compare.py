@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, beyond, relative_errors
 from megatron_core.verify.trace import Trace
@@ -64,5 +65,4 @@ def test_other_dtypes_are_held_to_the_noise_of_one_process() -> None:
 
 
 def test_epsilons_are_those_of_torch() -> None:
-    torch = pytest.importorskip("torch")
     assert {name: torch.finfo(getattr(torch, name)).eps for name in EPSILON} == EPSILON

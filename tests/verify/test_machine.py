@@ -11,7 +11,7 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.planner.cost import step_cost
 from megatron_core.planner.hardware import read_hardware
-from megatron_core.verify.machine import MESSAGES, SMALL_STEP, Found, calibrated, disk_rates, link_of
+from megatron_core.verify.machine import LARGE_STEP, MESSAGES, SMALL_STEP, Found, calibrated, disk_rates, link_of
 from tools.diagnose import main
 
 
@@ -35,6 +35,13 @@ def test_calibration_explains_a_small_step() -> None:
     machine = calibrated(replace(read_hardware("h100"), step_seconds=0.0), 0.01)
     config = RunConfig.from_flat(SMALL_STEP)
     assert step_cost(config, 1, machine, 128).seconds == pytest.approx(0.01, rel=1e-3)
+
+
+def test_calibration_explains_a_large_step_with_the_rates() -> None:
+    machine = calibrated(replace(read_hardware("h100"), step_seconds=0.0), 0.01, 0.7)
+    config = RunConfig.from_flat(LARGE_STEP)
+    assert step_cost(config, 1, machine, 2048).seconds == pytest.approx(0.7, rel=1e-3)
+    assert machine.flops("float32") < read_hardware("h100").flops("float32")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
-from megatron_core.datasets.packing import packing_of
+from megatron_core.datasets.loader import packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.verify.gpt import configured, fitting_layouts

@@ -1,7 +1,10 @@
 """Megatron-LM's order of samples, for runs that began there: the same batches for the same seed."""
 
-from megatron_core.datasets.megatron_order.build import build_megatron_order
-from megatron_core.datasets.megatron_order.dataset import MegatronOrderedBlend, MegatronOrderedDataset
+from megatron_core.datasets.megatron_order.build import (
+    MegatronOrderedBlend,
+    MegatronOrderedDataset,
+    build_megatron_order,
+)
 from megatron_core.datasets.megatron_order.order import samples_wanted
 
 __all__ = ["MegatronOrderedBlend", "MegatronOrderedDataset", "build_megatron_order", "samples_wanted"]

@@ -1,12 +1,13 @@
-"""From token files, weights and a number of samples to one data set in Megatron's order."""
+"""Data sets in Megatron's order, for one file and for blends: the same samples as Megatron-LM, for the same seed."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_core.datasets.base import Dataset
+from megatron_core.datasets.base import Dataset, Sample, short_names
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.megatron_order.blend_index import (
     BlendIndex,
@@ -16,9 +17,146 @@ from megatron_core.datasets.megatron_order.blend_index import (
     samples_per_dataset,
 )
 from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.megatron_order.dataset import NO_PAD, MegatronOrderedBlend, MegatronOrderedDataset
-from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
+from megatron_core.datasets.megatron_order.order import OrderOptions, SampleOrder, cached_order
 from megatron_core.errors import ConfigError, DataError
+
+# What fills a sample that is short of tokens where no id of the vocabulary is set apart for it: no token's id.
+NO_PAD = -1
+
+
+def read_text(indexed: Any, order: SampleOrder, number: int, length: int, extra_tokens: int, pad: int) -> np.ndarray:
+    """The L + x tokens of sample `number` of the sample index, filled up with `pad` at the end: int64 [L + x].
+
+    They begin at row `number` and end x tokens after row `number + 1`; consecutive samples share x tokens.
+    """
+    first, offset = (int(value) for value in order.sample_index[number])
+    last, stop = (int(value) for value in order.sample_index[number + 1])
+    tokens = np.full(length + extra_tokens, pad, dtype=np.int64)
+    filled = 0
+    for entry in range(first, last + 1):
+        document = int(order.document_index[entry])
+        end = stop + extra_tokens if entry == last else int(indexed.sequence_lengths[document])
+        count = end - offset
+        if count > 0:
+            tokens[filled : filled + count] = indexed.get(document, offset, count)
+        filled += count
+        offset = 0
+    return tokens
+
+
+def divide(text: np.ndarray, extra_tokens: int, pad: int, masked_token: int | None) -> Sample:
+    """Tokens and labels of a text, and the mask of the labels that count.
+
+    Labels are the text from its second token on; without an extra token, the last label is padding. The mask is 0
+    where the label is `pad` and where the token is `masked_token`. Padding becomes id 0, which an embedding has.
+    """
+    if extra_tokens:
+        tokens, labels = text[:-1].copy(), text[1:].copy()
+    else:
+        tokens, labels = text.copy(), np.append(text[1:], pad)
+    mask = np.ones(len(tokens), dtype=np.float32)
+    mask[labels == pad] = 0.0
+    if masked_token is not None:
+        mask[tokens == masked_token] = 0.0
+    tokens[tokens == pad] = 0
+    labels[labels == pad] = 0
+    return Sample(tokens=tokens, labels=labels, loss_mask=mask)
+
+
+# What to change so that a split has more samples.
+MORE = {
+    "train": "--train-iters or --train-samples",
+    "valid": "--train-iters or --eval-iters, or lower --eval-interval",
+    "test": "--eval-iters",
+}
+
+
+class MegatronOrderedDataset:
+    """The samples of one file in Megatron's order: item i is sample shuffle_index[i] of the sample index.
+
+    The order is finite. DataError: an item past its end.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        order: SampleOrder,
+        options: OrderOptions,
+        split_name: str = "train",
+        pad: int = NO_PAD,
+        masked_token: int | None = None,
+    ) -> None:
+        self.sequence_length = options.sequence_length
+        self.order = order
+        self.source = indexed.path_prefix
+        self._indexed = indexed
+        self._extra_tokens = options.extra_tokens
+        self._split_name = split_name
+        self._pad = pad
+        self._masked_token = masked_token
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of samples: what comes before any of them comes again."""
+        return len(self)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` of [0, len)."""
+        check_place(index, len(self), self._split_name)
+        number = int(self.order.shuffle_index[index])
+        length, extra = self.sequence_length, self._extra_tokens
+        text = read_text(self._indexed, self.order, number, length, extra, self._pad)
+        return divide(text, extra, self._pad, self._masked_token)
+
+
+class MegatronOrderedBlend:
+    """Data sets drawn from in Megatron's order: item i is item dataset_sample_index[i] of number dataset_index[i].
+
+    The order is finite. DataError: an item past its end.
+    """
+
+    def __init__(
+        self, datasets: Sequence[MegatronOrderedDataset], blend: BlendIndex, split_name: str = "train"
+    ) -> None:
+        self.sequence_length = datasets[0].sequence_length
+        self.dataset_index = blend.dataset_index
+        self.dataset_sample_index = blend.dataset_sample_index
+        self.sources = short_names([dataset.source for dataset in datasets])
+        self._datasets = tuple(datasets)
+        self._split_name = split_name
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of samples: what comes before any of them comes again."""
+        return len(self)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Item `index` of [0, len)."""
+        check_place(index, len(self), self._split_name)
+        return self._datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+    def source_of(self, index: int) -> int:
+        """The number of the data set that a sample is read from."""
+        return int(self.dataset_index[index])
+
+
+def check_place(index: int, length: int, split_name: str) -> None:
+    """DataError, with what to change, for an item past the end; IndexError for one before 0."""
+    if index < 0:
+        raise IndexError(f"sample {index}: the order starts at 0")
+    if index >= length:
+        raise DataError(
+            f"sample {index} of the {split_name} data, of which --data-order megatron has ordered {length}: this order "
+            f"ends, since Megatron's depends on how many samples are asked for; raise {MORE[split_name]} from the "
+            "start of the run (which changes the order), or use --data-order keyed, which has no end"
+        )
+
 
 SURPLUS = 0.005
 
@@ -33,8 +171,7 @@ def build_megatron_order(
     split_name: str = "train",
     *,
     cache: Path | str | None = None,
-    eod: int | None = None,
-    eod_mask_loss: bool = False,
+    masked_token: int | None = None,
     pad: int = NO_PAD,
     drop_last_partial: bool = True,
     surplus: float = SURPLUS,
@@ -48,6 +185,7 @@ def build_megatron_order(
       all of them where `num_samples` is None.
 
     cache: a folder for the indices; nothing is written without one. threads: files that are worked on at once.
+    masked_token: the mask is 0 where the input token is this one.
     pad: the id that fills a last sample that is short (`drop_last_partial=False`), and whose labels do not count.
     ConfigError: weights without a number of samples, or not one for each file. DataError: a file without a sample.
     """
@@ -65,7 +203,7 @@ def build_megatron_order(
         check_tokens(file.path_prefix, split_name, file.sequence_lengths[sequences.start : sequences.stop], options)
         name = f"GPTDataset-{split_name}"
         order = cached_order(store, name, file.sequence_lengths, np.arange(sequences.start, sequences.stop), options)
-        return MegatronOrderedDataset(file, order, options, split_name, pad, eod, eod_mask_loss)
+        return MegatronOrderedDataset(file, order, options, split_name, pad, masked_token)
 
     with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
         datasets = list(pool.map(build, range(len(indexed))))

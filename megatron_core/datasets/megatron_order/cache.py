@@ -91,7 +91,7 @@ class IndexCache:
         except (FileNotFoundError, NotADirectoryError) as error:
             if path.is_file():
                 say_once(f"{error.filename} is missing beside its description; building it again")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             say_once(f"{path}: this entry of the cache is damaged ({error}); building it again")
         return None
 

@@ -182,7 +182,6 @@ class SampleOrder:
     shuffle_index: np.ndarray
 
     def __len__(self) -> int:
-        """The number of samples."""
         return len(self.sample_index) - 1
 
 

@@ -1,13 +1,17 @@
 """For Megatron Core's users: specifications of GPT layers; those with Transformer Engine's name give the same layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
+from megatron_core.transformer.attention import SelfAttentionSubmodules
 from megatron_core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
-from megatron_core.transformer.moe import MoELayer
+from megatron_core.transformer.mlp import MLPSubmodules
+from megatron_core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron_core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.transformer_config import TransformerConfig
 from megatron_core.transformer.transformer_layer import TransformerLayer
@@ -33,9 +37,12 @@ def get_gpt_layer_local_submodules(
     wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
     if wrong:
         raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
-    mlp = ModuleSpec(MLP if num_experts is None else MoELayer)
+    dense, sparse = (MLP, MLPSubmodules()), (MoELayer, MoESubmodules())
+    module, submodules = dense if num_experts is None else sparse
+    mlp = ModuleSpec(module, submodules=submodules)
     metainfo = {"qk_layernorm": qk_layernorm, "multi_latent_attention": multi_latent_attention}
-    attention = ModuleSpec(SelfAttention, metainfo={name: value for name, value in metainfo.items() if value})
+    set_ones = {name: value for name, value in metainfo.items() if value}
+    attention = ModuleSpec(SelfAttention, submodules=SelfAttentionSubmodules(), metainfo=set_ones)
     if normalization is not None:
         attention.metainfo["normalization"] = normalization
     return TransformerLayerSubmodules(input_layernorm=Norm, self_attention=attention, pre_mlp_layernorm=Norm, mlp=mlp)
@@ -90,3 +97,17 @@ def get_gpt_decoder_block_spec(
     experts = [config.num_moe_experts if model.has_experts(i) else None for i in range(config.num_layers)]
     specs = [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: Any,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec | None:
+    """The layers of multi-token prediction, ``config.mtp_num_layers`` of them, made as the model's last layer; None
+    without them. ``GPTModel`` builds them on its last stage."""
+    if not config.mtp_num_layers:
+        return None
+    return ModuleSpec(MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules([spec]))

@@ -1,23 +1,31 @@
 """For Megatron Core's users: a GPT, or this rank's stage of one, with Megatron Core's arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from megatron_core.enums import ModelType
 from megatron_core.errors import ConfigError
 from megatron_core.models.gpt import model
 from megatron_core.packed_seq_params import PackedSeqParams
+from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
+from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.parallel.sharded_tensor import ShardedTensor
-from megatron_core.tensor_parallel.rng_tracker import current_seed
+from megatron_core.tensor_parallel.random import current_seed
+from megatron_core.transformer import router_replay
+from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses, MicroBatchAuxiliaryLosses
 from megatron_core.transformer.layer_context import SampleNumbers, layer_specs_of
+from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
 from megatron_core.transformer.module import sharded
+from megatron_core.transformer.moe.router_replay import RouterReplay
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.stages import stage_layers
 from megatron_core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["GPTModel", "ModelType"]
 
 
 class GPTModel(model.GPTModel):
@@ -25,7 +33,8 @@ class GPTModel(model.GPTModel):
 
     The layers are those of this pipeline rank and of chunk ``vp_stage``. Weights and dropout depend on the seed of
     ``model_parallel_cuda_manual_seed`` (1234 before it is called), on names and on the numbers of the sequences, never
-    on ranks; layers keep their global numbers in ``state_dict``. ConfigError for what is not supported.
+    on ranks; layers keep their global numbers in ``state_dict``. Losses of experts and of multi-token prediction
+    (``config.mtp_num_layers``) join in backward, as means over each micro-batch. ConfigError for what is not supported.
     """
 
     def __init__(
@@ -55,11 +64,10 @@ class GPTModel(model.GPTModel):
             "fp16_lm_cross_entropy": fp16_lm_cross_entropy,
             "logit_dtype": logit_dtype,
             "scatter_embedding_sequence_parallel=False": not scatter_embedding_sequence_parallel,
-            "mtp_block_spec": mtp_block_spec,
-            "mtp_num_layers": config.mtp_num_layers,
+            "mtp_block_spec without mtp_num_layers": mtp_block_spec is not None and not config.mtp_num_layers,
+            "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
             # A training loop of this package counts them over the whole batch; the caller's has no place for them.
-            "moe_aux_loss_coeff": config.num_moe_experts and config.moe_aux_loss_coeff,
-            "moe_z_loss_coeff": config.num_moe_experts and config.moe_z_loss_coeff,
+            "global_aux_loss": config.num_moe_experts and config.moe_router_load_balancing_type == "global_aux_loss",
             "moe_router_enable_expert_bias": config.num_moe_experts and config.moe_router_enable_expert_bias,
         }
         if wrong := [name for name, value in refused.items() if value]:
@@ -81,7 +89,7 @@ class GPTModel(model.GPTModel):
             max_position_embeddings=max_sequence_length,
             **rotary,
         )
-        groups = current()
+        groups, specs = current(), layer_specs_of(config, transformer_layer_spec)
         _check_stages(config, groups)
         super().__init__(
             own,
@@ -94,14 +102,22 @@ class GPTModel(model.GPTModel):
             tp_group=getattr(pg_collection, "tp", None),
             groups=groups,
             seed=current_seed(),
-            layer_specs=layer_specs_of(config, transformer_layer_spec),
+            layer_specs=specs,
         )
         self.config = config
         self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output, self.vp_stage = parallel_output, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
-        self._samples = SampleNumbers(groups)
+        self.samples, self._context_group = SampleNumbers(groups), groups.group("cp")
+        self._loss_names = auxiliary_loss_names(own, specs)
+        self.auxiliary_loss_scale: float | Tensor = 1.0
+        """What the gradients of losses that layers add are multiplied by; the schedule sets it, as the main loss's."""
+        self.auxiliary_losses: AuxiliaryLosses | None = None
+        """Those of the last micro-batch of the training; ``totals`` has their values on this rank."""
+        self._replay = None
+        if config.moe_enable_routing_replay:
+            self._replay = _Replay({n: RouterReplay() for n in stage_layers(config, vp_stage) if own.has_experts(n)})
 
     def forward(  # type: ignore[override]
         self,
@@ -130,13 +146,14 @@ class GPTModel(model.GPTModel):
         if any(value is not None for value in refused):
             raise ConfigError("decoder_input, inference_context and extra_block_kwargs are not supported; leave out")
         if sample_index is None and self.training:
-            sample_index = self._samples.take(len(input_ids), input_ids.device)
+            sample_index = self.samples.take(len(input_ids), input_ids.device)
         documents = None
         if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
             length = input_ids.shape[1] * self.split.cp_size
             documents, attention_mask = packed_seq_params.document_lengths(len(input_ids), length), None
+        auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, documents)
         self._gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
-        return super().forward(
+        output: Tensor = super().forward(
             input_ids,
             position_ids,
             attention_mask,
@@ -144,7 +161,43 @@ class GPTModel(model.GPTModel):
             sample_index=sample_index,
             document_lengths=documents,
             loss_mask=loss_mask,
+            router_replay=self._replay,
+            auxiliary_losses=auxiliary,
+            later=later,
         )
+        return output if labels is None or not self.post_process else output.contiguous()
+
+    def _auxiliary(
+        self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, documents: Any
+    ) -> tuple[MicroBatchAuxiliaryLosses | None, LaterTokens | None]:
+        """What collects the losses that layers add, as means over this micro-batch, and the labels of multi-token
+        prediction; None outside of the training. With ``calculate_per_token_loss`` the caller divides by all tokens in
+        the end, so that the mean counts once for each token of the micro-batch."""
+        if not self._loss_names or not self.training or not torch.is_grad_enabled():
+            return None, None
+        mask = torch.ones_like(input_ids, dtype=torch.float32) if loss_mask is None else loss_mask
+        depths, later = self.model_config.mtp_num_layers or 0, None
+        if self.mtp is not None and labels is not None:
+            whole = {"labels": labels, "loss_mask": mask}
+            if documents is not None:
+                whole["document_lengths"] = pad_sequence([torch.tensor(own) for own in documents], batch_first=True)
+            later = LaterTokens.of(whole, depths, SequenceSplit(), input_ids.device)
+        tokens = mask.sum(dtype=torch.float64)
+        all_reduce_(tokens, self._context_group)
+        self.auxiliary_losses = AuxiliaryLosses(
+            self._loss_names,
+            sequences=len(input_ids),
+            tokens=tokens.clamp_min(1.0),
+            counts={} if later is None else self._counts(later),
+            loss_scale=self.auxiliary_loss_scale * (tokens if self.config.calculate_per_token_loss else 1.0),
+            expert_layers=self.model_config.expert_layers,
+            num_experts=self.model_config.num_experts or 0,
+        )
+        return self.auxiliary_losses.of_micro_batch(0), later
+
+    def _counts(self, later: LaterTokens) -> dict[str, Tensor]:
+        sums = later.masks.sum((1, 2), dtype=torch.float64).clamp_min(1.0)
+        return dict(zip(mtp_loss_names(self.model_config), sums, strict=True))
 
     def _logits(self, logits: Tensor) -> Tensor:
         return super()._logits(logits) if self._gathers or self.tp_group.size() == 1 else logits
@@ -162,6 +215,18 @@ class GPTModel(model.GPTModel):
     ) -> dict[str, ShardedTensor]:
         """Every parameter as a part of a global tensor, by its name in ``state_dict``."""
         return sharded(self, prefix)
+
+
+class _Replay(router_replay.RouterReplay):
+    """What layers of this package ask, answered by those that Megatron's users speak to; by layer."""
+
+    def __init__(self, layers: dict[int, RouterReplay]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
+        """The experts ``[n, b, k]`` that a layer is to use; users' are ``[n b, k]``."""
+        return self._layers[layer_number].replayed(chosen.flatten(0, 1)).view_as(chosen)
 
 
 def _check_stages(config: TransformerConfig, groups: Any) -> None:

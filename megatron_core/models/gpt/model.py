@@ -1,7 +1,5 @@
 """A GPT, or the stage of one that a pipeline rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,13 +14,7 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.micro_batch import LaterTokens
-from megatron_core.parallel.sharding import (
-    allocate,
-    amend_spec,
-    replicated,
-    spec_of,
-    split,
-)
+from megatron_core.parallel.sharding import allocate, amend_spec, replicated, spec_of, split
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
     ModelParallelConfig,
@@ -82,6 +74,7 @@ class LanguageModelEmbedding(nn.Module):
         # A number of the weights' dtype, as in the models that were trained with it.
         root = torch.tensor(config.hidden_size**0.5, dtype=parallel.params_dtype)
         self.scale = root.item() if config.scale_embeddings else None
+        self.factor = config.embedding_factor
         self.dropout = context.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
@@ -93,6 +86,8 @@ class LanguageModelEmbedding(nn.Module):
             hidden = hidden.transpose(0, 1)
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids.transpose(0, 1))
+        if self.factor != 1.0:
+            hidden = hidden * self.factor
         if not self.dropout.active:
             return hidden.contiguous()
         return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)
@@ -170,7 +165,7 @@ class GPTModel(nn.Module):
             self.model_config.hidden_size,
             per_rank * size,
             config=self.parallel,
-            init_method=context.embedding_init_method if tied else context.init_method,
+            init_method=context.embedding_init_method if tied or context.config.use_mup else context.init_method,
             bias=False,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,
@@ -287,6 +282,7 @@ class GPTModel(nn.Module):
         if logit_positions is not None:
             rows = torch.arange(logit_positions.shape[0], device=logit_positions.device)
             hidden_states = hidden_states[logit_positions.t(), rows]
+        hidden_states = self._scaled(hidden_states)
         return self._logits(self._capped(self.output_layer(hidden_states, weight=tied)[0])).transpose(0, 1)
 
     def _with_later_losses(
@@ -323,6 +319,7 @@ class GPTModel(nn.Module):
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
         size, backend = self.vocab_size, self.model_config.kernel_backend
         assert self.output_layer is not None
+        hidden_states = self._scaled(hidden_states)
         if self.model_config.fuses_output_layer_with_loss:
             weight = self.output_layer.weight if tied is None else tied
             assert weight is not None, "an output layer without a weight is tied"
@@ -337,6 +334,11 @@ class GPTModel(nn.Module):
             overwrite_logits=True,
             backend=backend,
         )
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """What the output layer reads, so that logits have their factor (``ModelConfig.logit_factor``)."""
+        factor = self.model_config.logit_factor
+        return hidden if factor == 1.0 else hidden * factor
 
     def _logits(self, logits: Tensor) -> Tensor:
         """This rank's columns of the logits -> those of the whole vocabulary, without its padding."""

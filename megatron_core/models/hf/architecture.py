@@ -1,10 +1,8 @@
 """What describes an architecture of the Hugging Face hub, and settings that many of them write alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
@@ -43,13 +41,9 @@ class Architecture:
 
     def settings(self, theirs: Settings) -> Settings:
         """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""
-        present = {self.aliases.get(key, key): value for key, value in theirs.items() if value is not None}
-        theirs = self.assumed | present
-        for key, value in self.required.items():
-            if theirs.get(key, value) != value:
-                raise CheckpointError(
-                    f"config.json says {key}={theirs[key]!r}; for {self.model_type} only {value!r} is supported"
-                )
+        present = self.assumed | {self.aliases.get(key, key): value for key, value in theirs.items()}
+        theirs = {key: value for key, value in present.items() if value is not None}
+        self._check(theirs, present)
         named = {ours: theirs[key] for key, ours in self.keys.items() if key in theirs}
         heads, groups = named["num_attention_heads"], named.pop("num_query_groups", None)
         if groups is not None and groups != heads:
@@ -58,6 +52,21 @@ class Architecture:
             named["kv_channels"] = None
         untied = not theirs.get("tie_word_embeddings", False)
         return {**self.fixed, **named, "untie_embeddings_and_output_weights": untied, **self.read(theirs)}
+
+    def _check(self, theirs: Settings, present: Settings) -> None:
+        """``CheckpointError`` for keys without which, or with whose values, other logits would be computed."""
+        if theirs.get("quantization_config"):
+            fault("quantization_config", theirs["quantization_config"], "quantized weights are not read")
+        for key, value in self.required.items():
+            found = present.get(key, value)
+            if found != value and (found or value):  # null for what is off
+                fault(key, found, f"for {self.model_type} only {value!r} is supported")
+        missing = [key for key, ours in self.keys.items() if key not in theirs and ours not in OPTIONAL]
+        if missing:
+            raise CheckpointError(f"config.json has no {', '.join(missing)}; {self.model_type} models need it")
+        for key in self.keys.keys() & theirs:
+            if isinstance(theirs[key], bool) or not isinstance(theirs[key], int | float):
+                fault(key, theirs[key], "it has to be a number")
 
     def config_json(self, config: ModelConfig) -> Settings:
         """Their configuration of a model of ours, without what a ``ModelConfig`` does not say."""
@@ -86,15 +95,39 @@ class Architecture:
         return self.tensors[pattern].for_layer(number)
 
 
-def rope_settings(theirs: Settings) -> Settings:
-    """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
-    rope: Settings = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+def fault(key: str, value: object, remedy: str) -> NoReturn:
+    """Refuse the value of a key of config.json."""
+    raise CheckpointError(f"config.json says {key}={value!r}; {remedy}")
+
+
+OPTIONAL = {
+    *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "moe_aux_loss_coeff"),
+    *("max_position_embeddings", "init_method_std", "hidden_dropout", "attention_dropout"),
+}
+"""Our settings whose keys config.json may leave out: shapes tell them, or logits do not depend on them."""
+
+
+def rope_settings(theirs: Settings, *, partial: bool = False) -> Settings:
+    """Rotary positions; ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+
+    ``partial``: whether the architecture can turn a part of a head's channels.
+    """
+    rope = rope_of(theirs)
+    percent = _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0)
+    if percent != 1.0 and not partial:
+        fault("partial_rotary_factor", percent, f"for {theirs.get('model_type')} only 1.0 is supported")
     theta = _number((rope, theirs), ("rope_theta", "rotary_emb_base"), 10000.0)
-    return {
-        "rotary_base": theta,
-        "rotary_percent": _number((rope, theirs), ("partial_rotary_factor", "rotary_pct"), 1.0),
-        **_rope_scaling(rope, theirs),
-    }
+    return {"rotary_base": theta, "rotary_percent": percent, **_rope_scaling(rope, theirs)}
+
+
+def rope_of(theirs: Settings) -> Settings:
+    """The parameters of rotary positions; an earlier release's ``rope_scaling`` goes before ``rope_parameters``."""
+    key = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        fault(key, rope, "one set of parameters for all layers is supported")
+    return rope
 
 
 def _rope_scaling(rope: Settings, theirs: Settings) -> Settings:
@@ -103,6 +136,9 @@ def _rope_scaling(rope: Settings, theirs: Settings) -> Settings:
     original = theirs.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings", longest)
     if kind == "default":
         return {}
+    scalars = {key: value for key, value in rope.items() if not isinstance(value, list)}
+    if rope.get("factor") is None and kind in ("linear", "dynamic", "llama3"):
+        fault("rope_type", kind, f"it needs a factor, and there is {scalars}")
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": kind}
@@ -118,7 +154,7 @@ def _rope_scaling(rope: Settings, theirs: Settings) -> Settings:
         factor = float(rope.get("factor") or longest / original)
         return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
     raise CheckpointError(
-        f"config.json says rope_type={kind!r} with {rope}; supported are default, linear, dynamic, yarn, and llama3 "
+        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, and llama3 "
         f"with {LLAMA3}"
     )
 
@@ -166,15 +202,16 @@ def _rope_scaling_json(config: ModelConfig) -> Settings | None:
 
 def window_settings(theirs: Settings) -> Settings:
     """``sliding_window`` counts a token's own key, ``window_size`` those before it; ``layer_types`` names the layers
-    that have it."""
+    that have it, which are all of them by default."""
     window, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
-    if window is None or not theirs.get("use_sliding_window", True):
-        return {}
-    if kinds is None and theirs.get("use_sliding_window"):
-        first = theirs.get("max_window_layers", 0)  # Qwen2: the layers from this one on
-        kinds = ["full_attention"] * first + ["sliding_attention"] * (theirs["num_hidden_layers"] - first)
-    layers = tuple(int(kind == "sliding_attention") for kind in kinds or ())
-    if kinds is not None and not any(layers):
+    if kinds is None:
+        kinds = ["sliding_attention"] * theirs["num_hidden_layers"]
+    if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != theirs["num_hidden_layers"]:
+        fault("layer_types", kinds, "supported are sliding_attention and full_attention, one for each layer")
+    if window is not None and window < 1:
+        fault("sliding_window", window, "it has to be 1 or more, or null")
+    layers = tuple(int(kind == "sliding_attention") for kind in kinds)
+    if window is None or not any(layers):
         return {}
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(layers) else layers}
 
@@ -191,13 +228,17 @@ def _layer_types(config: ModelConfig) -> Settings:
     return {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
 
 
-def matches(architecture: Architecture, config: ModelConfig) -> bool:
-    """Whether the model's settings survive the way into a config.json and back."""
+def differences(architecture: Architecture, config: ModelConfig) -> dict[str, Any] | None:
+    """The settings that do not survive the way into a config.json and back, with the values that come back.
+
+    None for a model without what every config.json of the architecture has.
+    """
     try:
         again = ModelConfig(**architecture.settings(architecture.config_json(config)))
-    except CheckpointError:
-        return False
-    return _function(again) == _function(config)
+    except (CheckpointError, KeyError):
+        return None
+    own = _function(config)
+    return {name: value for name, value in _function(again).items() if value != own[name]}
 
 
 def _function(config: ModelConfig) -> Settings:

@@ -1,7 +1,5 @@
 """Architectures of the Hugging Face hub: what their configuration and their tensors are called here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from megatron_core.config import ModelConfig
@@ -10,37 +8,60 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import (
     Architecture,
     Settings,
-    matches,
+    differences,
+    fault,
     rope_json,
+    rope_of,
     rope_settings,
     window_json,
     window_settings,
 )
 from megatron_core.models.hf.deepseek import DEEPSEEK_V3
-from megatron_core.models.hf.llama import (
-    LAYER,
-    LLAMA_KEYS,
-    LLAMA_TENSORS,
-    QK_NORM,
-    QKV_BIAS,
-    THEIRS,
-    with_experts,
-)
+from megatron_core.models.hf.llama import LAYER, LLAMA_KEYS, LLAMA_TENSORS, QK_NORM, QKV_BIAS, THEIRS, with_experts
 from megatron_core.models.hf.tensors import Source, stacked_qkv
 
 
-def _with_window(theirs: Settings) -> Settings:
-    return rope_settings(theirs) | window_settings(theirs)
+def _with_window(theirs: Settings, partial: bool = False) -> Settings:
+    return rope_settings(theirs, partial=partial) | window_settings(theirs)
 
 
 def _with_window_json(config: ModelConfig) -> Settings:
     return rope_json(config) | window_json(config)
 
 
+def _with_one_window(theirs: Settings, partial: bool = False) -> Settings:
+    return _with_window({key: value for key, value in theirs.items() if key != "layer_types"}, partial)
+
+
+def _qwen_settings(theirs: Settings) -> Settings:
+    """Windows of the layers from ``max_window_layers`` on, if they are switched on."""
+    if not theirs.get("use_sliding_window", False):
+        if "sliding_attention" in theirs.get("layer_types", ()):
+            fault("use_sliding_window", False, "but layer_types has sliding_attention")
+        return rope_settings(theirs)
+    first, layers = theirs["max_window_layers"], theirs["num_hidden_layers"]
+    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(layers)]
+    return _with_window({"layer_types": kinds, **theirs})
+
+
+def _qwen_moe_settings(theirs: Settings) -> Settings:
+    """One window for all layers."""
+    windows = _with_one_window(theirs) if theirs.get("use_sliding_window", False) else rope_settings(theirs)
+    return windows | {"moe_router_pre_softmax": not theirs.get("norm_topk_prob", False)}
+
+
+def _phi3_settings(theirs: Settings) -> Settings:
+    kind = rope_of(theirs).get("rope_type", rope_of(theirs).get("type", "default"))
+    if kind != "default":
+        fault("rope_type", kind, "for phi3 only default is supported")
+    return _with_one_window(theirs, partial=True)
+
+
 def _qwen_json(config: ModelConfig) -> Settings:
     return _with_window_json(config) | {"use_sliding_window": config.window_size is not None}
 
 
+WINDOWS_OF_QWEN: Settings = {"sliding_window": 4096, "max_window_layers": 28}
 LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
@@ -57,7 +78,8 @@ MISTRAL = Architecture(
     LLAMA_KEYS,
     LLAMA_TENSORS,
     fixed=LLAMA_LAYERS,
-    required={"hidden_act": "silu"},
+    assumed={"sliding_window": 4096},
+    required={"hidden_act": "silu", "attention_bias": False},
     read=_with_window,
     write=_with_window_json,
 )
@@ -67,8 +89,9 @@ QWEN2 = Architecture(
     LLAMA_KEYS,
     LLAMA_TENSORS | QKV_BIAS,
     fixed=LLAMA_LAYERS | {"add_qkv_bias": True},
+    assumed=WINDOWS_OF_QWEN,
     required={"hidden_act": "silu"},
-    read=_with_window,
+    read=_qwen_settings,
     write=_qwen_json,
 )
 QWEN3 = Architecture(
@@ -77,9 +100,9 @@ QWEN3 = Architecture(
     LLAMA_KEYS,
     LLAMA_TENSORS | QK_NORM,
     fixed=LLAMA_LAYERS | {"qk_layernorm": True},
-    assumed={"head_dim": 128},
+    assumed=WINDOWS_OF_QWEN | {"head_dim": 128},
     required={"hidden_act": "silu", "attention_bias": False},
-    read=_with_window,
+    read=_qwen_settings,
     write=_qwen_json,
 )
 PHI3 = Architecture(
@@ -93,7 +116,7 @@ PHI3 = Architecture(
     },
     fixed=LLAMA_LAYERS,
     required={"hidden_act": "silu"},
-    read=_with_window,
+    read=_phi3_settings,
     write=_with_window_json,
 )
 
@@ -108,8 +131,9 @@ MIXTRAL = Architecture(
     },
     with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
     fixed=LLAMA_LAYERS,
+    assumed={"rope_theta": 1e6},
     required={"hidden_act": "silu", "router_jitter_noise": 0.0},
-    read=_with_window,
+    read=_with_one_window,
     write=_with_window_json,
 )
 QWEN3_MOE = Architecture(
@@ -125,8 +149,9 @@ QWEN3_MOE = Architecture(
     with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
     fixed=LLAMA_LAYERS | {"qk_layernorm": True},
     aliases={"num_local_experts": "num_experts"},
+    assumed=WINDOWS_OF_QWEN,
     required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    read=lambda theirs: _with_window(theirs) | {"moe_router_pre_softmax": not theirs.get("norm_topk_prob", False)},
+    read=_qwen_moe_settings,
     write=lambda config: _qwen_json(config) | {"norm_topk_prob": not config.moe_router_pre_softmax},
 )
 
@@ -160,16 +185,24 @@ OLMO2 = Architecture(
 
 
 def _gemma_settings(theirs: Settings) -> Settings:
-    """Rotary positions by type of layer, as transformers 5 (``rope_parameters``) or earlier releases write them."""
+    """Rotary positions by type of layer, as transformers 5 (``rope_parameters``) or earlier releases write them.
+
+    The files of the hub have no ``layer_types``: of ``sliding_window_pattern`` layers the last one has no window.
+    """
+    pattern = 2 if theirs["model_type"] == "gemma2" else theirs.get("sliding_window_pattern", 6)
+    kinds = ["sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(theirs["num_hidden_layers"])]
+    theirs = {"layer_types": kinds, **theirs}
     scale = {"softmax_scale": theirs["query_pre_attn_scalar"] ** -0.5}
-    kinds = theirs.get("rope_parameters") or {}
-    if "full_attention" not in kinds:
-        found = _with_window(theirs) | scale
-        local = theirs.get("rope_local_base_freq")
-        return found if local is None else found | {"rotary_base_of_windows": float(local)}
-    local = rope_settings({"rope_parameters": kinds["sliding_attention"]})["rotary_base"]
-    whole = rope_settings({"rope_parameters": kinds["full_attention"]})
-    return {**whole, "rotary_base_of_windows": local, **window_settings(theirs), **scale}
+    if theirs["model_type"] == "gemma2":
+        return _with_window(theirs) | scale
+    by_kind: Settings = theirs.get("rope_parameters") or {}
+    whole, local = (by_kind.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    whole = whole | (theirs.get("rope_scaling") or {})
+    if local.get("rope_type", "default") != "default":
+        fault("rope_type", local["rope_type"], "for sliding_attention only default is supported")
+    base = rope_settings({"rope_parameters": local, "rope_theta": theirs["rope_local_base_freq"]})["rotary_base"]
+    found = rope_settings({**theirs, "rope_parameters": whole, "rope_scaling": None})
+    return {**found, "rotary_base_of_windows": base, **window_settings(theirs), **scale}
 
 
 def _gemma_json(config: ModelConfig) -> Settings:
@@ -193,13 +226,16 @@ def _gemma(
         model_type,
         class_name,
         LLAMA_KEYS
-        | {
-            "final_logit_softcapping": "final_logit_softcapping",
-            "attn_logit_softcapping": "attn_logit_softcapping",
-        },
+        | {"final_logit_softcapping": "final_logit_softcapping", "attn_logit_softcapping": "attn_logit_softcapping"},
         LLAMA_TENSORS | four | tensors,
         fixed=LLAMA_LAYERS | gemma | {"apply_layernorm_1p": True, "scale_embeddings": True, **fixed},
-        assumed={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, **assumed},
+        assumed={
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            **assumed,
+        },
         required={
             "hidden_activation": "gelu_pytorch_tanh",
             "attention_bias": False,
@@ -211,9 +247,19 @@ def _gemma(
 
 
 GEMMA2 = _gemma(
-    "gemma2", "Gemma2ForCausalLM", {}, {}, {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+    "gemma2",
+    "Gemma2ForCausalLM",
+    {},
+    {},
+    {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
 )
-GEMMA3 = _gemma("gemma3_text", "Gemma3ForCausalLM", QK_NORM, {"qk_layernorm": True}, {})
+GEMMA3 = _gemma(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    QK_NORM,
+    {"qk_layernorm": True},
+    {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+)
 GPT2 = Architecture(
     "gpt2",
     "GPT2LMHeadModel",
@@ -301,7 +347,9 @@ GPT_NEOX = Architecture(
     fixed={"position_embedding_type": "rope"},
     assumed={"rotary_pct": 0.25},
     required={"hidden_act": "gelu", "attention_bias": True},
-    read=lambda theirs: rope_settings(theirs) | {"parallel_residual": theirs.get("use_parallel_residual", True)},
+    read=lambda theirs: (
+        rope_settings(theirs, partial=True) | {"parallel_residual": theirs.get("use_parallel_residual", True)}
+    ),
     write=_neox_json,
     base="gpt_neox.",
 )
@@ -313,7 +361,7 @@ ARCHITECTURES = {found.model_type: found for found in _ALL}
 
 def architecture_of(theirs: Settings) -> Architecture:
     """The architecture of a config.json."""
-    found = ARCHITECTURES.get(theirs.get("model_type", ""))
+    found = ARCHITECTURES.get(str(theirs.get("model_type")))
     if found is None:
         raise CheckpointError(
             f"config.json says model_type={theirs.get('model_type')!r}, which is not supported; "
@@ -325,8 +373,16 @@ def architecture_of(theirs: Settings) -> Architecture:
 def architecture_for(config: ModelConfig, model_type: str | None = None) -> Architecture:
     """The architecture ``model_type``, or else the first one, that computes what a model of ours does."""
     candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
+    nearest: tuple[Architecture, Settings] | None = None
     for found in candidates:
-        if matches(found, config):
+        other = differences(found, config)
+        if other == {}:
             return found
+        if other and (nearest is None or len(other) < len(nearest[1])):
+            nearest = found, other
     tried = ", ".join(candidate.model_type for candidate in candidates)
-    raise CheckpointError(f"models of the architecture {tried} cannot have the settings of this model")
+    why = ""
+    if nearest:
+        faults = (f"{name}={getattr(config, name)}, there {value}" for name, value in nearest[1].items())
+        why = f"; nearest is {nearest[0].model_type}, but for {'; '.join(faults)}"
+    raise CheckpointError(f"models of the architecture {tried} cannot have the settings of this model{why}")

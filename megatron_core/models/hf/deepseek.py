@@ -1,18 +1,21 @@
 """DeepSeek-V3: latent attention, and experts that are chosen in groups with a bias."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.architecture import Architecture, Settings, rope_json, rope_settings
+from megatron_core.models.hf.architecture import Architecture, Settings, fault, rope_json, rope_of, rope_settings
 from megatron_core.models.hf.llama import LAYER, LLAMA_KEYS, LLAMA_TENSORS, THEIRS, with_experts
 from megatron_core.models.hf.tensors import Source, shared_gate_and_value
 
 
 def _deepseek_settings(theirs: Settings) -> Settings:
     """The first layers have no experts; the shared ones are so many times as wide as a routed one."""
-    layers, dense = theirs["num_hidden_layers"], theirs["first_k_dense_replace"]
+    if not isinstance(shared := theirs.get("n_shared_experts"), int) or shared < 1:
+        fault("n_shared_experts", shared, "deepseek_v3 models need 1 or more")
+    rope = rope_of(theirs)
+    if rope.get("mscale_all_dim") and not (rope.get("rope_type", rope.get("type")) == "yarn" and rope.get("mscale")):
+        fault("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn with mscale beside it")
+    layers, dense = theirs["num_hidden_layers"], theirs.get("first_k_dense_replace", 3)
     limits, k = theirs["topk_group"] < theirs["n_group"], theirs["num_experts_per_tok"]
     if limits and k != 2 * theirs["topk_group"]:
         raise CheckpointError(
@@ -21,7 +24,7 @@ def _deepseek_settings(theirs: Settings) -> Settings:
         )
     return rope_settings(theirs) | {
         "moe_layer_freq": (0,) * dense + (1,) * (layers - dense),
-        "moe_shared_expert_intermediate_size": theirs["n_shared_experts"] * theirs["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared * theirs["moe_intermediate_size"],
     }
 
 
@@ -83,6 +86,9 @@ DEEPSEEK_V3 = Architecture(
         "rope_interleave": True,
         "norm_topk_prob": True,
         "rms_norm_eps": 1e-6,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
     },
     read=_deepseek_settings,
     write=_deepseek_json,

@@ -1,7 +1,5 @@
 """Keys and tensors of Llama, with which most architectures of the Hugging Face hub begin."""
 
-from __future__ import annotations
-
 from megatron_core.models.hf.tensors import Source, expert_gate_and_value, gate_and_value, separate_qkv
 
 LAYER, THEIRS = "decoder.layers.{n}.", "model.layers.{n}."

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 from megatron_core.checkpoint import Piece
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.architecture import Settings
+from megatron_core.models.hf.architecture import Settings, fault
 from megatron_core.models.hf.architectures import architecture_of
 from megatron_core.models.hf.tensors import Source
 from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.texts import listed
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
@@ -39,7 +39,7 @@ class HuggingFaceReader:
         self.theirs = read_json(self.folder / CONFIG)
         self.architecture = architecture_of(self.theirs)
         self.model = model or ModelConfig(**self.architecture.settings(self.theirs))
-        self.state: dict[str, Any] = {"vocab_size": int(self.theirs["vocab_size"])}
+        self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.theirs)}
         self._files: dict[Path, safe_open] = {}
         self._sources: dict[tuple[str, tuple[int, ...]], Source] = {}
         """Of our tensors whose shapes have been compared."""
@@ -49,7 +49,7 @@ class HuggingFaceReader:
     def __enter__(self) -> HuggingFaceReader:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
         self._files.clear()
 
@@ -75,7 +75,11 @@ class HuggingFaceReader:
         # Some files repeat the embedding as the output layer's weight.
         head = self.architecture.source("output_layer.weight").names
         tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
-        further = tuple(f"layers.{self.model.num_layers + at}." for at in range(self._predicting_layers()))
+        for name in set(self._where) & tied:
+            self._check_tied(name)
+        # Layers of multi-token prediction, which stand behind the others and are left out.
+        predicting = int(self.theirs.get("num_nextn_predict_layers") or self.theirs.get("num_mtp_layers") or 0)
+        further = tuple(f"layers.{self.model.num_layers + at}." for at in range(predicting))
         unused = sorted(
             name
             for name in set(self._where) - used - tied
@@ -89,17 +93,28 @@ class HuggingFaceReader:
         for name, shape in ours.items():
             self._source(name, shape)
 
-    def _predicting_layers(self) -> int:
-        """Layers of multi-token prediction, which stand behind the others and are left out."""
-        return int(self.theirs.get("num_nextn_predict_layers") or self.theirs.get("num_mtp_layers") or 0)
-
     def dtype(self) -> torch.dtype:
         """Of the stored weights: that of the first one."""
+        return self._first_rows(self._embedding(), 1).dtype
+
+    def _embedding(self) -> str:
         name = self.architecture.source("embedding.word_embeddings.weight").names[0]
         stored = self._stored(name)
         if stored is None:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
-        return self._file(self._where[stored]).get_slice(stored)[:1].dtype
+        return stored
+
+    def _first_rows(self, stored: str, count: int) -> Tensor:
+        return self._file(self._where[stored]).get_slice(stored)[:count]
+
+    def _check_tied(self, head: str) -> None:
+        """``CheckpointError`` if the output layer that a file repeats is another one: the releases of transformers
+        differ in which of both they take. The first rows tell."""
+        if not torch.equal(self._first_rows(head, 64), self._first_rows(self._embedding(), 64)):
+            raise CheckpointError(
+                f"{self.folder}: {head} differs from the embedding, but {CONFIG} says tie_word_embeddings=true; "
+                "say false there, or remove the tensor"
+            )
 
     def _find_tensors(self) -> dict[str, Path]:
         """The file of every tensor."""
@@ -163,23 +178,25 @@ def settings_of_folder(folder: str | Path) -> Settings:
     settings = architecture_of(theirs).settings(theirs)
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     found = tokenizer if (Path(folder) / "tokenizer.json").is_file() else {}
-    return settings | {"vocab_size": int(theirs["vocab_size"]), "hf_model_type": theirs["model_type"]} | found
+    return settings | {"vocab_size": _vocab_size(theirs), "hf_model_type": theirs["model_type"]} | found
+
+
+def _vocab_size(theirs: Settings) -> int:
+    size = theirs.get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else fault("vocab_size", size, "it has to be 1 or more")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; give the folder of a downloaded model of Hugging Face") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
     return content
-
-
-def listed(names: list[str], most: int = 6) -> str:
-    """The first of the names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _plain(name: str) -> str | None:

@@ -1,7 +1,5 @@
 """A checkpoint of ours written as a folder of Hugging Face, one tensor of ours in memory at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from math import prod

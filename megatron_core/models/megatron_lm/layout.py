@@ -1,7 +1,5 @@
 """Where the parts of our tensors are in Megatron-LM's: the formats ``torch`` and ``torch_dist``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

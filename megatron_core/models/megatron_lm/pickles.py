@@ -4,8 +4,6 @@
 weights (its arguments, states of random generators) becomes an inert object; any other name is refused.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

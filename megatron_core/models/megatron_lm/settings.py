@@ -1,7 +1,5 @@
 """From the arguments that Megatron-LM stores with its weights to settings of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -63,9 +61,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 found[name] = convert(list(value) if isinstance(value, tuple) else value, kinds[name])
             except (TypeError, ValueError, OverflowError):
-                raise CheckpointError(
-                    f"the checkpoint was trained with {name}={value!r}, which is not supported"
-                ) from None
+                raise CheckpointError(_unsupported(name, value)) from None
     return found | _tokenizer(given)
 
 

@@ -1,7 +1,5 @@
 """Registration of the backend ``shm``, and when its groups talk through gloo instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -6,8 +6,6 @@ bits on every rank. What shared memory does not do (gather, scatter, other reduc
 whose connections are made when they are first needed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections import deque
@@ -43,6 +41,11 @@ REDUCTIONS: dict[Any, int] = {dist.ReduceOp.SUM: 0, dist.ReduceOp.MIN: 1, dist.R
 PIECE = 1 << 20
 """Bytes of an all-reduce that are posted at a time, so that they are still in a cache when they are read."""
 MOST_PIECES = 64
+
+
+def _over_gloo(name: str) -> Callable[..., dist.Work]:
+    """A method that the same ranks run over gloo."""
+    return lambda self, *arguments: getattr(self._gloo, name)(*arguments)
 
 
 # torch's types overload these methods with forms that its own functions do not use.
@@ -184,21 +187,8 @@ class SharedMemoryGroup(_ProcessGroup):
 
     # What is rare.
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """Over gloo."""
-        return self._gloo.gather(outputs, inputs, opts)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        """Over gloo."""
-        return self._gloo.scatter(outputs, inputs, opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Over gloo."""
-        return self._gloo.reduce(tensors, opts)
-
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """Over gloo."""
-        return self._gloo.allgather_coalesced(outputs, inputs, opts)
+    gather, scatter = _over_gloo("gather"), _over_gloo("scatter")
+    reduce, allgather_coalesced = _over_gloo("reduce"), _over_gloo("allgather_coalesced")
 
     @property
     def _gloo(self) -> Any:

@@ -5,8 +5,6 @@ could be left behind, so it goes with the last process that has mapped it, howev
 the size of /dev/shm. Arenas are as large as the machine's memory, and take as much of it as is written.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -19,11 +19,11 @@ class Receive(Pending):
     """The handle of a receive; done when its tensor is filled."""
 
     def __init__(self, messages: Messages, x: Tensor, address: int, sender: int, tag: int) -> None:
-        super().__init__(messages.members, "receive", 0, self._advance, [x])
+        super().__init__(messages.members, "receive", 0, None, [x])
         self.address, self.bytes, self.sender, self.tag = address, x.nbytes, sender, tag
         self._messages = messages
 
-    def _advance(self, slice_: int) -> int:
+    def _attempt(self, slice_: int) -> int:
         return self._messages.advance(self, slice_)
 
     def _source_rank(self) -> int:

@@ -1,7 +1,5 @@
 """Waiting for other ranks: handles, time limits, and errors that name who is missing."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -76,11 +74,17 @@ class Members:
 class Pending(dist.Work):
     """The handle of an operation that has been posted."""
 
-    def __init__(self, members: Members, what: str, number: int, attempt: Attempt, filled: list[Tensor]) -> None:
+    def __init__(self, members: Members, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]) -> None:
         super().__init__()
-        self._members, self._what, self._number, self._attempt, self._filled = members, what, number, attempt, filled
-        self.limit = members.limit
+        self._members, self._what, self._number, self._filled = members, what, number, filled
+        self._given, self.limit = attempt, members.limit
         self.done = False
+
+    def _attempt(self, slice_: int) -> int:
+        """As ``Attempt``. A subclass overrides it: a method of its own in an attribute would be a cycle, and what it
+        has filled would stay in memory until the garbage collector comes."""
+        assert self._given is not None, "a handle without an attempt overrides this"
+        return self._given(slice_)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Complete it; ``LostRankError`` names a rank that has ended or does not come in time."""

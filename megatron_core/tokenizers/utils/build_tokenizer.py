@@ -1,7 +1,5 @@
 """For Megatron Core's users: a tokenizer from a namespace of Megatron's arguments, and the padded vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.errors import ConfigError

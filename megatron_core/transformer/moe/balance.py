@@ -4,8 +4,6 @@ Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices o
 1 for a token that counts and 0 for padding.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shapes: n tokens of a sequence, b sequences, E experts, k choices of each token.
 """
 
-from __future__ import annotations
-
 from math import inf
 
 import torch

@@ -218,7 +218,7 @@ class Slots:
         """
         flat = keys.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=destinations + 1)
+        counts = flat.new_zeros(destinations + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits on GPUs
         if capacity is None:
             numbers = counts[:destinations].tolist()  # a wait for the device: only the host can size messages
             total = sum(numbers)

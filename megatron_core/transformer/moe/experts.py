@@ -1,7 +1,5 @@
 """The experts of a rank, as two grouped products with the activation between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ class GroupedLinear(nn.Module):
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
-            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True)
+            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True, backend=self.backend)
             if precision.settings.fp8_param_gather:
                 self.weight.fp8 = self.fp8  # for data parallelism
 

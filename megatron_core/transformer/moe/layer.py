@@ -1,7 +1,5 @@
 """The mixture of experts that stands where another layer has an MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

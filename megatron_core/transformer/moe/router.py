@@ -1,7 +1,5 @@
 """The router: which experts each token goes to, and the losses and statistics that balance them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.reference.dropout import uniform
+from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.initialization import name_seed
@@ -193,3 +191,7 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
             load = torch.tensor(loads[router.layer_number], dtype=torch.float64, device=router.expert_bias.device)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
+
+
+Router = TopKRouter
+"""Megatron's name of the base class of routers; here there is one."""

@@ -131,14 +131,12 @@ def test_the_order_ends(tmp_path: Path) -> None:
 
 def test_end_of_document_in_the_loss_mask(tmp_path: Path) -> None:
     indexed = IndexedDataset(write(tmp_path / "a", [[1, 2, 99, 3, 99, 4, 5, 6, 99]]))
-    options = {"num_samples": None, "sequence_length": 8, "seed": 0, "eod": 99}
-    masked = build_megatron_order([indexed], [range(1)], None, eod_mask_loss=True, **options)[0]
+    options = {"num_samples": None, "sequence_length": 8, "seed": 0}
+    masked = build_megatron_order([indexed], [range(1)], None, masked_token=99, **options)[0]
     assert masked["tokens"].tolist() == [1, 2, 99, 3, 99, 4, 5, 6]
     assert masked["loss_mask"].tolist() == [1, 1, 0, 1, 0, 1, 1, 1]
     plain = build_megatron_order([indexed], [range(1)], None, **options)[0]
     assert plain["loss_mask"].tolist() == [1.0] * 8
-    with pytest.raises(ConfigError, match="--eod-mask-loss"):
-        build_megatron_order([indexed], [range(1)], None, None, 8, 0, eod_mask_loss=True)
 
 
 def test_a_last_partial_sample_is_padded(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -42,6 +45,26 @@ def call_everything() -> None:
         work.wait()
     assert torch.equal(received, everyone[rank - 1])
     dist.barrier()
+
+
+def drop_what_was_received() -> list[bool]:
+    """Whether tensors and messages are still in memory after their last use."""
+    gc.disable()  # what only the collector would free counts as kept
+    left = []
+    for _ in range(2):
+        sent, received = torch.ones(100), torch.zeros(100)
+        peer = 1 - dist.get_rank()
+        pair = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        left += [weakref.ref(sent), weakref.ref(received)]
+        del sent, received, pair, work
+    return [tensor() is not None for tensor in left]
+
+
+def test_messages_leave_memory_with_their_last_use() -> None:
+    for kept in run_ranks(2, drop_what_was_received):
+        assert kept == [False] * 4
 
 
 def call_what_goes_through_gloo() -> None:

@@ -1,1 +1,6 @@
-"""For Megatron Core's users: positions."""
+"""For Megatron Core's users: embeddings and positions."""
+
+from megatron_core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron_core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]

@@ -1,0 +1,13 @@
+"""For Megatron Core's users: activation functions of an MLP."""
+
+from torch import Tensor, nn
+
+from megatron_core.fusions.fused_bias_geglu import quick_gelu
+from megatron_core.transformer.transformer_config import squared_relu
+
+__all__ = ["fast_gelu", "quick_gelu", "squared_relu"]
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh approximation."""
+    return nn.functional.gelu(x, approximate="tanh")

@@ -1,0 +1,86 @@
+"""Checkpoints in the memory of the hosts: each keeps what its own ranks have written, and copies for other hosts.
+
+The folder of every host has the manifest of the whole checkpoint, and of the files those of its ranks and its copies.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint.boxes import Piece
+from megatron_core.checkpoint.folder import rank_file, remove
+from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
+from megatron_core.checkpoint.hosts import Hosts
+from megatron_core.checkpoint.transfer import Transfer, carry_out
+from megatron_core.checkpoint.writer import Agree, Save, together
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.texts import tell_all, tell_from
+
+
+def save_copies(
+    save: Save,
+    pieces: Iterable[Piece],
+    hosts: Hosts,
+    agree: Agree,
+    device: torch.device,
+    *,
+    jump: int | None = None,
+    factor: int = 1,
+) -> None:
+    """Write the owned ``pieces`` of every rank into the folder ``save.folder`` of its host, and copies into those of
+    ``factor - 1`` others (``Hosts.keepers``). All ranks call this together.
+
+    The one before is deleted once this one is complete on all hosts. Errors: ``CheckpointError`` on all ranks.
+    """
+    save_id = tell_from(0, uuid.uuid4().hex, device)
+    first = hosts.is_first
+    together(agree, "prepare the folder", partial(save.prepare, save_id) if first else None)
+    try:
+        together(agree, "write its tensors", lambda: save.write(pieces))
+        reports = tell_all(save.report.read_text(), device)
+        files = {rank: StoredFile(**json.loads(text)["file"]) for rank, text in enumerate(reports) if '"file"' in text}
+        copies = list(_copies(save.partial, files, hosts, jump, factor))
+        together(agree, "send its copies", lambda: carry_out(copies, hosts.rank, device))
+        together(agree, "complete", (lambda: save.complete(reports)) if first else None)
+        together(agree, "rename", (lambda: _rename(save)) if first else None)
+    except CheckpointError:
+        if first:
+            save.give_up()
+        raise
+    if first:
+        for other in save.folder.glob("iter_*"):
+            if other != save.final:
+                remove(other)
+        for unfinished in save.folder.glob(".iter_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _copies(
+    folder: Path, files: Mapping[int, StoredFile], hosts: Hosts, jump: int | None, factor: int
+) -> Iterator[Transfer]:
+    """Every second host sends first, so that the others do not wait for one another in a row."""
+    order = {host: number for number, host in enumerate(dict.fromkeys(hosts.of_rank))}
+    for rank in sorted(files, key=lambda rank: (order[hosts.of_rank[rank]] % 2, rank)):
+        path, file = folder / rank_file(rank), files[rank]
+        for keeper in hosts.keepers(rank, jump, factor):
+            yield Transfer(rank, keeper, path, [(0, file.size)], partial(_write_copy, path, file))
+
+
+def _write_copy(path: Path, expected: StoredFile, parts: Iterator[Tensor]) -> None:
+    with HashingFile(path) as file:
+        for part in parts:
+            file.write(part.numpy().data)
+        if file.close() != expected:
+            raise CheckpointError(f"{path} did not arrive as it was written")
+
+
+def _rename(save: Save) -> None:
+    remove(save.final)
+    save.partial.rename(save.final)
+    sync_folder(save.folder)

@@ -1,0 +1,81 @@
+"""Which ranks share a folder in the memory of their host, and which others keep copies of what a rank has written."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.texts import tell_all
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Another in each running kernel; Linux has it."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of every rank: the number of the lowest rank that sees the same folder."""
+
+    of_rank: tuple[int, ...]
+    rank: int
+
+    @property
+    def own(self) -> int:
+        """That of this rank."""
+        return self.of_rank[self.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the lowest of its host."""
+        return self.own == self.rank
+
+    def ranks(self, host: int) -> list[int]:
+        """All ranks of a host."""
+        return [rank for rank, other in enumerate(self.of_rank) if other == host]
+
+    def keepers(self, rank: int, jump: int | None, factor: int) -> list[int]:
+        """The ranks that keep copies of what ``rank`` has written, for ``factor`` hosts to have it, its own included.
+
+        They are ``jump`` (default: as many ranks as the first host has), ``2 * jump`` ... ranks further; where that is
+        a host that has it already, the next rank on another one. Fewer if there are fewer hosts.
+        """
+        size, jump = len(self.of_rank), jump or len(self.ranks(self.of_rank[0]))
+        having, found = {self.of_rank[rank]}, list[int]()
+        for number in range(1, factor):
+            others = ((rank + number * jump + step) % size for step in range(size))
+            keeper = next((other for other in others if self.of_rank[other] not in having), None)
+            if keeper is not None:
+                having.add(self.of_rank[keeper])
+                found.append(keeper)
+        return found
+
+
+def meet(folder: Path, device: torch.device) -> Hosts:
+    """Make ``folder`` on every host, and find out who shares it. All ranks call this together.
+
+    Errors: ``CheckpointError`` on all ranks if one cannot.
+    """
+    name, problem = "", ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission to write there")
+        status = folder.stat()
+        kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+        name = f"{kernel} {status.st_dev} {status.st_ino}"
+    except OSError as error:
+        name = f"non_persistent_local_ckpt_dir={str(folder)!r}"
+        problem = f"{name} cannot be written: {error}; give a folder in the memory of each host"
+    fail_together(problem, device)
+    names = tell_all(name, device)
+    return Hosts(tuple(names.index(name) for name in names), dist.get_rank() if dist.is_initialized() else 0)
+
+
+def fail_together(problem: str, device: torch.device) -> None:
+    """Wait for all ranks. Errors: ``CheckpointError`` on all of them with the first problem that is not empty."""
+    told = next(filter(None, tell_all(problem, device)), "")
+    if told:
+        raise CheckpointError(told)

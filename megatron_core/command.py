@@ -1,0 +1,67 @@
+"""How a program ends: one line on standard error for what its user can change, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn, TextIO
+
+from megatron_core.errors import MegatronError
+
+INTERRUPTED = 130
+"""Exit status: Ctrl-C, before there was anything to save or for the second time."""
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process without a traceback while it imports, until ``begin_program``."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored, as under nohup
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def begin_program() -> None:
+    """Let Ctrl-C raise ``KeyboardInterrupt`` again, and print any name of a file, whatever its bytes are; what is
+    printed to a stream that was closed before the start (``>&-``) goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = "") -> NoReturn:
+    """Run a tool and exit: with what it returns, or with 1 and one line for what its user can change, or with
+    ``INTERRUPTED``, and what is said then."""
+    begin_program()
+    try:
+        status = tool()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if interrupted:
+            print(f"{name}: {interrupted}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except MemoryError:
+        sys.exit(f"{name}: out of memory; give smaller sizes, or use a machine with more")
+    except (MegatronError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # Python would try to write it once more
+            discard(sys.stdout)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"{name}: {error}")
+    sys.exit(status)
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is written to ``stream`` from now on, and what it still holds, go nowhere."""
+    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
+        if stream.fileno() in (1, 2):  # and none of another file is to be lost
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

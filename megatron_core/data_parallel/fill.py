@@ -1,0 +1,89 @@
+"""How the parameters of a stage are divided into buckets."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
+from megatron_core.data_parallel.layout import BucketLayout, InOrder, Packer, Rule, matrix_work
+from megatron_core.data_parallel.placement import DiskPlacement
+from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.sharding import spec_of
+
+SHARD_MULTIPLE = 8
+"""Elements of which a shard has a whole multiple, so that each begins at 16 bytes, which kernels read at once."""
+
+
+def in_order(kind: BucketKind, shards: int) -> Rule:
+    """One parameter after another, and shards that begin at 16 bytes."""
+    return InOrder(1, shards * SHARD_MULTIPLE)
+
+
+def make_buckets(
+    units: Iterable[Sequence[tuple[str, nn.Parameter]]],
+    stage: int,
+    groups: ParallelGroups,
+    *,
+    bucket_size: int,
+    zero_stage: int,
+    device: torch.device | None = None,
+    initialise: Initialise | None = None,
+    on_disk: Callable[[], DiskPlacement] | None = None,
+    rule_of: Callable[[BucketKind, int], Rule] = in_order,
+    frozen: bool = False,
+) -> list[Bucket]:
+    """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
+
+    Backward finishes the last layers first, so that the first buckets are complete first. ``units`` are the named
+    parameters of the stage's units (embedding, each layer, head); from ``zero_stage`` 2 on, where a unit is reduced,
+    gathered and freed as a whole, no bucket crosses the border of one. ``rule_of(kind, shards)`` says how buckets are
+    filled; by default parameters lie one after another. What is sharded and marked ``shared_embedding`` lies alone.
+    ``frozen``: the matrices that are not trained.
+    """
+    packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
+    ranks: dict[BucketKind, tuple[Group, Group]] = {}
+    buckets: list[Bucket] = []
+
+    def make(kind: BucketKind, unit: int, named: list[tuple[str, nn.Parameter]], layout: BucketLayout) -> None:
+        dp_group, instances = ranks[kind]
+        buckets.append(
+            Bucket(
+                named,
+                layout,
+                kind,
+                stage,
+                dp_group,
+                zero_stage,
+                device=device,
+                unit=unit,
+                instances=instances,
+                initialise=initialise,
+                disk=on_disk() if on_disk is not None else None,
+            )
+        )
+
+    def close_all(unit: int) -> None:
+        for kind, packer in packers.items():
+            for last in packer.close():
+                make(kind, unit, *last)
+        packers.clear()
+
+    number = 0
+    for number, unit in reversed(list(enumerate(units))):
+        for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad != frozen]):
+            kind = BucketKind.of(parameter, groups)
+            if frozen and not kind.matrix:  # small, and maybe state that steps change (the bias of experts)
+                continue
+            if kind not in packers:
+                axes = "-".join(kind.replica_axes)
+                ranks[kind] = groups.shard_group(axes), groups.instance_group(axes)
+                packers[kind] = Packer(rule_of(kind, ranks[kind][0].size()), bucket_size)
+            alone = zero_stage > 0 and getattr(parameter, "shared_embedding", False)
+            cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
+            for full in packers[kind].add((name, parameter), parameter.numel(), cost, alone=alone):
+                make(kind, number, *full)
+        if zero_stage >= 2:
+            close_all(number)
+    close_all(number)
+    return buckets

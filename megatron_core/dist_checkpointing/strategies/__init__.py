@@ -1,0 +1,1 @@
+"""For Megatron Core's users: how sharded state dicts are written."""

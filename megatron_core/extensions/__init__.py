@@ -1,0 +1,1 @@
+"""For Megatron Core's users: modules of other libraries, by this package's own."""

@@ -1,0 +1,1 @@
+"""For Megatron Core's users: the base class of language models."""

@@ -1,0 +1,295 @@
+"""The reference implementation of every operation in PyTorch, in any precision.
+
+These run where no native kernel is available, with PyTorch's own backward; if PyTorch has the function, they call it.
+Shapes are those of ``megatron_core.ops``.
+
+Dropout's mask is a function of what it falls on. An element belongs to a sample (the global number of its sequence,
+below 2^48), to a position in the whole sequence, in attention weights to a head (0 elsewhere), and to a channel, the
+last dim, which in attention weights is the key's position. The four words of 32 bits
+
+    philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
+
+have 16 bits for each of eight neighbouring channels, the lower ones of a word first; the key is that of the seed and of
+the module's name. An element is dropped where its bits are below 2^16 p, rounded to a whole number, and what stays
+is divided by the share that really stays. So no layout changes the mask, and no generator is read. The native kernels
+draw the same bits (csrc/common/dropout.h); 32 bits an element would double what they compute.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.adamw import adamw
+
+from megatron_core.ops.rows import wide
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """y = x / sqrt(mean(x^2) + epsilon) * weight over the last dim (Zhang and Sennrich 2019)."""
+    return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """y = (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim (Ba et al. 2016)."""
+    return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """y = f(x + bias), the sum in the precision of ``x``; a gated f halves the last dim."""
+    return FUNCTIONS[kind](x if bias is None else x + bias)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (So et al. 2021)."""
+    return torch.relu(x).square()
+
+
+def gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(gate) * value, ``x`` ``[..., 2 m]`` being the gate and then the value (Shazeer 2020)."""
+    gate, value = x.chunk(2, dim=-1)
+    return function(gate) * value
+
+
+gelu_tanh = partial(functional.gelu, approximate="tanh")
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": gelu_tanh,
+    "squared_relu": squared_relu,
+    "swiglu": partial(gated, functional.silu),
+    "geglu": partial(gated, functional.gelu),
+    "geglu_tanh": partial(gated, gelu_tanh),
+}
+"""The activations by name; GELU: Hendrycks and Gimpel 2016."""
+
+
+def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
+    """softmax(scale * scores) over the keys that ``mask``, the triangle and the window leave, 0 for the others.
+
+    ``scores`` ``[..., queries, keys]``; ``mask`` broadcasts to it, True = masked.
+    """
+    hidden, (queries, keys) = mask, scores.shape[-2:]
+    if causal or window is not None:
+        hidden = _outside(queries, keys, window, scores.device)
+        hidden = hidden if mask is None else hidden | mask
+    if hidden is None:
+        return (scores * scale).softmax(-1)
+    probs = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    if mask is None and queries <= keys:
+        return probs
+    return probs.masked_fill(hidden, 0.0)  # a row that sees nothing is NaN so far
+
+
+def _outside(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """``[queries, keys]``, True where the key is after the query or before its window; the last ones are at one
+    place."""
+    own = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(own)
+    return ~(seen if window is None else seen.triu(own - window + 1))
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), in the tables' precision, and then as ``x`` has it;
+    shapes as in ``ops.rope`` (Su et al. 2021, section 3.4.2)."""
+    for _ in range(x.dim() - cos.dim()):
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rotated = 2 * cos.shape[-1]
+    turned, passed = x[..., :rotated], x[..., rotated:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
+def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
+    """``[4, ...]``: m = max(z), sum(exp(z - m)), the target's z (0 where it is elsewhere), sum(z); z the first
+    ``valid`` columns of ``logits`` ``[..., v]``, which are the tokens from ``first`` on."""
+    z = logits.to(wide(logits.dtype), copy=True)
+    z[..., valid:] = -torch.inf
+    maximum = z.amax(-1)
+    here, label = _label(target, first, valid)
+    z_target = z.gather(-1, label).squeeze(-1).masked_fill(~here, 0.0)
+    z_sum = z[..., :valid].sum(-1)
+    z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)  # an infinity less itself would be NaN
+    return torch.stack([maximum, z.exp_().sum(-1), z_target, z_sum])
+
+
+def cross_entropy_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    first: int,
+    valid: int,
+    kept: float,
+    spread: float,
+    overwrite: bool,
+) -> Tensor:
+    """dloss * (exp(z - m) / s - kept [target] - spread), 0 in the padding; ``statistics`` ``[2, ...]`` are m and s
+    over the whole vocabulary. With ``overwrite`` it takes the place of the logits."""
+    maximum, exp_sum = statistics.unsqueeze(-1)
+    dloss = dloss.unsqueeze(-1)
+    grad = logits if overwrite and logits.dtype == wide(logits.dtype) else logits.to(wide(logits.dtype), copy=True)
+    grad.sub_(maximum).exp_().mul_(dloss / exp_sum).sub_(spread * dloss)
+    here, label = _label(target, first, valid)
+    grad.scatter_add_(-1, label, -kept * dloss * here.unsqueeze(-1))
+    grad[..., valid:] = 0.0
+    return logits.copy_(grad) if overwrite else grad.to(logits.dtype)
+
+
+def _label(target: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is a valid column here, and which ``[..., 1]``; 0 where it is not."""
+    here = (target >= first) & (target < first + valid)
+    return here, (target - first).masked_fill(~here, 0).unsqueeze(-1)
+
+
+BLOCK = 512
+"""Elements whose squares are added up in float32: with 4,096 the error is 3e-9, of 16-bit tensors 5e-7."""
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of x^2 over all elements of all tensors, float64: norms of blocks in float32 (float64 of float64), squared
+    and added up in float64.
+
+    PyTorch's float32 norm of a whole tensor is wrong by 3e-3 at 40 M elements on a CPU and by 1e-2 at 100 M; this one
+    by 2e-10 (16 bits: 2e-8), in the same time. In float64 PyTorch takes ten times as long.
+    """
+    blocks = [part for x in tensors for part in _blocks(x.view(-1))]
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype)).double() for rows in blocks]
+    return torch.cat(norms).square().sum()
+
+
+def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of ``x`` ``[n]``: ``[blocks, BLOCK]``, and what is left over as ``[1, rest]``."""
+    whole = x.numel() // BLOCK * BLOCK
+    return x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """x = factor * x, in place."""
+    for x in tensors:
+        x.mul_(factor)
+
+
+def adamw_(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    *,
+    step: int,
+    factor: float,
+    **rates: Any,
+) -> None:
+    """torch.optim.AdamW's fused step, after a factor on the gradients and before the copies; ``rates`` by its names."""
+    grads = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
+    if factor != 1.0:
+        scale_(grads, factor)
+    steps_before = [torch.full((), step - 1.0, device=weight.device) for weight in weights]
+    state = (grads, list(exp_avgs), list(exp_avg_sqs), list[Tensor](), steps_before)
+    adamw(list(weights), *state, fused=True, amsgrad=False, maximize=False, **rates)
+    for copy, weight in zip(copies, weights, strict=False):
+        copy.copy_(weight)
+
+
+LOW = 2**32 - 1
+"""The lower 32 bits."""
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for each counter: Philox 4x32 with 10 rounds (Salmon et al. 2011, section 3.3).
+
+    Words are int64 tensors that hold 32 bits and broadcast; ``key`` has 64 bits.
+    """
+    a, b, c, d = counter
+    low, high = key & LOW, key >> 32
+    for _ in range(_ROUNDS):
+        (a_high, a_low), (c_high, c_low) = (_product(x, m) for x, m in zip((a, c), _MULTIPLIERS, strict=True))
+        a, b, c, d = c_high ^ b ^ low, c_low, a_high ^ d ^ high, a_low
+        low, high = ((k + step) & LOW for k, step in zip((low, high), _KEY_STEPS, strict=True))
+    return a, b, c, d
+
+
+def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of x m; that the int64 product may be negative changes neither."""
+    product = x * m
+    return (product >> 32) & LOW, product & LOW
+
+
+def dropout_threshold(p: float) -> int:
+    """What the 16 bits of dropped elements are below."""
+    return min(round(p * 2**16), 2**16 - 1)
+
+
+def dropout_scale(p: float) -> float:
+    """One divided by the share of elements that stays."""
+    return 1 / (1 - dropout_threshold(p) / 2**16)
+
+
+def keep(shape: tuple[int, ...], p: float, *of: Any, **of_named: Any) -> Tensor:
+    """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, stays; the rest of the
+    arguments are those of ``bits``."""
+    return bits(shape, *of, **of_named) >= dropout_threshold(p)
+
+
+def uniform(shape: tuple[int, ...], key: int, sample_index: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Numbers of U(0, 1) for the elements of ``[s, b, h]``, in steps of 2^-16, by the bits that dropout would draw."""
+    return (bits(shape, key, sample_index, position_ids) + 0.5) / 2**16
+
+
+def bits(
+    shape: tuple[int, ...],
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    first_head: int = 0,
+) -> Tensor:
+    """The 16 bits of each element, int64; shapes as in ``ops.bias_dropout_add``."""
+    device, weights = sample_index.device, len(shape) == 4
+    length, channels = shape[2 if weights else 0], shape[-1]
+    position = torch.arange(length, device=device) if position_ids is None else position_ids
+    position, sample = torch.atleast_2d(position)[..., None], sample_index[:, None, None]  # [b or 1, s, 1], [b, 1, 1]
+    head: Tensor | int = 0
+    if weights:
+        head = torch.arange(first_head, first_head + shape[1], device=device)[:, None, None] << 16
+        position, sample = position[:, None], sample[:, None]
+    else:
+        position, sample = position.transpose(0, 1), sample.transpose(0, 1)
+    block = torch.arange(-(-channels // 8), device=device) if key_positions is None else key_positions >> 3
+    words = philox((block, position, sample & LOW, (sample >> 32) + head), key)
+    halves = torch.stack([half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)], -1)
+    if key_positions is None:
+        halves = halves.flatten(-2)[..., :channels]
+    else:
+        halves = halves.take_along_dim((key_positions & 7).view(*[1] * (len(shape) - 1), -1, 1), -1).squeeze(-1)
+    return halves
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    sample_index: Tensor | None,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
+    first_head: int,
+) -> Tensor:
+    """y = residual + keep scale (x + bias); what is absent is not added, shapes as in ``ops.bias_dropout_add``."""
+    x = x if bias is None else x + bias
+    if dropout_threshold(p):
+        assert sample_index is not None, "masks are functions of the samples' numbers"
+        kept = keep(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
+        x = torch.where(kept, x * dropout_scale(p), 0)
+    return x if residual is None else residual + x

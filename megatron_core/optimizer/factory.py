@@ -1,0 +1,33 @@
+"""For Megatron Core's users: the optimizer that fits a model's wrapper."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_core.errors import ConfigError
+from megatron_core.optimizer.config_overrides import ParamGroupOverride
+from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron_core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron_core.optimizer.optimizer import MegatronOptimizer
+from megatron_core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> MegatronOptimizer:
+    """The optimizer of models in ``DistributedDataParallel``; ``use_gloo_process_groups`` changes nothing.
+
+    ``config_overrides`` are settings of single parameters, by default ``get_standard_config_overrides(config)``.
+    ConfigError: a model without the wrapper, or overrides that disagree.
+    """
+    if dump_param_to_param_group_map:
+        raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; leave it out")
+    if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
+        raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
+    shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
+    sharded = LayerWiseDistributedOptimizer if config.optimizer == "muon" else DistributedOptimizer
+    return (sharded if shards else MegatronOptimizer)(config, model_chunks, config_overrides)

@@ -1,0 +1,338 @@
+"""One optimizer step on main weights in flat shards."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel.buffer import BucketKind
+from megatron_core.data_parallel.compression import OneBitAdam
+from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.errors import ConfigError
+from megatron_core.ops import Backend
+from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
+from megatron_core.optimizer.clip import GradientNorm, clip_factor
+from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron_core.optimizer.muon import Muon
+from megatron_core.optimizer.mup import width_factors
+from megatron_core.optimizer.rounding import CHUNK, update_rounded
+from megatron_core.parallel.groups import ParallelGroups
+
+
+class LossScale(Protocol):
+    """The factor by which the loss is multiplied, and its update after an overflow."""
+
+    scale: float
+
+    def update(self, found_inf: bool) -> None:
+        """Update after a step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues with."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
+
+    bucket: Bucket
+    algorithm: AdamW | SGD | Lion | Muon
+    placement: Placement
+    main: Tensor
+    """The weights in float32 or wider: the bucket's own tensor if that is wide enough, or is to do."""
+    state: dict[str, Tensor]
+    """The algorithm's tensors, which begin as zeros."""
+
+    @classmethod
+    def of(
+        cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement, config: OptimizerConfig
+    ) -> Shard:
+        """Start from the bucket's weights."""
+        main = bucket.weight_shard
+        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
+        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
+            main = placement.tensor("main", main.numel(), wide).copy_(main)
+        of_state = torch.promote_types(main.dtype, torch.float32)
+        narrow = {name for name in algorithm.names if config.keeps_in_bf16(name)}
+        state = {
+            name: placement.tensor(name, main.numel(), torch.bfloat16 if name in narrow else of_state)
+            for name in algorithm.names
+        }
+        return cls(bucket, algorithm, placement, main, state)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the model's weights are 16-bit copies of ``main``."""
+        return self.main.dtype != self.bucket.weights.dtype
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the state lies on another device than the shard of the weights."""
+        return self.main.device != self.bucket.weight_shard.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, and of main weights that are not the model's own."""
+        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some of what is updated is stored in bfloat16."""
+        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
+
+    def chunks(self, run: slice) -> Iterator[slice]:
+        """The slices in which ``run`` is updated."""
+        for at in self.placement.chunks(self.main.numel()):
+            first, last = max(at.start, run.start), min(at.stop, run.stop)
+            step = CHUNK if self.is_rounded else max(last - first, 1)
+            for start in range(first, last, step):
+                yield slice(start, min(start + step, last))
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the state or the weights do not stay in memory."""
+        return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
+
+    def part(self, at: slice, grad: Tensor) -> Part:
+        """The slice ``at``; ``grad`` is the gradient of the shard, where the state is."""
+        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
+        return Part(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
+
+
+class Optimizer:
+    """An update of this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+
+    16-bit weights have float32 main weights; wider weights are updated directly. The state lies beside the weights, in
+    the host's memory or on disk (``optimizer.offload``).
+    """
+
+    def __init__(
+        self,
+        data_parallel: DataParallel,
+        config: OptimizerConfig,
+        groups: ParallelGroups,
+        loss_scale: LossScale,
+        backend: Backend = "auto",
+        seed: int = 0,
+        *,
+        width: float = 1.0,
+        param_groups: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """``seed`` is of stochastic rounding, ``width`` that of the model over its base width (``mup``).
+
+        ``param_groups``, if there are any, have all ``params``, and ``lr``, ``weight_decay`` and ``eps`` of each group,
+        which every step reads instead of what it is given.
+        """
+        self.seed, self.width, self.param_groups = seed, width, param_groups
+        self.config, self.loss_scale, self.backend = config, loss_scale, backend
+        self.norm = GradientNorm(data_parallel, groups, backend)
+        self.compressor = data_parallel.compressor
+        frozen_after = self.compressor.warmup if isinstance(self.compressor, OneBitAdam) else None
+        self._algorithms: dict[str, AdamW | SGD | Lion | Muon] = {
+            "adam": AdamW(config, backend, frozen_after),
+            "sgd": SGD(config),
+            "lion": Lion(config),
+            "muon": Muon(config, groups),
+        }
+        # Allocated now, so that a checkpoint can be loaded before the first step.
+        placements = _placements(data_parallel.buckets, config, groups.rank)
+        self.shards = [
+            Shard.of(bucket, self._algorithm(bucket), placement, config)
+            for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
+        ]
+        if isinstance(self.compressor, OneBitAdam):
+            self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
+        self.steps_taken = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before weights and state change: a copy of them may have to be finished first."""
+        self._runs = self._runs_by_group()
+
+    def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
+        muon_leaves = self.config.optimizer == "muon" and not bucket.kind.is_hidden_matrix
+        return self._algorithms["adam" if muon_leaves else self.config.optimizer]
+
+    def gradient_norm(self) -> Tensor:
+        """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan
+        if any gradient on any rank is."""
+        return self.norm.compute() / self.loss_scale.scale
+
+    def step(
+        self,
+        lr: float,
+        grad_norm: float,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        skip: bool = False,
+    ) -> bool:
+        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; ``skip`` if it is not finite or asked for.
+
+        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own; ``weight_decay``
+        that of this step, if it changes. Returns whether the step was skipped. The gradients may be scaled in place.
+        """
+        scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
+        self.loss_scale.update(not finite)
+        if skip or not finite:
+            return True
+        self.before_update()
+        self.set_steps_taken(self.steps_taken + 1)
+        factor = clip_factor(grad_norm, self.config.clip_grad) / scale
+        if self.config.clip_grad_value > 0.0:
+            for shard in self.shards:
+                shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
+            factor = 1.0
+        for (group, _, _), runs in self._runs.items():
+            if isinstance(group, int):
+                own = self.param_groups[group]
+                rates = Rates(self.steps_taken, float(own["lr"]), float(own["weight_decay"]), factor, own["eps"])
+            else:
+                own_lr = lr if decoupled_lr is None or not group.embedding else decoupled_lr
+                decay = (self.config.weight_decay if weight_decay is None else weight_decay) * group.decay
+                by_width = self.width != 1.0 and not (group.embedding and decoupled_lr is not None)
+                scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
+                rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
+            self._update(runs, rates)
+        return False
+
+    def _width_factors(self, shard: Shard) -> tuple[float, float]:
+        if isinstance(shard.algorithm, Muon):
+            return 1.0, 1.0
+        return width_factors(self.config.optimizer, self.width, hidden=shard.bucket.kind.is_hidden_matrix)
+
+    def _runs_by_group(self) -> dict[tuple[int | BucketKind, torch.dtype, int], list[tuple[Shard, slice]]]:
+        """Runs of elements by (what decides their rates, dtype, algorithm); one call updates all of them."""
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        found = defaultdict(list)
+        for shard in self.shards:
+            kind, whole = shard.bucket.kind, (0, shard.main.numel())
+            traits = BucketKind(kind.dtype, kind.decay, kind.matrix, (), embedding=kind.embedding)
+            spans = [(*whole, traits)] if not self.param_groups else list(_spans(shard, group_of))
+            for start, stop, group in spans:
+                found[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
+        return found
+
+    def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
+        """Update runs of elements: those beside their weights together, the others one after another."""
+        algorithm = runs[0][0].algorithm
+        if isinstance(algorithm, Muon):
+            for shard, _ in runs:
+                self._update_matrices(shard, algorithm, rates)
+            return
+        here = [run for run in runs if not (run[0].is_away or run[0].is_on_disk or run[0].is_rounded)]
+        if here:
+            algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
+        away = [run for run in runs if run not in here]
+        # All gradients set out at once and arrive while the first shards are updated.
+        grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard, _ in away]
+        if any(shard.bucket.grad_shard.is_cuda and not shard.main.is_cuda for shard, _ in away):
+            torch.cuda.current_stream().synchronize()
+        for (shard, run), grad in zip(away, grads, strict=True):
+            if shard.is_away and not shard.is_narrow:
+                shard.main.copy_(shard.bucket.weight_shard)
+            for at in shard.chunks(run):
+                self._update_part(shard, at, grad, rates, lambda part: algorithm.update([part], rates))
+            if shard.is_away:
+                shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
+            shard.bucket.evict_weights()
+
+    def _update_matrices(self, shard: Shard, algorithm: Muon, rates: Rates) -> None:
+        """Muon needs all of a bucket's state where the weights are: what lies elsewhere comes, and goes back."""
+        bucket, here = shard.bucket, shard
+        own, device = shard.main if shard.is_narrow else bucket.weight_shard, bucket.weights.device
+        if {own.device, shard.main.device} != {device}:
+            state = {name: tensor.to(device) for name, tensor in shard.state.items()}
+            here = replace(shard, main=own.to(device), state=state)
+        update = partial(algorithm.update_bucket, bucket, rates=rates)
+        self._update_part(here, slice(0, own.numel()), bucket.grad_shard, rates, update)
+        if here is not shard:
+            own.copy_(here.main)
+            for name, tensor in here.state.items():
+                shard.state[name].copy_(tensor)
+        if here.is_away and shard.is_narrow:
+            bucket.weight_shard.copy_(here.main)
+        if isinstance(shard.placement, DiskPlacement):
+            shard.placement.evict()
+        bucket.evict_weights()
+
+    def _update_part(self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[Part], None]) -> None:
+        part = shard.part(at, grad)
+        if shard.is_rounded:
+            update_rounded(shard.bucket, at, part, rates, self.seed, update)
+        else:
+            update(part)
+
+    def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
+        """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for
+        16-bit weights, ``main``."""
+        for shard in self.shards:
+            yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Set the count that AdamW's bias correction and the warm-up of compression use."""
+        self.steps_taken = steps
+        if self.compressor is not None:
+            self.compressor.step = steps
+
+
+def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of parameters of one group in a shard, neighbours joined; Muon updates a shard as a whole."""
+    if isinstance(shard.algorithm, Muon):
+        groups = {group_of[id(parameter)] for parameter in shard.bucket.parameters}
+        if len(groups) > 1:
+            raise ConfigError("optimizer=muon: hidden matrices of one bucket need the same settings; override others")
+        yield 0, shard.main.numel(), groups.pop()
+        return
+    run: tuple[int, int, int] | None = None
+    for _, parameter, start, stop, at in shard.bucket.pieces():
+        group = group_of[id(parameter)]
+        if run is not None and run[2] != group:
+            yield run
+            run = None
+        run = (at if run is None else run[0], at + stop - start, group)
+    if run is not None:
+        yield run
+
+
+def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
+    """Where each bucket's state goes: the first ones away, until they are the fraction that is to be offloaded."""
+    total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
+    wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
+    for bucket in buckets:
+        if away >= wanted:
+            yield Placement(bucket.weights.device)
+            continue
+        away += bucket.weight_shard.numel()
+        if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
+            yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
+        else:
+            yield Placement(bucket.weights.device, host=True)
+
+
+def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
+    """For float16 the constant ``loss_scale`` if given, else a dynamic one; 1 for every other dtype."""
+    if params_dtype != torch.float16:
+        return ConstantLossScale(1.0)
+    if config.loss_scale is not None:
+        return ConstantLossScale(config.loss_scale)
+    return DynamicLossScale(
+        initial=config.initial_loss_scale,
+        minimum=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )

@@ -1,0 +1,65 @@
+"""Settings with which a run that does not fit would: the changes that cost least time, with the memory they need."""
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+
+from megatron_core.config import RunConfig
+from megatron_core.config.partition import layers_by_stage, plan_of
+from megatron_core.config.validate import problems, without_data
+from megatron_core.errors import ConfigError
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.parameters import rank_units
+from megatron_core.planner.search import KEPT, Settings, with_settings
+
+
+def predicted_bytes(config: RunConfig, world_size: int, vocab_size: int) -> float:
+    """Bytes of the pipeline rank that needs most, at its peak."""
+    copies = config.parallel.data_parallel_size(world_size)
+    plan = plan_of(config, config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies))
+    layers = layers_by_stage(config, vocab_size, plan.num_stages)
+    units = rank_units(config, layers, plan.stage_to_rank, vocab_size)
+    return sum(Footprint.of(config, world_size, plan, layers, units, vocab_size).worst()[1].values())
+
+
+def settings_that_fit(
+    config: RunConfig, world_size: int, vocab_size: int, limit: float, count: int = 3
+) -> list[tuple[Settings, float]]:
+    """Up to ``count`` changes of settings with which no rank needs more than ``limit`` bytes, and what it needs then.
+
+    Single changes come before pairs of them, and those that cost little time before those that cost more.
+    """
+    found: list[tuple[Settings, float]] = []
+    single = list(_changes(config, world_size))
+    for parts in chain(((each,) for each in single), combinations(single, 2)):
+        change = {name: value for part in parts for name, value in part.items()}
+        other = with_settings(config, change)
+        if len(change) < sum(map(len, parts)) or next(problems(without_data(other), world_size), None) is not None:
+            continue
+        try:
+            needed = predicted_bytes(other, world_size, vocab_size)
+        except ConfigError:
+            continue  # its schedule does not exist for so many micro-batches
+        if needed <= limit:
+            found.append((change, needed))
+        if len(found) == count:
+            break
+    return found
+
+
+def _changes(config: RunConfig, world_size: int) -> Iterator[Settings]:
+    """What makes a rank need less, the cheapest first."""
+    parallel, size = config.parallel, config.training.micro_batch_size
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if config.model.recompute_granularity is None:
+        yield {"recompute_granularity": "selective"}
+    for stage in range(parallel.dp_zero_stage + 1, 4):
+        if parallel.data_parallel_size(world_size) > 1:
+            yield {"zero_stage": stage, "use_distributed_optimizer": False}
+    if size > 1:
+        yield {"micro_batch_size": size // 2}
+    if config.model.recompute_granularity != "full":
+        yield {name: value for name, value in KEPT[2].items() if name != "cpu_offloading"}
+    yield {"tensor_model_parallel_size": 2 * tp, "sequence_parallel": True}
+    yield {"pipeline_model_parallel_size": 2 * pp}
+    if size > 3:
+        yield {"micro_batch_size": 1}

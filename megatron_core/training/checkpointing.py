@@ -1,0 +1,129 @@
+"""For Megatron-LM's users: checkpoints of a program of one's own, where they lie, and which one is the latest."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_core import dist_checkpointing
+from megatron_core.checkpoint import find_checkpoint
+from megatron_core.checkpoint.folder import TRACKER, iteration_folder
+from megatron_core.errors import CheckpointError
+from megatron_core.models.gpt.gpt_model import GPTModel
+from megatron_core.training.global_vars import get_args
+from megatron_core.training.utils import print_rank_0
+from megatron_core.transformer.module import sharded
+from megatron_core.utils import unwrap_model
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """The file that says which checkpoint is the latest."""
+    return str(Path(checkpoints_path) / TRACKER)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str,
+    iteration: int,
+    release: bool = False,
+    pipeline_parallel: bool | None = None,
+    tensor_rank: int = 0,
+    pipeline_rank: int = 0,
+    return_base_dir: bool = False,
+) -> str:
+    """The folder of an iteration, and without ``return_base_dir`` Megatron-LM's file of a rank in it."""
+    root = Path(checkpoints_path)
+    base = root / "release" if release else iteration_folder(root, iteration)
+    stages = f"_{pipeline_rank:03d}" if pipeline_parallel else ""
+    return str(base if return_base_dir else base / f"mp_rank_{tensor_rank:02d}{stages}" / "model_optim_rng.pt")
+
+
+def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+    """(the latest iteration, whether it is a release, which has number 0) of a tracker file."""
+    text = Path(tracker_filename).read_text().strip()
+    if text == "release":
+        return 0, True
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker_filename} holds {text[:50]!r}, which is no iteration; write its number there")
+    return int(text), False
+
+
+def read_frozen_resume_iteration(load_dir: str | None) -> int:
+    """The iteration to go on from: 0 where there is no checkpoint yet."""
+    tracker = load_dir and get_checkpoint_tracker_filename(load_dir)
+    return read_metadata(tracker)[0] if tracker and Path(tracker).is_file() else 0
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: int,
+    checkpointing_context: Any = None,
+    **others: Any,
+) -> None:
+    """Write chunks, optimizer and scheduler (None: not there) to ``iter_...`` in ``get_args().save``, where
+    ``load_checkpoint`` reads it in every layout. CheckpointError: ``others`` ask for releases or passing saves."""
+    args = get_args()
+    asked = [name for name in ("non_persistent_ckpt", "release") if others.get(name)]
+    if asked:
+        raise CheckpointError(f"save_checkpoint: {', '.join(asked)} is not supported; leave it out")
+    state = _state(model, None if args.no_save_optim else optimizer, opt_param_scheduler) | {
+        "iteration": iteration,
+        "consumed_train_samples": args.consumed_train_samples,
+        "consumed_valid_samples": args.consumed_valid_samples,
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+    }
+    dist_checkpointing.save(state, args.save, iteration=iteration)
+    print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
+
+
+def _state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model{number}": sharded(chunk) for number, chunk in enumerate(unwrap_model(model))}
+    for name, part in (("optimizer", optimizer), ("opt_param_scheduler", scheduler)):
+        if part is not None:
+            state[name] = part.sharded_state_dict() if name == "optimizer" else part.state_dict()
+    return state
+
+
+def load_checkpoint(
+    ddp_model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    **others: Any,
+) -> tuple[int, int]:
+    """Fill chunks, optimizer and scheduler (None: not there) from the folder ``get_args()`` names, and set the samples
+    consumed in ``get_args()``: (iteration, floating point operations).
+
+    (0, 0) for a folder without a checkpoint, and with --finetune, which loads weights alone. CheckpointError: there is
+    none with --exit-on-missing-checkpoint, or it is of another model or optimizer.
+    """
+    args = get_args()
+    folder = find_checkpoint(getattr(args, load_arg), args.ckpt_step)
+    if folder is None:
+        if args.exit_on_missing_checkpoint or not strict:
+            raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} holds no checkpoint")
+        print_rank_0(f"{load_arg}={getattr(args, load_arg)!r} HOLDS NO CHECKPOINT: weights are not loaded")
+        return 0, 0
+    goes_on = not args.finetune
+    reads_optimizer = goes_on and optimizer is not None and not args.no_load_optim
+    counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
+    scheduler = opt_param_scheduler if goes_on else None
+    state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
+    state = dist_checkpointing.load(state | {"num_floating_point_operations_so_far": 0}, folder)
+    if reads_optimizer:
+        optimizer.load_state_dict(state["optimizer"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if scheduler is not None:
+        scheduler.load_state_dict(state["opt_param_scheduler"])
+    if not goes_on:
+        return 0, 0
+    args.consumed_train_samples = state["consumed_train_samples"]
+    args.consumed_valid_samples = state["consumed_valid_samples"]
+    for chunk in unwrap_model(ddp_model):
+        if isinstance(chunk, GPTModel):
+            chunk.samples.taken = args.consumed_train_samples
+    return state["iteration"], state["num_floating_point_operations_so_far"]

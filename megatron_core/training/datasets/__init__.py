@@ -1,0 +1,1 @@
+"""For Megatron-LM's users: data sets of its training."""

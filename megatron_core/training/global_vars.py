@@ -1,0 +1,66 @@
+"""For Megatron-LM's users: the arguments, the tokenizer and the timers of the process, kept for its functions."""
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_core.errors import ConfigError
+from megatron_core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron_core.timers import Timers
+from megatron_core.tokenizers.utils.build_tokenizer import build_tokenizer as tokenizer_of_args
+
+_KEPT: dict[str, Any] = {}
+
+
+def _get(name: str) -> Any:
+    if name not in _KEPT:
+        raise ConfigError(f"{name} is not initialized; call set_global_variables or initialize_megatron before")
+    return _KEPT[name]
+
+
+def get_args() -> Namespace:
+    """The arguments that ``set_args`` was given."""
+    args: Namespace = _get("args")
+    return args
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of the arguments."""
+    return _get("tokenizer")
+
+
+def get_timers() -> Timers:
+    """The timers of the process."""
+    timers: Timers = _get("timers")
+    return timers
+
+
+def set_args(args: Namespace) -> None:
+    """Keep ``args`` for ``get_args``."""
+    _KEPT["args"] = args
+
+
+def of_one_rank(args: Namespace) -> Namespace:
+    """``args`` without tensor parallelism, so that the padded vocabulary, which a program's model gets, is the same in
+    every layout."""
+    return Namespace(**vars(args) | {"tensor_model_parallel_size": 1})
+
+
+def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
+    """Keep ``args``, and make the calculator of micro-batches, the timers and, if there is to be one, the tokenizer."""
+    set_args(args)
+    init_num_microbatches_calculator(
+        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    )
+    if build_tokenizer and args.tokenizer_type is not None:
+        alone = of_one_rank(args)
+        _KEPT["tokenizer"], args.padded_vocab_size = tokenizer_of_args(alone), alone.padded_vocab_size
+    _KEPT["timers"] = Timers(getattr(args, "timing_log_level", 0), getattr(args, "timing_log_option", "minmax"))
+
+
+def destroy_global_vars() -> None:
+    """Forget all of it."""
+    _KEPT.clear()
+    destroy_num_microbatches_calculator()

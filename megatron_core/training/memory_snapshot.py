@@ -1,0 +1,205 @@
+"""What holds this rank's memory: of a step when SIGUSR2 asks for it, and of a run that ends out of memory."""
+
+import gc
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.memory import current_memory_bytes, total_memory_bytes
+from megatron_core.parallel.launch import allocation_that_failed
+from megatron_core.planner.explain import flag_of, readable_bytes
+from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
+from megatron_core.training.memory_report import found_bytes
+from megatron_core.training.setup import Run
+
+LARGEST = 20
+"""Tensors that a snapshot lists."""
+MUCH_LESS = 0.9
+"""What should fit needs at most this share of what did not."""
+
+
+class KeptForBackward:
+    """Bytes that autograd keeps for backward, by the module whose forward saved them, now and at most."""
+
+    def __init__(self, run: Run) -> None:
+        self._names = {module: name for stage in run.stages.values() for name, module in stage.named_modules()}
+        self._weights = {bucket.weights.untyped_storage().data_ptr() for bucket in run.data_parallel.buckets}
+        self._modules: list[str] = []
+        self._users: Counter[int] = Counter()
+        self._now: Counter[str] = Counter()
+        self.at_peak: dict[str, int] = {}
+        self.peak = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is saved in here."""
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module, self._modules[-1] if self._modules else ""))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+    def add(self, tensor: Tensor) -> tuple[int, str, int] | None:
+        """Count a tensor whose memory is not counted yet; what ``remove`` is to be told. Weights are not counted."""
+        storage, name = tensor.untyped_storage(), self._modules[-1] if self._modules else ""
+        if storage.data_ptr() in self._weights:
+            return None
+        self._users[storage.data_ptr()] += 1
+        if self._users[storage.data_ptr()] == 1:
+            self._now[name] += storage.nbytes()
+            total = self._now.total()
+            if total > self.peak:
+                self.peak, self.at_peak = total, dict(self._now)
+        return storage.data_ptr(), name, storage.nbytes()
+
+    def remove(self, pointer: int, name: str, size: int) -> None:
+        """The last of a tensor's users frees its memory."""
+        self._users[pointer] -= 1
+        if not self._users[pointer]:
+            self._now[name] -= size
+
+
+class _Kept:
+    """A saved tensor, as long as autograd keeps it."""
+
+    def __init__(self, counts: KeptForBackward, tensor: Tensor) -> None:
+        self.tensor, self._counts, self._entry = tensor, counts, counts.add(tensor)
+
+    def __del__(self) -> None:
+        if self._entry is not None:
+            self._counts.remove(*self._entry)
+
+
+class MemorySnapshots:
+    """Writes ``memory/rank00000_step0000012.json`` into the folder of ``--save``, or the current one.
+
+    SIGUSR2 asks for the next step: bytes by kind, activations by module at their peak, the largest tensors after it. On
+    a GPU torch's snapshot of its allocations in that step lies beside it, for pytorch.org/memory_viz.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._wanted = run, False
+        self._other = max(current_memory_bytes() - sum(found_bytes(run).values()), 0)
+        """What the process had before the first step, besides the state."""
+        self._previous = signal.signal(signal.SIGUSR2, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._wanted = True
+
+    def restore(self) -> None:
+        """Give the signal back to who had it before."""
+        signal.signal(signal.SIGUSR2, self._previous)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Take the snapshot of the step in here, if it is wanted; explain an allocation in it that fails."""
+        kept = KeptForBackward(self._run) if self._wanted else None
+        self._wanted, is_cuda = False, self._run.world.device.type == "cuda"
+        try:
+            if kept is None:
+                yield
+                return
+            if is_cuda:
+                torch.cuda.memory._record_memory_history()
+            with kept.watching():
+                yield
+        except (RuntimeError, MemoryError) as error:
+            asked = allocation_that_failed(error)
+            if asked is None:
+                raise
+            now = current_memory_bytes()
+            kinds = self._kinds(now - self._other - sum(found_bytes(self._run).values()))
+            path = self._write(kinds, {} if kept is None else kept.at_peak, self._run.state.iteration + 1)
+            raise MegatronError(self._explanation(asked, kinds, now, path)) from error
+        path = self._write(self._kinds(kept.peak), kept.at_peak, self._run.state.iteration)
+        if is_cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        largest = Counter(kept.at_peak).most_common(3)
+        activations = ", ".join(f"{name or 'the model'} {readable_bytes(size)}" for name, size in largest)
+        print(f"memory of rank {self._run.world.rank} in {path}; largest activations: {activations}", flush=True)
+
+    def _kinds(self, activations: int) -> dict[str, int]:
+        return found_bytes(self._run) | {"activations": max(activations, 0), "process": self._other}
+
+    def _write(self, kinds: dict[str, int], activations: dict[str, int], step: int) -> Path:
+        run = self._run
+        folder = Path(run.config.checkpoint.save or ".") / "memory"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{run.world.rank:05d}_step{step:07d}.json"
+        if run.world.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        record = {
+            "rank": run.world.rank, "step": step, "layout": run.layout, "bytes": kinds,
+            "activations": dict(Counter(activations).most_common()), "tensors": largest_tensors(run),
+        }  # fmt: skip
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def _explanation(self, asked: int, kinds: dict[str, int], now: int, path: Path) -> str:
+        """What held the memory, and what would fit."""
+        run, config = self._run, self._run.config
+        device = total_memory_bytes() or now
+        if run.world.device.type == "cpu":
+            device //= int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
+        needed = predicted_bytes(config, run.world.size, run.vocab_size)
+        # Less than the device has: a limit of the system, or others on the same device, ended the run.
+        room = (device if now + asked > device else now) - self._other
+        ways = settings_that_fit(config, run.world.size, run.vocab_size, min(room, MUCH_LESS * needed))
+        shown = [
+            f"{' '.join(word for name, value in change.items() if value for word in flag_of(name, value))} "
+            f"({readable_bytes(size)})"
+            for change, size in ways
+        ]
+        fits = "; ".join(shown) or "none on so many ranks: take more, or a smaller model"
+        held = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in kinds.items() if size)
+        return (
+            f"out of memory while allocating {readable_bytes(asked)}. Rank {run.world.rank} held {held} (the largest "
+            f"tensors are in {path}). By prediction a rank needs {readable_bytes(needed)}, and would fit with: {fits}"
+        )
+
+
+def largest_tensors(run: Run) -> list[dict[str, Any]]:
+    """The largest tensors that Python knows: what they are, where that is known, shape, dtype and bytes."""
+    known: dict[int, str] = {}
+    for bucket, state in run.optimizer.tensors():
+        where = f"{bucket.names[0]} to {bucket.names[-1]}"
+        owned = {"weights": bucket.weights, "gradients": bucket.grads, "gradient shard": bucket.grad_shard} | state
+        for kind, tensor in owned.items():
+            known.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} of {where}")
+    found: dict[int, Tensor] = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and not each.is_meta and each.layout == torch.strided:
+            storage = each.untyped_storage()
+            other = found.get(storage.data_ptr())
+            if storage.nbytes() and (other is None or other.numel() < each.numel()):
+                found[storage.data_ptr()] = each
+    largest = sorted(found.items(), key=lambda item: -item[1].untyped_storage().nbytes())[:LARGEST]
+    return [
+        {
+            "what": known.get(pointer, "unknown"), "shape": list(tensor.shape), "dtype": str(tensor.dtype),
+            "bytes": tensor.untyped_storage().nbytes(),
+        }
+        for pointer, tensor in largest
+    ]  # fmt: skip

@@ -1,0 +1,20 @@
+"""A sample of many combinations in which every pair of their values occurs."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from random import Random
+
+
+def pairwise(combined: Sequence[Mapping[str, str]], seed: str) -> set[int]:
+    """Positions of combinations, drawn greedily from a seeded order, that have every pair of values of all."""
+    pairs: list[set[object]] = [
+        set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined
+    ]
+    order, kept = list(range(len(combined))), set[int]()
+    missing = set[object]().union(*pairs)
+    Random(seed).shuffle(order)
+    while missing:
+        best = max(order, key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        kept.add(best)
+    return kept

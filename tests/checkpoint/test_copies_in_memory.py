@@ -1,0 +1,352 @@
+"""Checkpoints in the memory of several hosts: two hosts of two ranks each, whose memory is a folder of their own."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core import parallel_state
+from megatron_core.checkpoint import copies
+from megatron_core.checkpoint.folder import complete_iterations, rank_file, remove
+from megatron_core.checkpoint.hosts import Hosts
+from megatron_core.config import CheckpointConfig, RunConfig
+from megatron_core.config.validate import problems
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel import World
+from megatron_core.training import pretrain
+from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.setup import Run
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.checkpoint.runs import SMALL, compare, start, stored, train
+from tests.checkpoint.test_integrity import flip
+from tests.defects.plant import planted
+
+LAYOUT = {"num_layers": 1, "use_distributed_optimizer": True, "micro_batch_size": 1}
+LOCAL = {"non_persistent_save_interval": 1, "non_persistent_ckpt_type": "local"}
+NEWEST = "iter_0000002"
+
+
+@pytest.fixture(autouse=True)
+def _no_layout_stays() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def begin(root: Path, **settings: Any) -> Run:
+    """This rank's run; a host has as many ranks as the tensor-parallel size, its memory is ``root/host0`` ..."""
+    host = dist.get_rank() // settings.get("tensor_model_parallel_size", 1)
+    folders = {"save": str(root / "disk"), "load": str(root / "disk")}
+    folders["non_persistent_local_ckpt_dir"] = str(root / f"host{host}")
+    return start(LAYOUT | LOCAL | folders | settings)
+
+
+def save_whole(run: Run, folder: Path) -> None:
+    """An ordinary checkpoint, to compare with."""
+    config = replace(run.config, checkpoint=CheckpointConfig(save=str(folder)))
+    CheckpointSaver(config, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None).save(run.state)
+
+
+def _first_run(root: Path, settings: dict) -> None:
+    """Iteration 1 is on disk, 2 in memory; ``root/whole`` has what 2 and 3 are in a run that nothing disturbs."""
+    run = begin(root, **settings)
+    train(run, 1)
+    run.saver.save(run.state)
+    run.saver.save(run.state, temporary=True)
+    train(run, 1)
+    run.saver.save(run.state, temporary=True)
+    save_whole(run, root / "whole")
+    train(run, 1)
+    save_whole(run, root / "whole")
+
+
+@pytest.fixture(scope="module")
+def after_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("copies")
+    run_ranks(2, _first_run, root, {"replication": True})
+    return root
+
+
+@pytest.fixture
+def saved(after_two: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(after_two, tmp_path / "run"))
+
+
+def _resume(root: Path, settings: dict, iteration: int, steps: int) -> str:
+    """Load ``iteration``, train on, and compare all that this rank holds; -> what was printed."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run = begin(root, **settings)
+    assert run.state.iteration == iteration
+    train(run, steps)
+    if iteration + steps > 1:
+        compare(run, stored(root / "whole" / f"iter_{iteration + steps:07d}"))
+    dist.barrier()
+    assert not list(root.glob("host*/.iter_*.loading")), "what was loaded from takes no memory any more"
+    return printed.getvalue()
+
+
+def resume(root: Path, iteration: int, *, ranks: int = 2, steps: int = 0, **settings: Any) -> str:
+    return str(run_ranks(ranks, _resume, root, settings, iteration, steps)[0])
+
+
+# --- What is kept where.
+
+
+def test_each_host_keeps_its_own_and_the_copies_of_another(saved: Path) -> None:
+    """And only the newest."""
+    for host in (0, 1):
+        assert complete_iterations(saved / f"host{host}") == [2]
+        there = sorted(path.name for path in (saved / f"host{host}" / NEWEST).iterdir())
+        assert there == ["manifest.json", rank_file(0), rank_file(1)]
+        assert not list((saved / f"host{host}").glob(".iter_*"))
+
+
+def copies_are_on_other_hosts(_: Path) -> None:
+    """For hosts of any sizes and any jump: as many as asked for, each on another host, as far as there are hosts."""
+    draw = random.Random(1)
+    for _ in range(200):
+        of_rank, sizes = list[int](), [draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
+        for size in sizes:
+            of_rank += [len(of_rank)] * size
+        hosts, factor = Hosts(tuple(of_rank), 0), draw.randint(2, 4)
+        for rank, own in enumerate(of_rank):
+            keepers = hosts.keepers(rank, draw.choice([None, 1, 2, 5]), factor)
+            having = [own, *(of_rank[keeper] for keeper in keepers)]
+            assert len(having) == len(set(having)) == min(factor, len(sizes))
+    hosts = Hosts((0, 0, 2, 2, 4, 4, 6, 6), 0)
+    assert hosts.keepers(1, 2, 2) == [3] and hosts.keepers(7, None, 3) == [1, 3] and hosts.keepers(0, 4, 2) == [4]
+
+
+# --- Hosts that are lost, and files that are damaged.
+
+
+def after_the_loss_of_a_host_the_run_goes_on(root: Path) -> None:
+    """To the bit; the host that takes its place is sent what its ranks need."""
+    shutil.rmtree(root / "host1")
+    told = resume(root, 2, steps=1)
+    assert "iteration 2 IS LOADED FROM MEMORY, of 1 of 2 hosts" in told and "were sent from the memory of other" in told
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_run_goes_on_with_other_hosts(ranks: int, saved: Path) -> None:
+    """With one host less, and with more, which have nothing yet."""
+    shutil.rmtree(saved / "host0")
+    (saved / "host1").rename(saved / "host0")
+    assert "LOADED FROM MEMORY" in resume(saved, 2, ranks=ranks, global_batch_size=12 if ranks == 3 else 4)
+
+
+def test_hosts_of_several_ranks(tmp_path: Path) -> None:
+    """Whose first ones keep copies for the other host's first, and lay out what both of its ranks load."""
+    settings = {"tensor_model_parallel_size": 2, "replication": True, "replication_jump": 2}
+    run_ranks(4, _first_run, tmp_path, settings)
+    shutil.rmtree(tmp_path / "host0")
+    assert "LOADED FROM MEMORY" in resume(tmp_path, 2, ranks=4, steps=1, **settings)
+
+
+def test_if_all_hosts_are_lost_the_disk_is_taken(saved: Path) -> None:
+    for host in (0, 1):
+        shutil.rmtree(saved / f"host{host}")
+    assert "nothing newer in memory: the newest checkpoint in" in resume(saved, 1)
+
+
+def test_without_copies_a_lost_host_costs_what_was_in_memory(tmp_path: Path) -> None:
+    run_ranks(2, _first_run, tmp_path, {})
+    shutil.rmtree(tmp_path / "host1")
+    told = resume(tmp_path, 1)
+    assert f"ITERATION 2 IN MEMORY IS NOT COMPLETE: no host has a sound copy of {rank_file(1)}" in told
+
+
+def of_a_damaged_file_the_other_copy_is_loaded(root: Path) -> None:
+    path = root / "host1" / NEWEST / rank_file(1)
+    flip(path, 8 * path.stat().st_size - 3)
+    assert f"A DAMAGED COPY IS NOT LOADED: {path} is not what was written" in resume(root, 2)
+
+
+def test_if_both_copies_are_damaged_the_disk_is_taken(saved: Path) -> None:
+    """A file, and the list of files."""
+    flip(saved / "host0" / NEWEST / rank_file(1), 8000)
+    flip(saved / "host1" / NEWEST / "manifest.json", 4000)
+    told = resume(saved, 1)
+    assert "COPIES IN MEMORY ARE NOT LOADED" in told and "manifest.json" in told
+    assert f"ITERATION 2 IN MEMORY IS NOT COMPLETE: no host has a sound copy of {rank_file(1)}" in told
+
+
+def test_copies_of_another_run_are_not_loaded(saved: Path) -> None:
+    (saved / "disk" / ".run").write_text("another")
+    assert f"COPIES IN MEMORY ARE NOT LOADED: {saved / 'host0' / NEWEST} is of another run" in resume(saved, 1)
+
+
+def test_a_run_that_starts_anew_leaves_the_copies_of_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole runs: one that ends in memory at 3 and on disk at 4, one that goes on, and one that starts anew."""
+    memory = {"non_persistent_local_ckpt_dir": str(tmp_path / "memory"), "eval_iters": 0}
+    settings = SMALL | LOCAL | memory | {"num_layers": 1, "save": str(tmp_path / "disk")}
+
+    def job(**more: Any) -> str:
+        pretrain(RunConfig.from_flat(settings | more), World(0, 1, 0, torch.device("cpu")))
+        parallel_state.destroy_model_parallel()
+        return capsys.readouterr().out
+
+    job(train_iters=3, save_interval=5)
+    job(train_iters=4, save_interval=4, load=settings["save"])
+    assert complete_iterations(tmp_path / "memory") == [3] and complete_iterations(tmp_path / "disk") == [3, 4]
+    remove(tmp_path / "disk" / "iter_0000003")
+    remove(tmp_path / "disk" / "iter_0000004")
+    (tmp_path / "disk" / "latest_checkpointed_iteration.txt").unlink()
+    assert "iteration 3 IS LOADED FROM MEMORY" in job(train_iters=3, load=settings["save"])
+    job(train_iters=1, overwrite_checkpoints=True)
+    assert complete_iterations(tmp_path / "memory") == [1]
+
+
+# --- Saves that do not come to their end.
+
+
+def _die_between(root: Path) -> None:
+    """The next checkpoint has its name on the first host when the second dies."""
+    run = begin(root)
+    train(run, 1)
+    if dist.get_rank() == 1:
+        copies._rename = lambda save: os.kill(os.getpid(), signal.SIGKILL)
+    run.saver.save(run.state, temporary=True)
+
+
+def killed_before_all_hosts_have_the_newest_the_one_before_is_whole(root: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _die_between, root)
+    assert 3 in complete_iterations(root / "host0") and complete_iterations(root / "host1") == [2]
+    (root / "host1" / NEWEST / rank_file(0)).unlink()  # a copy, of what the first host still has
+    assert "ITERATION 3 IN MEMORY IS NOT COMPLETE" in resume(root, 2)
+
+
+def _fill_the_memory(root: Path) -> str:
+    """The second host has no room for the copies of the first, which it is still sent."""
+    run = begin(root, replication=True)
+    train(run, 1)
+    if dist.get_rank() == 1:
+        write_copy = copies._write_copy
+
+        def full(*arguments: Any) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            write_copy(*arguments)
+
+        copies._write_copy = full
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert not run.saver.try_to_save(run.state, temporary=True)
+    dist.barrier()
+    assert not list(root.glob("host*/.iter_*")), "the room is free again"
+    return printed.getvalue()
+
+
+def test_full_memory_of_another_host_is_told_and_survived(saved: Path) -> None:
+    told, _ = run_ranks(2, _fill_the_memory, saved)
+    assert "A CHECKPOINT WAS NOT WRITTEN: a rank could not send its copies" in told and "File too large" in told
+    assert [complete_iterations(saved / f"host{host}") for host in (0, 1)] == [[2], [2]]
+
+
+# --- Planted defects.
+
+CHECKS = (
+    copies_are_on_other_hosts,
+    after_the_loss_of_a_host_the_run_goes_on,
+    of_a_damaged_file_the_other_copy_is_loaded,
+    killed_before_all_hosts_have_the_newest_the_one_before_is_whole,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
+    check(saved)
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new", "check"),
+    [
+        ("checkpoint.hosts:Hosts.keepers", "not in having), None)", "is not None), None)", copies_are_on_other_hosts),
+        (
+            "checkpoint.restore:CopiesReader._transfers",
+            "starts[key], dtype",
+            "starts[min(keys)], dtype",
+            after_the_loss_of_a_host_the_run_goes_on,
+        ),
+        (
+            "checkpoint.restore:_held",
+            "held[host] - damaged[host]",
+            "held[host]",
+            of_a_damaged_file_the_other_copy_is_loaded,
+        ),
+        (
+            "checkpoint.copies:save_copies",
+            'together(agree, "rename", (lambda: _rename(save)) if first else None)',
+            "_rename(save)\n        remove(save.folder / 'iter_0000002')",
+            killed_before_all_hosts_have_the_newest_the_one_before_is_whole,
+        ),
+    ],
+    ids=[
+        "a copy on the same host",
+        "other boxes are sent",
+        "damage is told, not heeded",
+        "the one before goes at once",
+    ],
+)
+def test_planted_defect_is_found(target: str, old: str, new: str, check: Callable[[Path], None], saved: Path) -> None:
+    with planted(target, old, new), pytest.raises((AssertionError, RankFailure)):
+        check(saved)
+
+
+# --- Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"non_persistent_local_ckpt_dir": None},
+            "non_persistent_ckpt_type=local needs a folder in the memory",
+        ),
+        (
+            {"non_persistent_global_ckpt_dir": "a"},
+            "non_persistent_global_ckpt_dir=a has no effect with",
+        ),
+        ({"non_persistent_ckpt_type": "global"}, "non_persistent_local_ckpt_dir=m has no effect with"),
+        (
+            {"non_persistent_ckpt_type": "global", "non_persistent_local_ckpt_dir": None, "replication": True},
+            "replication=True has no effect with non_persistent_ckpt_type=global",
+        ),
+        ({"replication_jump": 2}, "replication_jump=2 has no effect without replication"),
+        ({"replication": True, "replication_factor": 1}, "replication_factor=1 makes no copy"),
+        ({"replication": True, "replication_jump": 0}, "replication_jump=0 is out of range"),
+        ({"non_persistent_save_interval": None}, "non_persistent_ckpt_type=local has no effect without"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict, told: str) -> None:
+    whole = SMALL | LOCAL | {"save": "a", "non_persistent_local_ckpt_dir": "m"}
+    assert list(problems(RunConfig.from_flat(whole), 1)) == []
+    (problem,) = problems(RunConfig.from_flat(whole | settings), 1)
+    assert problem.startswith(told)
+
+
+def _without_a_folder(root: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        begin(root)
+    return str(error.value)
+
+
+def test_a_folder_that_one_host_cannot_make_is_told_by_all(tmp_path: Path) -> None:
+    (tmp_path / "host1").write_text("a file")
+    told, other = run_ranks(2, _without_a_folder, tmp_path)
+    assert told == other and told.startswith(f"non_persistent_local_ckpt_dir='{tmp_path / 'host1'}' cannot be written")

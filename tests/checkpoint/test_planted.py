@@ -1,0 +1,251 @@
+"""Planted defects of saving and loading: each is silent, and each is found by a check that the healthy code passes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_core.checkpoint import Save, Snapshot, find_checkpoint, open_newest, save_checkpoint
+from megatron_core.checkpoint.folder import TRACKER, complete_iterations
+from megatron_core.checkpoint.hashes import StoredFile, damaged_files
+from megatron_core.errors import CheckpointError
+from tests.checkpoint.test_damage import piece, read, write
+from tests.checkpoint.test_integrity import CPU, TENSORS, flip
+from tests.defects.plant import planted
+
+Check = Callable[[Path], None]
+"""Fails if the code is wrong."""
+
+
+def files_of_another_save(root: Path) -> None:
+    """Of the same iteration, with the same sizes, and where hashes are not compared."""
+    ours, theirs = write(root / "ours", 3, 1.0), write(root / "theirs", 3, 2.0)
+    shutil.copyfile(theirs / TENSORS, ours / TENSORS)
+    with pytest.raises(CheckpointError, match="another save"):
+        read(ours)
+
+
+def every_file_is_hashed_once(root: Path) -> None:
+    """However many ranks share the work: all of these files are absent, and each is missed once."""
+    files = {f"{n}.bin": StoredFile(n % 3, "") for n in range(7)}
+    for shares in range(1, 9):
+        missed = [fault for share in range(shares) for fault in damaged_files(root, files, share=share, shares=shares)]
+        assert sorted(fault.split()[0] for fault in missed) == [str(root / name) for name in sorted(files)]
+
+
+def a_flipped_bit_is_refused(root: Path) -> None:
+    folder = write(root, 1, 1.0)
+    flip(folder / TENSORS, 8 * (folder / TENSORS).stat().st_size - 3)
+    with pytest.raises(CheckpointError, match="its hash differs"):
+        open_newest(str(root), None, device=CPU)
+
+
+def events_of_a_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What reached the disk and what was renamed, in order, as (what, where) inside ``root``."""
+    events: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, Path.rename
+
+    def note(what: str, path: object) -> None:
+        events.append((what, os.path.relpath(str(path), root)))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (note("sync", os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda old, new: (note("rename", new), replace(old, new))[1])
+    monkeypatch.setattr(Path, "rename", lambda old, new: (note("rename", new), rename(old, new))[1])
+    save_checkpoint(Save(root, 2, {}, keep_last=1), [piece(2.0)], lambda ok: ok)
+    monkeypatch.undo()
+    return events
+
+
+def what_is_published_is_on_disk(root: Path) -> None:
+    """After a power cut at any moment, what has its final name is whole: content first, then names, then deletions."""
+    write(root, 1, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        events = events_of_a_save(root, patch)
+    partial = ".iter_0000002.incomplete"
+    published = events.index(("rename", "iter_0000002"))
+    for name in (f"{partial}/{TENSORS}", f"{partial}/manifest.json", partial):
+        assert ("sync", name) in events[:published], name
+    tracked = events.index(("rename", TRACKER))
+    assert published < events.index(("sync", f".{TRACKER}")) < tracked < events.index(("sync", "."), tracked)
+    gone = events.index(("rename", ".iter_0000001.replaced"))
+    assert events.index(("sync", "."), tracked) < gone, "the old one goes when the new one is safe"
+
+
+def the_newest_stay(root: Path) -> None:
+    for keep in ({"keep_last": 2}, {"keep_every": 2}, {"keep_last": 1, "keep_every": 3}):
+        folder = root / "_".join(keep)
+        for iteration in range(1, 6):
+            write(folder, iteration, float(iteration), **keep)
+            assert find_checkpoint(str(folder)).name == f"iter_{iteration:07d}"
+    assert [complete_iterations(root / name) for name in ("keep_last", "keep_every", "keep_last_keep_every")] == [
+        [4, 5],
+        [2, 4, 5],
+        [3, 5],
+    ]
+
+
+def a_snapshot_stays_as_it_was(root: Path) -> None:
+    live, snapshot = [piece(1.0), piece(2.0, 7)], Snapshot()
+    for value in (3.0, 5.0):  # the second one in the same memory
+        copies, complete = snapshot.take(live[:1], live[1:])
+        live[1].memory.fill_(value)
+        complete()
+        assert (copies[1].memory != value).all(), "copied at once"
+        kept = [copy.memory.clone() for copy in copies]
+        for each in live:
+            each.memory.fill_(value)
+        assert all((copy.memory == before).all() for copy, before in zip(copies, kept, strict=True))
+
+
+def a_save_that_fails_leaves_the_one_before(root: Path) -> None:
+    write(root, 1, 1.0)
+    absent = {"tokenizer/x": root / "absent"}
+    with pytest.raises(CheckpointError):
+        write(root, 1, 2.0, extra_files=absent)
+    assert (read(root / "iter_0000001") == 1.0).all() and not list(root.glob(".iter_*"))
+
+
+def an_iteration_saved_anew_stays_there(root: Path) -> None:
+    """But for the moment between two renames: what is there before is deleted when the new one has its name."""
+    write(root, 2, 1.0)
+    rmtree = shutil.rmtree
+
+    def watched(path: Path, **settings: bool) -> None:
+        assert not path.exists() or (root / "iter_0000002").exists(), path
+        rmtree(path, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", watched)
+        write(root, 2, 2.0)
+    assert (read(root / "iter_0000002") == 2.0).all() and not list(root.glob(".iter_*"))
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A fragment of a function, what it becomes, and the check that finds it."""
+
+    name: str
+    target: str
+    old: str
+    new: str
+    check: Check
+
+
+DEFECTS = (
+    Defect(
+        "a file's save id is not compared",
+        "checkpoint.reader:CheckpointReader._file",
+        'if (metadata.get("save_id"), metadata.get("iteration")) != expected:',
+        'if metadata.get("iteration") != expected[1]:',
+        files_of_another_save,
+    ),
+    Defect(
+        "every save has the same id",
+        "checkpoint.writer:Save.prepare",
+        "uuid.uuid4().hex",
+        '"0"',
+        files_of_another_save,
+    ),
+    Defect(
+        "each rank hashes the files of the others",
+        "checkpoint.hashes:_share",
+        "if least == share:",
+        "if least != share:",
+        every_file_is_hashed_once,
+    ),
+    Defect(
+        "the files of the last share are not hashed",
+        "checkpoint.hashes:_share",
+        "loads = [0] * shares",
+        "loads = [0] * (shares + 1)",
+        every_file_is_hashed_once,
+    ),
+    Defect(
+        "sizes are compared, hashes are not",
+        "checkpoint.hashes:_fault",
+        "content_hash(path) == expected.hash",
+        "content_hash(path)",
+        a_flipped_bit_is_refused,
+    ),
+    Defect(
+        "tensors are renamed before they are on disk",
+        "checkpoint.hashes:HashingFile.close",
+        "os.fsync(self._file.fileno())",
+        "pass",
+        what_is_published_is_on_disk,
+    ),
+    Defect(
+        "the folder is renamed before its names are on disk",
+        "checkpoint.writer:Save.complete",
+        "sync_folder(self.partial)",
+        "pass",
+        what_is_published_is_on_disk,
+    ),
+    Defect(
+        "the tracker names a checkpoint that has not its name yet",
+        "checkpoint.writer:Save.publish",
+        "self.partial.rename(self.final)\n    track(self.folder, self.iteration)",
+        "track(self.folder, self.iteration)\n    self.partial.rename(self.final)",
+        what_is_published_is_on_disk,
+    ),
+    Defect(
+        "old checkpoints go before the new one is tracked",
+        "checkpoint.writer:Save.publish",
+        "before = hide(self.final)",
+        "before = hide(self.final)\n    drop_old(self.folder, self.iteration, keep_last=1, keep_every=None)\n"
+        "    remove(self.folder / 'iter_0000001')",
+        what_is_published_is_on_disk,
+    ),
+    Defect(
+        "an iteration's checkpoint is deleted before the new one has its name",
+        "checkpoint.writer:Save.publish",
+        "before = hide(self.final)",
+        "remove(self.final)\n    before = hide(self.final)",
+        an_iteration_saved_anew_stays_there,
+    ),
+    Defect(
+        "the oldest checkpoints are kept",
+        "checkpoint.folder:drop_old",
+        "upto[-(keep_last or 1) :]",
+        "upto[: keep_last or 1]",
+        the_newest_stay,
+    ),
+    Defect(
+        "without --keep-last the newest goes",
+        "checkpoint.folder:drop_old",
+        "upto[-(keep_last or 1) :]",
+        "upto[len(upto) - (keep_last or 0) :]",
+        the_newest_stay,
+    ),
+    Defect(
+        "a snapshot is the weights themselves",
+        "checkpoint.writer:Snapshot.take",
+        "memory=room.view(piece.memory.dtype).view(piece.memory.shape)",
+        "memory=piece.memory",
+        a_snapshot_stays_as_it_was,
+    ),
+    Defect(
+        "the old checkpoint of an iteration goes before the new one is complete",
+        "checkpoint.writer:Save.prepare",
+        "self.partial.mkdir(parents=True)",
+        "remove(self.final)\n    self.partial.mkdir(parents=True)",
+        a_save_that_fails_leaves_the_one_before,
+    ),
+)
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(defect.check for defect in DEFECTS), ids=lambda check: check.__name__)
+def test_sound_code_passes(check: Check, tmp_path: Path) -> None:
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_planted_defect_is_found(defect: Defect, tmp_path: Path) -> None:
+    found = (AssertionError, pytest.fail.Exception, ValueError, CheckpointError)
+    with planted(defect.target, defect.old, defect.new), pytest.raises(found):
+        defect.check(tmp_path)

@@ -1,0 +1,59 @@
+"""Lines of instruction data as messages, and a data set of lines with different schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_core.datasets.conversations import ConversationFile
+from megatron_core.datasets.message_schemas import messages_of, schema_of
+from megatron_core.errors import DataError
+from megatron_core.training.datasets import varlen_dataset
+
+ASKED = [{"role": "user", "content": "Sum?\n\n1 2"}, {"role": "assistant", "content": "3"}]
+LINES = {
+    "alpaca": {"instruction": "Sum?", "input": "1 2", "output": "3"},
+    "dolly": {"instruction": "Sum?", "context": "1 2", "response": "3", "category": "x"},
+    "openai": {"messages": ASKED, "instruction": "no", "output": "no"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Sum?\n\n1 2"}, {"from": "gpt", "value": "3"}]},
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_schema_gives_the_same_messages(name: str) -> None:
+    assert messages_of(LINES[name]) == ASKED
+
+
+def test_a_file_may_have_lines_of_several_schemas(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES.values())))
+    assert [ConversationFile(str(path))[line] for line in range(len(LINES))] == [([ASKED], None)] * len(LINES)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"foo": 1}, "cannot infer schema of the columns foo"),
+        ({"instruction": "a", "category": "b"}, "cannot infer schema"),
+        ({"instruction": ["a"], "output": "b"}, "instruction.* must be a string"),
+        ({"conversations": [{"from": "human", "value": [1]}]}, "value must be a string, not of type list"),
+        ({"text": "a"}, "no answers"),
+    ],
+)
+def test_what_is_not_one_of_them(line: dict, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(line))
+    with pytest.raises(DataError, match=message):
+        ConversationFile(str(path))[0]
+    assert ConversationFile(str(path)).place(0) == f"{path}, line 1"
+
+
+def test_megatrons_names_begin_with_the_system() -> None:
+    converter, name = varlen_dataset._select_converter(["messages", "text"])
+    assert name == schema_of(["messages"]) == "openai-messages"
+    assert converter(LINES["openai"]) == [{"role": "system", "content": ""}, *ASKED]
+    assert varlen_dataset._select_converter(["text"])[0]({"text": "a"}) == "a"
+    assert varlen_dataset._looks_like_hf_id("owner/name")
+    assert not varlen_dataset._looks_like_hf_id("./name")

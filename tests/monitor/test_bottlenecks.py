@@ -1,0 +1,30 @@
+"""Bottlenecks planted in short real runs: a sample of what ``make verify-all`` judges in full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.monitor.bottlenecks import BOTTLENECKS, diagnosed, recommended
+
+SAMPLE = {
+    "a rank computes slowly": "",
+    "nothing is read ahead": "num_workers",
+    "checkpoints go to a slow disk": "save_interval",
+    "seven of eight layers on one stage": "decoder_last_pipeline_num_layers",
+}
+"""With the setting that the first recommendation changes, if there is one."""
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_planted_cause_is_named_first(name: str, tmp_path: Path) -> None:
+    planted = BOTTLENECKS[name]
+    found = diagnosed(planted, tmp_path, steps=7)
+    assert found.findings[0].cause == planted.cause, found.text()
+    after = recommended(planted, found)
+    setting = SAMPLE[name]
+    if setting:
+        assert after.fault == planted.fault and after.settings[setting] != planted.settings[setting]
+    else:
+        assert after.settings == planted.settings and planted.fault and not after.fault

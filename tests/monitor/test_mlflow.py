@@ -1,0 +1,40 @@
+"""What MLflow keeps of a run, in a file."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_core.config import MonitorConfig
+from megatron_core.errors import ConfigError
+from megatron_core.monitor.build import build_sinks
+from tests.monitor.examples import step, validation
+
+
+def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path) -> None:
+    import mlflow  # takes a second
+
+    config = MonitorConfig(mlflow_experiment="e", mlflow_run_name="r", progress=False)
+    for _ in range(2):  # the second run finds the experiment
+        sink = build_sinks(config, tmp_path, settings={f"s{n}": n for n in range(150)} | {"long": "x" * 9000})[-1]
+        sink.on_step(step(3, loss=2.5, grad_norm=None, breakdown={"grad-norm by layer/layer 0": math.nan}))
+        sink.on_validation(validation(3, loss=0.0))
+        sink.close()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'e'")
+    runs = client.search_runs([experiment.experiment_id])
+    assert len(runs) == 2 and {run.info.status for run in runs} == {"FINISHED"}
+    assert runs[0].info.run_name == "r" and len(runs[0].data.params) == 151
+    metrics = runs[0].data.metrics
+    assert metrics["lm loss"] == 2.5 and metrics["lm loss validation ppl"] == 1.0 and "grad-norm" not in metrics
+    assert math.isnan(metrics["grad-norm by layer/layer 0"])
+    assert [point.step for point in client.get_metric_history(runs[0].info.run_id, "lm loss")] == [3]
+
+
+def test_without_the_package_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match="mlflow_experiment=e needs the package mlflow; pip install mlflow-skinny"):
+        build_sinks(MonitorConfig(mlflow_experiment="e", progress=False))

@@ -1,0 +1,335 @@
+"""A GPU that is simulated on the CPU's memory, for tests on machines without one.
+
+``runtime.simulated_gpu()`` makes this process believe in ``cuda``: tensors made there are ``OnGPU``, a subclass whose
+memory is the CPU's and whose operators are torch's for the CPU. What a real GPU refuses is refused, and what it does
+later is done later:
+
+- an operator over tensors of both devices (but for numbers, 0-dim tensors of the CPU, in operations by element),
+  a write into the CPU's memory but by ``copy_``, ``numpy()``, products of integers, and collectives over the CPU's
+  tensors, over strided ones or in dtypes that NCCL lacks are errors;
+- ``copy_(..., non_blocking=True)`` into pinned memory arrives with the next synchronization: until then the CPU reads
+  NaN there; a source in pinned memory that changes before it is an error;
+- functions of ``torch.cuda`` take the arguments of the real ones.
+
+Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: streams beside the
+current one, the RNG's values, memory, speed and the kernels of CUDA. Operators that run inside a Python function of
+``torch`` itself are seen as those of the device, but tensors that it makes by ``device=`` are not.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT, HERE = str(Path(__file__).parents[2]), str(Path(__file__).parent)
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "equal",
+    "repeat_interleave",
+    "bincount",
+)
+"""Operators whose result has a size or value that the host waits for."""
+BY_ELEMENT = (
+    "copy_",
+    "fill_",
+    "index_put_",
+    "index_put",
+    "masked_fill_",
+    "masked_fill",
+    "where",
+    "_local_scalar_dense",
+)
+"""Operators that take numbers of the CPU, beside those that torch tags as pointwise."""
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "mv", "dot")
+
+
+@dataclass
+class Log:
+    """What happened on the device of this process."""
+
+    stalls: Counter[str] = field(default_factory=Counter)
+    """Waits of the host, by the line of this project and the operator."""
+    index: int = 0
+    """Of the current device."""
+    pinned: dict[int, Tensor] = field(default_factory=dict)
+    """Host memory that is pinned, by its address; kept, so that no other takes the address."""
+    arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Host memory and what it will hold at the next synchronization."""
+    leaving: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
+    """Host memory that is read until then, what it held, and the line."""
+
+    def stall(self, what: str) -> None:
+        self.stalls[f"{_line()} {what}"] += 1
+        self.synchronize()
+
+    def synchronize(self, *_: object, **__: object) -> None:
+        for memory, values in self.arriving:
+            memory.copy_(values)
+        for memory, values, line in self.leaving:
+            if not torch.equal(memory.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)):
+                raise RuntimeError(f"{line}: pinned memory was changed before it had been copied to the GPU")
+        self.arriving.clear()
+        self.leaving.clear()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, OnGPU) and tensor.untyped_storage().data_ptr() in self.pinned
+
+
+class _Frame(threading.local):
+    inner = True
+    """Whether new tensors without ``device`` are made by C++ for those of the device: in autograd's engine, too."""
+
+
+LOG, FRAME = Log(), _Frame()
+
+
+def _line() -> str:
+    """The line of this project that runs, as ``optimizer/clip.py:30``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(ROOT) and not name.startswith(HERE) and "/.venv/" not in name:
+            return f"{name[len(ROOT) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of the CPU."""
+    with torch._C._DisableTorchDispatch():
+        return Tensor._make_subclass(Tensor, tensor)
+
+
+class OnGPU(Tensor):
+    """A tensor on the simulated device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda", LOG.index))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @staticmethod
+    def of(memory: Tensor) -> OnGPU:
+        return Tensor._make_subclass(OnGPU, memory, memory.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
+
+    __array__ = numpy  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        LOG.stall("tolist")
+        return on_host(self).tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__.partition(".")[0]
+        if func.namespace == "megatron_core":  # written in Python: its kernel sees the device
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        if name == "copy_" and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
+            return _copy(*args, *kwargs.values())
+        found = _tensors([*args, *kwargs.values()])
+        _check(func, name, found, args)
+        plain = {id(each): on_host(each) for each in found if isinstance(each, cls)}
+        known = {
+            id(plain.get(id(each), each)): each for each in found
+        }  # what is changed in place is returned as it came
+        memory = lambda each: plain.get(id(each), each)  # noqa: E731
+        func = ONLY_CUDA.get(str(func), func)
+        result = func(*mapped(memory, args), **mapped(memory, kwargs))
+        return mapped(lambda out: known[id(out)] if id(out) in known else cls.of(out), result)
+
+
+def _addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(c + a.to(out_dtype) @ b.to(out_dtype))
+
+
+ONLY_CUDA = {
+    "aten.addmm.dtype_out": _addmm,
+    "aten.mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
+}
+"""What torch has for CUDA alone."""
+
+
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` of the tensors in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)([mapped(function, each) for each in value])
+    return {key: mapped(function, each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += _tensors(value)
+    return found
+
+
+@cache
+def _traits(func: Any, name: str) -> tuple[list[bool], bool]:
+    """Of an operator: which arguments it changes, and whether it takes numbers of the CPU."""
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    changes = [info is not None and info.is_write for info in infos]
+    return changes, torch.Tag.pointwise in func.tags or name in BY_ELEMENT
+
+
+def _check(func: Any, name: str, found: list[Tensor], args: Any) -> None:
+    """RuntimeError for what a GPU refuses; count what it waits for."""
+    indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+    for index in indices:
+        if index is not None and (not isinstance(index, OnGPU) or index.dtype in (torch.bool, torch.uint8)):
+            LOG.stall(f"{name} by {'a mask' if isinstance(index, OnGPU) else 'an index of the CPU'}")
+    changes, by_element = _traits(func, name)
+    for each in found:
+        if isinstance(each, OnGPU) or any(each is index for index in indices):
+            continue
+        is_changed = any(each is value for value, change in zip(args, changes, strict=False) if change)
+        if each.dim() or is_changed or not by_element:
+            where = ", ".join(f"{list(tensor.shape)} on {tensor.device}" for tensor in found)
+            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {where}")
+    if name in PRODUCTS and not args[0].is_floating_point():
+        raise RuntimeError(f'"{name}_cuda" not implemented for {args[0].dtype}')
+    if name in READS and func._overloadname != "self_int":  # repeat_interleave of a number
+        LOG.stall(name)
+
+
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """``copy_`` between the devices."""
+    if isinstance(to, OnGPU):
+        for memory, values in LOG.arriving:  # the device works in order: what was sent before has come
+            if memory.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+                memory.copy_(values)
+        on_host(to).copy_(source)
+        if non_blocking and LOG.is_pinned(source):
+            LOG.leaving.append((source.contiguous(), source.contiguous().clone(), _line()))
+        elif source.dim():
+            LOG.stall("copy from pageable memory")
+    elif non_blocking and LOG.is_pinned(to):
+        LOG.arriving.append((to, on_host(source).to(to.dtype, copy=True)))
+        to.fill_(torch.nan if to.is_floating_point() else 1)
+    else:
+        LOG.stall("copy to the host")
+        to.copy_(on_host(source))
+    return to
+
+
+class _Move(torch.autograd.Function):
+    """A copy on the other device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pinned: bool, non_blocking: bool) -> Tensor:
+        ctx.to_gpu = isinstance(x, OnGPU)
+        if ctx.to_gpu:
+            to = torch.empty_like(on_host(x))
+            if non_blocking or pinned:
+                LOG.pinned[to.untyped_storage().data_ptr()] = to
+        else:
+            to = OnGPU.of(torch.empty_like(x))
+        return _copy(to, x.detach(), non_blocking)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return OnGPU.of(grad.clone()) if ctx.to_gpu else on_host(grad).clone(), None, None
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
+
+
+class Factories(TorchFunctionMode):
+    """Makes tensors where ``device`` says."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            return self._moved(func, list(args), kwargs)
+        if func in (Tensor.pin_memory, Tensor.is_pinned):
+            if func is Tensor.is_pinned:
+                return LOG.is_pinned(args[0])
+            kwargs["pin_memory"], func = True, Tensor.clone
+        device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+        if func in (torch.Generator, torch.device) or (device is not None and torch.device(device).type == "meta"):
+            return func(*args, **kwargs)
+        if device is not None:
+            kwargs["device"] = "cpu"
+        if func is Tensor.backward:
+            with self:  # off in here otherwise, and so in the backward of Python's functions
+                return torch.autograd.backward(*args, **kwargs)
+        outer, FRAME.inner = FRAME.inner, device is None and any(isinstance(each, OnGPU) for each in _tensors(args))
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            FRAME.inner = outer
+        if pinned and isinstance(result, Tensor):
+            if _is_gpu(device) or isinstance(result, OnGPU):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            LOG.pinned[result.untyped_storage().data_ptr()] = result
+        if device is None or not isinstance(result, Tensor) or _is_gpu(device) == isinstance(result, OnGPU):
+            return result
+        return OnGPU.of(result) if _is_gpu(device) else on_host(result)
+
+    def _moved(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        x, names, target = args[0], dict(kwargs), kwargs.pop("device", None)
+        rest = []
+        for each in args[1:]:
+            if isinstance(each, Tensor):
+                rest.append(each.dtype)
+                target = each.device
+            elif isinstance(each, torch.device | str) or (isinstance(each, int) and not isinstance(each, bool)):
+                target = each
+            else:
+                rest.append(each)
+        target = "cpu" if func is Tensor.cpu else target or "cuda" if func is Tensor.cuda else target
+        y = x if func is not Tensor.to else Tensor.to(x, *rest, **kwargs) if rest or kwargs else x
+        if target is None or _is_gpu(target) == isinstance(x, OnGPU):
+            return y
+        flags = [each for each in rest if isinstance(each, bool)]
+        return _Move.apply(y, False, names.get("non_blocking", bool(flags and flags[0])))
+
+
+class Inner(TorchDispatchMode):
+    """Puts new tensors that C++ makes within an operation where those of the operation are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "megatron_core":
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # operators of C++ are no calls of Python
+            result = func(*args, **(kwargs or {}))
+        if not FRAME.inner or not isinstance(result, Tensor) or isinstance(result, OnGPU):
+            return result
+        return result if any(isinstance(each, Tensor) for each in args) else OnGPU.of(result)
+
+
+def set_hooks(self: Any, pack: Callable, unpack: Callable, real: Callable = saved_tensors_hooks.__init__) -> None:
+    """Hooks of saved tensors run as Python does elsewhere, although an operator calls them."""
+
+    def in_python(hook: Callable) -> Callable:
+        def run(value: Any) -> Any:
+            with Factories():
+                return hook(value)
+
+        return run
+
+    real(self, in_python(pack), in_python(unpack))

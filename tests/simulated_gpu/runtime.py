@@ -1,0 +1,161 @@
+"""The functions of torch.cuda and torch.distributed for ``device``'s simulated GPU."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.simulated_gpu.device import LOG, Factories, Inner, Log, OnGPU, mapped, on_host, set_hooks
+
+NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "scatter"),
+    *("all_to_all_single", "all_to_all", "isend", "irecv", "send", "recv", "gather", "reduce_scatter"),
+    *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),
+)
+
+
+class Event:
+    """torch.cuda.Event, on the host's clock."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.timed, self.at = enable_timing, 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        assert stream is None or isinstance(stream, Stream)
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        LOG.stall("event")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert self.timed and end_event.timed and self.at and end_event.at, "both must have timing and be recorded"
+        return (end_event.at - self.at) * 1e3
+
+
+class Stream:
+    """torch.cuda.Stream; all streams are one, which works in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at, "the event has not been recorded"
+
+    def synchronize(self) -> None:
+        LOG.stall("stream")
+
+
+PROPERTIES = SimpleNamespace(
+    name="simulated", major=9, minor=0, total_memory=2**36, multi_processor_count=4, warp_size=32
+)
+
+
+def _set_device(device: Any) -> None:
+    LOG.index = device if isinstance(device, int) else torch.device(device).index or 0
+
+
+def _doubles() -> dict[str, Callable]:
+    """Functions of torch.cuda by name; those that are not here raise as in a build without CUDA."""
+    seed = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 8,
+        "current_device": lambda: LOG.index,
+        "set_device": _set_device,
+        "device": lambda device: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: Stream(),
+        "synchronize": lambda device=None: LOG.stall("device"),
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "simulated",
+        "manual_seed": lambda seed: None,
+        "get_rng_state": lambda device="cuda": seed.clone(),
+        "set_rng_state": lambda new_state, device="cuda": None,
+        **{name: lambda device=None: 2**20 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+    }
+
+
+def _as_real(real: Callable, double: Callable) -> Callable:
+    """``double``, which also refuses arguments that ``real`` does not have."""
+    signature = inspect.signature(real)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(*args, **kwargs)
+        return double(*args, **kwargs)
+
+    return called
+
+
+def _over_gpu(collective: Callable) -> Callable:
+    """A collective that refuses what NCCL does, over the memory of its tensors."""
+
+    def memory(each: Tensor) -> Tensor:
+        if not isinstance(each, OnGPU) or not each.is_contiguous() or each.dtype in NOT_IN_NCCL:
+            where = f"{each.dtype} {list(each.shape)}, strides {each.stride()}, on {each.device}"
+            raise RuntimeError(f"NCCL: {collective.__name__} does not take {where}")
+        return on_host(each)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = mapped(memory, args), mapped(memory, kwargs)
+        with torch._C.DisableTorchFunction():
+            return collective(*args, **kwargs)
+
+    return checked
+
+
+def _run_thread(self: threading.Thread, run: Callable = threading.Thread.run) -> None:
+    with Inner(), Factories():
+        run(self)
+
+
+@contextmanager
+def simulated_gpu() -> Iterator[Log]:
+    """Give this process a GPU; groups of torch.distributed call themselves NCCL and refuse the CPU's tensors."""
+    LOG.__init__()  # type: ignore[misc]
+    patches = [
+        mock.patch.object(torch.cuda, name, _as_real(getattr(torch.cuda, name), double))
+        for name, double in _doubles().items()
+    ]
+    for name in COLLECTIVES:
+        over_gpu = _over_gpu(getattr(dist, name))
+        patches += [mock.patch.object(module, name, over_gpu) for module in (dist, dist.distributed_c10d)]
+    patches += [mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(torch.cuda, "Stream", Stream)]
+    patches += [mock.patch.object(saved_tensors_hooks, "__init__", set_hooks)]
+    patches += [mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3))]
+    patches += [mock.patch.object(threading.Thread, "run", _run_thread)]
+    patches += [mock.patch.object(dist, "get_backend", lambda group=None: "nccl")]
+    for patch in patches:
+        patch.start()
+    try:
+        with Inner(), Factories():
+            yield LOG
+    finally:
+        for patch in reversed(patches):
+            patch.stop()

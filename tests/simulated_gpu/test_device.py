@@ -1,0 +1,75 @@
+"""The simulated GPU refuses what a GPU refuses; what the operations compute there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_core.ops.fp8 import COLUMNS, E4M3, ROWS, WHOLE, Blocks, quantise
+from megatron_core.ops.fp8_product import dequantised_product
+from megatron_core.verify.ranks import run_ranks
+from tests.simulated_gpu.device import LOG
+from tests.simulated_gpu.runtime import simulated_gpu
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "a tensor of the CPU": (lambda x: x + torch.ones(4), "same device"),
+    "a number of the CPU that is changed": (lambda x: torch.ones(()).add_(x[0]), "same device"),
+    "a read without a copy": (lambda x: x.numpy(), "numpy"),
+    "a product of integers": (lambda x: x.long().view(1, 4) @ x.long().view(4, 1), "not implemented"),
+    "an argument that the function has not": (lambda x: torch.cuda.synchronize(stream=None), "unexpected keyword"),
+    "a collective over the CPU's memory": (lambda x: torch.distributed.all_reduce(x.cpu()), "NCCL"),
+    "a collective over a strided tensor": (lambda x: torch.distributed.all_reduce(x[::2]), "NCCL"),
+}
+
+
+def refusals() -> list[str]:
+    found = []
+    with simulated_gpu():
+        for what, (call, reason) in REFUSED.items():
+            with pytest.raises((RuntimeError, TypeError), match=reason):
+                call(torch.ones(4, device="cuda"))
+            found.append(what)
+    return found
+
+
+def test_refuses_what_a_gpu_refuses() -> None:
+    assert run_ranks(1, refusals) == [list(REFUSED)]
+
+
+def test_copies_arrive_with_a_synchronization() -> None:
+    with simulated_gpu():
+        host = torch.zeros(4, pin_memory=True)
+        host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+        assert host.isnan().all()
+        torch.cuda.current_stream().synchronize()
+        assert host.tolist() == [1.0] * 4
+        there = host.to("cuda", non_blocking=True)
+        host.zero_()
+        with pytest.raises(RuntimeError, match="before it had been copied"):
+            there.tolist()
+        LOG.leaving.clear()
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b"),
+    [(WHOLE, WHOLE), (ROWS, COLUMNS), (Blocks(1, 128), Blocks(128, 128))],
+    ids=["whole", "rows", "blocks"],
+)
+def test_fp8_products_are_those_of_the_cpu(of_a: Blocks, of_b: Blocks) -> None:
+    """Extents of no multiple of 16, which GPUs multiply in bfloat16: no scale may be rounded to that."""
+    random = torch.Generator().manual_seed(1)
+    a, b = torch.randn(19, 256, generator=random), torch.randn(256, 21, generator=random)
+
+    def computed(device: str) -> torch.Tensor:
+        blocked = None not in of_a[1:]
+        left = quantise(a.to(device), E4M3, of_a, power_of_two=blocked, backend="reference")
+        right = quantise(b.to(device), E4M3, of_b, power_of_two=blocked, backend="reference")
+        return dequantised_product(left, right, torch.float32).cpu()
+
+    expected = computed("cpu")
+    with simulated_gpu():
+        found = computed("cuda")
+    bound = 1e-6 if of_a in (WHOLE, ROWS) else 2e-2  # results of bfloat16 are rounded to it
+    assert (found - expected).abs().max() < bound * expected.abs().max()

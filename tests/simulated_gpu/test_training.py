@@ -1,0 +1,145 @@
+"""Training on a simulated GPU gives the CPU's numbers, and no operation mixes the devices' tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core import parallel_state
+from megatron_core.config import RunConfig
+from megatron_core.inference import Generator, Request, Sampling, generate
+from megatron_core.parallel import World
+from megatron_core.training import pretrain
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import evaluate, train_step
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.defects.plant import planted
+from tests.ops.checks import WHOLE_MATRIX
+from tests.simulated_gpu.device import LOG
+from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, TWO_RANKS
+from tests.simulated_gpu.runtime import simulated_gpu
+
+
+def drawn(names: list[str], part: int) -> list[str]:
+    """All names in the whole matrix, else one of ``part``."""
+    return names if WHOLE_MATRIX else [name for name in names if crc32(name.encode()) % part == 1]
+
+
+def train(settings: dict) -> list[float]:
+    """Losses and gradient norms of two steps, the validation loss, and a number of each weight."""
+    parallel_state.destroy_model_parallel()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", *[0] * torch.cuda.is_available())
+    world = World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=device)
+    run, found = set_up(RunConfig.from_flat(BASE | settings), world), []
+    LOG.stalls.clear()
+    for _ in range(2):
+        result = train_step(run)
+        found += [result.loss, result.grad_norm, *result.auxiliary_losses.values()]
+    waits = {line: number for line, number in LOG.stalls.items() if line.startswith("megatron_core")}
+    found.append(evaluate(run, run.splits.train, 1))
+    for stage in run.stages.values():
+        found += [
+            weight.detach().double().sum().item() for weight in run.data_parallel.reading(list(stage.parameters()))
+        ]
+    LOG.stalls.clear()
+    LOG.stalls.update(waits)
+    return found
+
+
+def compare(every: list[dict]) -> None:
+    """Each run on the CPU and on the simulated GPU."""
+    for settings in every:
+        expected = train(settings)
+        with simulated_gpu():
+            found = train(settings)
+        # Scales of tensors are no powers of two: a last bit of a product may move a value to the next number of FP8.
+        by_tensor = settings.get("fp8_recipe") in ("tensorwise", "delayed")
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if by_tensor else 1e-7, nan_ok=True), settings
+
+
+@pytest.mark.parametrize("feature", drawn(list(ONE_RANK), 2))
+def test_one_rank(feature: str) -> None:
+    run_ranks(1, compare, ONE_RANK[feature])
+
+
+def test_weights_on_disk(tmp_path: Path) -> None:
+    every = [each | {"zero_stage": 3, "zero3_param_offload_dir": str(tmp_path)} for each in ON_DISK]
+    run_ranks(1, compare, every if WHOLE_MATRIX else every[:3])
+
+
+@pytest.mark.parametrize("layout", drawn(list(TWO_RANKS), 3))
+def test_two_ranks(layout: str) -> None:
+    run_ranks(2, compare, [TWO_RANKS[layout]])
+
+
+def waits(settings: dict) -> int:
+    with simulated_gpu():
+        train(settings)
+        return sum(LOG.stalls.values())
+
+
+def test_a_step_waits_once() -> None:
+    """For loss and norm. One more wait would cost a whole pipeline of launched kernels."""
+    assert run_ranks(1, waits, {}) == [2]
+
+
+def job(folder: str) -> None:
+    settings = BASE | BF16 | OFFLOAD | {"save": folder, "save_interval": 1, "replica_check_interval": 1}
+    settings |= {"eval_iters": 0, "peak_tflops": 1.0}  # not measured: a GPU's product takes a CPU minutes
+    with simulated_gpu():
+        pretrain(RunConfig.from_flat(settings | {"train_iters": 2}), World(0, 1, 0, torch.device("cuda", 0)))
+        again = settings | {"train_iters": 3, "load": folder, "async_save": True, "zero_stage": 3}
+        pretrain(RunConfig.from_flat(again), World(0, 1, 0, torch.device("cuda", 0)))
+
+
+def test_checks_and_checkpoints(tmp_path: Path) -> None:
+    run_ranks(1, job, str(tmp_path))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records and (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def train_planted(place: str, old: str, new: str, settings: dict) -> list[float]:
+    with planted(place, old, new), simulated_gpu():
+        return train(settings)
+
+
+def test_finds_a_mask_on_the_cpu() -> None:
+    settings = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+    place = "transformer.context:PackedDocuments.masked", ".to(self.device, non_blocking=True)", ""
+    with pytest.raises(RankFailure, match="on cpu"):
+        run_ranks(1, train_planted, *place, settings)
+
+
+def test_finds_gradients_that_are_read_too_early() -> None:
+    place = "optimizer.sharded:Optimizer._update", "torch.cuda.current_stream().synchronize()", "pass"
+    [found] = run_ranks(1, train_planted, *place, BF16 | OFFLOAD)
+    assert not all(value == value for value in found), "the CPU has read what the GPU was about to send"
+
+
+def generated() -> list[int]:
+    parallel_state.destroy_model_parallel()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    run = set_up(RunConfig.from_flat(BASE | {"init_method_std": 0.3}), World(0, 1, 0, device))
+    for stage in run.stages.values():
+        stage.eval()
+    LOG.stalls.clear()
+    generator = Generator(run.config, run.groups, run.stages, len(run.layers), run.vocab_size, device)
+    sampling = Sampling(temperature=0.8, top_k=5, seed=3)
+    return list(generate(generator, Request(prompt=(5, 11, 17), max_new_tokens=6, sampling=sampling)))
+
+
+def generated_twice() -> tuple[list[int], list[int], list[str]]:
+    expected = generated()
+    with simulated_gpu():
+        return expected, generated(), list(LOG.stalls)
+
+
+def test_generates_what_the_cpu_generates() -> None:
+    [(expected, found, waits)] = run_ranks(1, generated_twice)
+    assert found == expected
+    assert not any("by a mask" in line for line in waits), "no layer waits for the device"

@@ -1,0 +1,93 @@
+"""How programs end: Ctrl-C at any time, closed and full outputs, errors of the user."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_core.command import INTERRUPTED, run_tool
+from megatron_core.errors import DataError
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
+# They import nothing that takes long.
+QUICK = {"cuda_check", "list_flags", "__init__"}
+
+
+def test_ctrl_c_while_a_program_imports() -> None:
+    code = "import time; from megatron_core.command import end_on_interrupt; end_on_interrupt(); print(1, flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(60)"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == INTERRUPTED and process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("path", [path for path in PROGRAMS if path.stem not in QUICK], ids=lambda path: path.stem)
+def test_every_program_begins_with_it(path: Path) -> None:
+    found = [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]
+    first = next(node for node in found if getattr(node, "module", None) != "__future__")
+    assert isinstance(first, ast.ImportFrom) and first.module == "megatron_core.command"
+    assert "end_on_interrupt()" in ast.unparse(found[found.index(first) + 1])
+
+
+def _raise(error: BaseException) -> Callable[[], int]:
+    def tool() -> int:
+        raise error
+
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("tool", "code"),
+    [
+        (lambda: None, None),
+        (lambda: 3, 3),
+        (_raise(DataError("x is wrong")), "name: x is wrong"),
+        (_raise(OSError(28, "No space left on device", "f")), "name: [Errno 28] No space left on device: 'f'"),
+        (_raise(BrokenPipeError(32, "Broken pipe")), 1),
+        (_raise(KeyboardInterrupt()), INTERRUPTED),
+        (_raise(MemoryError()), "name: out of memory; give smaller sizes, or use a machine with more"),
+    ],
+)
+def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_core.command.discard", lambda stream: None)  # it is pytest's
+    with pytest.raises(SystemExit) as end:
+        run_tool("name", tool)
+    assert end.value.code == code
+
+
+@pytest.mark.parametrize(("to", "said"), [("/dev/full", "name: [Errno 28]"), ("closed", "")])
+def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
+    """Also where Python itself flushes it, at the end."""
+    code = "from megatron_core.command import run_tool; run_tool('name', lambda: print('x' * 10000))"
+    head = "exec 3>&1; { " + f'{sys.executable} -c "{code}"; echo status $? >&3; }} '
+    script = head + ("> /dev/full" if to == "/dev/full" else "| true")
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "status 1\n" or (to == "closed" and done.stdout == "status 0\n")
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == (1 if said else 0)
+
+
+def test_names_that_are_no_utf_8_can_be_printed() -> None:
+    code = "from megatron_core.command import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\udcff\n", "")
+
+
+def test_streams_that_are_closed_from_the_start() -> None:
+    code = "import sys; from megatron_core.command import run_tool; run_tool('name', lambda: sys.stdout.write('x') - 1)"
+    done = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{code}" >&-'], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
