@@ -28,9 +28,11 @@ settings.load_profile("make test")
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
-# A shell starts jobs of the background with Ctrl-C ignored, and so would be the programs that tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts jobs of the background with Ctrl-C ignored, and nohup any job with SIGHUP, and so would be the programs
+# that tests start.
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
