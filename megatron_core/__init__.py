@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from megatron_core.model_parallel_config import ModelParallelConfig
     from megatron_core.timers import Timers
 
-__all__ = ["DistributedDataParallel", "InferenceParams", "ModelParallelConfig", "Timers", "mpu"]
-
 _HOMES = {
     "distributed": ("DistributedDataParallel",),
     "inference_params": ("InferenceParams",),

@@ -2,10 +2,8 @@
 
 from torch import Tensor, nn
 
-from megatron_core.fusions.fused_bias_geglu import quick_gelu
-from megatron_core.transformer.transformer_config import squared_relu
-
-__all__ = ["fast_gelu", "quick_gelu", "squared_relu"]
+from megatron_core.fusions.fused_bias_geglu import quick_gelu as quick_gelu
+from megatron_core.transformer.transformer_config import squared_relu as squared_relu
 
 
 def fast_gelu(x: Tensor) -> Tensor:

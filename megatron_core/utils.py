@@ -15,43 +15,16 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.parallel.checkpoint_tensors import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
+    make_sharded_tensor_for_checkpoint as make_sharded_tensor_for_checkpoint,
+)
+from megatron_core.parallel.checkpoint_tensors import (
+    make_tp_sharded_tensor_for_checkpoint as make_tp_sharded_tensor_for_checkpoint,
 )
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel.data import broadcast_data
-from megatron_core.tensor_parallel.utils import divide
-
-__all__ = [
-    "StragglerDetector",
-    "WrappedTensor",
-    "configure_nvtx_profiling",
-    "deprecate_inference_params",
-    "divide",
-    "ensure_divisibility",
-    "get_attr_wrapped_model",
-    "get_batch_on_this_cp_rank",
-    "get_batch_on_this_tp_rank",
-    "get_model_config",
-    "get_pg_rank",
-    "get_pg_size",
-    "get_tensor_model_parallel_group_if_none",
-    "init_method_normal",
-    "is_fa_min_version",
-    "is_te_min_version",
-    "is_torch_min_version",
-    "log_single_rank",
-    "make_sharded_tensor_for_checkpoint",
-    "make_tp_sharded_tensor_for_checkpoint",
-    "make_viewless_tensor",
-    "mup_scaled_init_method_normal",
-    "nvtx_range_pop",
-    "nvtx_range_push",
-    "scaled_init_method_normal",
-    "unwrap_model",
-]
+from megatron_core.tensor_parallel.utils import divide as divide
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -318,7 +318,7 @@ def test_the_rules_find_something(code: str) -> None:
 
 
 def test_packages_only_hand_names_on() -> None:
-    """Imports, ``__all__``, a docstring; and for names that are handed on late, ``_HOMES`` and ``__getattr__``."""
+    """Imports and a docstring; and for names that are handed on late, ``_HOMES`` and ``__getattr__``."""
     found = []
     for path in LIBRARY:
         if path.name == "__init__.py":
@@ -330,7 +330,7 @@ def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(only_exports, node.body))
     if isinstance(node, ast.Assign):
-        return ast.unparse(node.targets[0]) in ("__all__", "_HOMES", "__getattr__")
+        return ast.unparse(node.targets[0]) in ("_HOMES", "__getattr__")
     if isinstance(node, ast.FunctionDef):
         return node.name == "__getattr__"
     return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node)

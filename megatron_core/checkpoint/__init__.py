@@ -5,20 +5,3 @@ from megatron_core.checkpoint.folder import FolderLock, find_candidates, find_ch
 from megatron_core.checkpoint.manifest import Manifest
 from megatron_core.checkpoint.reader import CheckpointReader, open_newest
 from megatron_core.checkpoint.writer import BackgroundSave, Save, Snapshot, save_checkpoint
-
-__all__ = [
-    "BackgroundSave",
-    "Box",
-    "CheckpointReader",
-    "FolderLock",
-    "Manifest",
-    "Piece",
-    "Save",
-    "Snapshot",
-    "find_candidates",
-    "find_checkpoint",
-    "open_newest",
-    "parameter_pieces",
-    "pieces_of",
-    "save_checkpoint",
-]

@@ -7,14 +7,3 @@ from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.run import RunConfig
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
-
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RunConfig",
-    "TrainingConfig",
-]

@@ -8,14 +8,13 @@ from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
-from megatron_core.config.file import field_types, read_config, write_config
+from megatron_core.config.file import field_types, read_config
+from megatron_core.config.file import write_config as write_config
 from megatron_core.config.presets import preset
 from megatron_core.config.run import RunConfig
 from megatron_core.config.translate import Translation, grouped
 from megatron_core.config.validate import check, numbered, without_data
 from megatron_core.errors import ConfigError
-
-__all__ = ["DryRun", "parse_command_line", "parse_run_config", "write_config"]
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 # Both --x and --no-x are accepted; the help shows only the one that changes the default.

@@ -5,18 +5,3 @@ from megatron_core.context_parallel.exchange import AllGather, Exchange, Ring
 from megatron_core.context_parallel.heads import HeadExchange
 from megatron_core.context_parallel.products import Mask, Products, Unfused, fused_products
 from megatron_core.context_parallel.tiles import Tile, tiles
-
-__all__ = [
-    "AllGather",
-    "Exchange",
-    "HeadExchange",
-    "Mask",
-    "Products",
-    "Ring",
-    "SharedSequence",
-    "Tile",
-    "Unfused",
-    "fused_products",
-    "shared_attention",
-    "tiles",
-]

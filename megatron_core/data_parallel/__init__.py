@@ -2,5 +2,3 @@
 
 from megatron_core.data_parallel.buffer import Bucket, Initialise
 from megatron_core.data_parallel.wrapper import DataParallel
-
-__all__ = ["Bucket", "DataParallel", "Initialise"]

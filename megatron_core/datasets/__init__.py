@@ -13,28 +13,3 @@ from megatron_core.datasets.header import DatasetHeader, check_tokenizer, read_h
 from megatron_core.datasets.indexed import DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset, KeyedPermutation, MockDataset, mix64
 from megatron_core.datasets.paths import parse_split, split_ranges
-
-__all__ = [
-    "BlendedDataset",
-    "DType",
-    "Dataset",
-    "DatasetHeader",
-    "FIMDataset",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "KeyedGPTDataset",
-    "KeyedPermutation",
-    "MockDataset",
-    "Sample",
-    "Splits",
-    "build_datasets",
-    "check_tokenizer",
-    "get_bin_path",
-    "get_idx_path",
-    "mix64",
-    "parse_blend",
-    "parse_split",
-    "read_header",
-    "split_ranges",
-    "write_header",
-]

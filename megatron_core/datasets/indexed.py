@@ -216,9 +216,6 @@ def _check_documents(path: Path, index: Index) -> None:
             )
 
 
-__all__ = ["DType", "IndexedDataset", "get_bin_path", "get_idx_path"]
-
-
 class IndexedDataset:
     """The sequences of `PREFIX.bin`, found through `PREFIX.idx`.
 

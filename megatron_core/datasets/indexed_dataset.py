@@ -2,10 +2,22 @@
 
 from pathlib import Path
 
-from megatron_core.datasets.builder import IndexedDatasetBuilder
-from megatron_core.datasets.indexed import DType, IndexedDataset, get_bin_path, get_idx_path, read_index
-
-__all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+from megatron_core.datasets.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
+from megatron_core.datasets.indexed import (
+    DType as DType,
+)
+from megatron_core.datasets.indexed import (
+    IndexedDataset as IndexedDataset,
+)
+from megatron_core.datasets.indexed import (
+    get_bin_path as get_bin_path,
+)
+from megatron_core.datasets.indexed import (
+    get_idx_path as get_idx_path,
+)
+from megatron_core.datasets.indexed import (
+    read_index,
+)
 
 
 class _IndexReader:

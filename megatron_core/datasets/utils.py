@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from megatron_core.datasets.blend import parse_blend
-from megatron_core.datasets.megatron_order.blend_index import normalize
-
-__all__ = ["Split", "compile_helpers", "get_blend_from_list", "normalize"]
+from megatron_core.datasets.megatron_order.blend_index import normalize as normalize
 
 
 class Split(Enum):

@@ -7,13 +7,3 @@ from megatron_core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron_core.dist_checkpointing.serialization import load, load_common_state_dict, save
-
-__all__ = [
-    "LocalNonpersistentObject",
-    "ShardedObject",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "load",
-    "load_common_state_dict",
-    "save",
-]

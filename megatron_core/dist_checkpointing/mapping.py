@@ -9,18 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "LocalNonpersistentObject",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
+from megatron_core.parallel.sharded_tensor import ShardedTensor as ShardedTensor
 
 ShardedStateDict = dict[str, Any]
 

@@ -3,5 +3,3 @@
 from megatron_core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron_core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_core.distributed.finalize_model_grads import finalize_model_grads
-
-__all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]

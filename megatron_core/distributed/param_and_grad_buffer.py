@@ -8,18 +8,16 @@ from torch import nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.layout import InOrder
-from megatron_core.data_parallel.param_layout import PerBufferParamLayout, group_params_for_buffers, lay_out
+from megatron_core.data_parallel.param_layout import (
+    PerBufferParamLayout,
+    lay_out,
+)
+from megatron_core.data_parallel.param_layout import (
+    group_params_for_buffers as group_params_for_buffers,
+)
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import SummedAfter, reduce_scatter_wide_
 from megatron_core.parallel.groups import Group
-
-__all__ = [
-    "buffers_of",
-    "group_params_for_buffers",
-    "partition_buckets",
-    "reduce_scatter_with_fp32_accumulation",
-    "shard_buffer",
-]
 
 
 def _compute_default_per_buffer_param_layout(

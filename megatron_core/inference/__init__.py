@@ -4,15 +4,3 @@ from megatron_core.inference.engine import Engine, Progress, Request, TokenScore
 from megatron_core.inference.generator import Generator
 from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.text import TextStream, until_stop
-
-__all__ = [
-    "Engine",
-    "Generator",
-    "Progress",
-    "Request",
-    "Sampling",
-    "TextStream",
-    "TokenScore",
-    "generate",
-    "until_stop",
-]

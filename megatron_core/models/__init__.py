@@ -1,5 +1,3 @@
 """Models assembled from the parallel layers."""
 
 from megatron_core.models.gpt.model import GPTModel
-
-__all__ = ["GPTModel"]

@@ -3,5 +3,3 @@
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.jsonl import JsonLinesSink, read_metrics
-
-__all__ = ["JsonLinesSink", "Sink", "StepEvent", "ValidationEvent", "build_sinks", "read_metrics"]

@@ -9,19 +9,3 @@ from megatron_core.ops.norm import layer_norm, rms_norm
 from megatron_core.ops.rope import rope
 from megatron_core.ops.softmax import attention_softmax
 from megatron_core.ops.weight_grad import accumulate_weight_grad_
-
-__all__ = [
-    "Backend",
-    "accumulate_weight_grad_",
-    "adamw_",
-    "attention_softmax",
-    "bias_activation",
-    "bias_dropout_add",
-    "cross_entropy_backward",
-    "cross_entropy_parts",
-    "layer_norm",
-    "rms_norm",
-    "rope",
-    "scale_",
-    "squared_norm",
-]

@@ -21,20 +21,6 @@ if TYPE_CHECKING:
         ParamWithNamePredicate,
     )
 
-__all__ = [
-    "DistributedOptimizer",
-    "LayerWiseDistributedOptimizer",
-    "MegatronOptimizer",
-    "OptimizerConfig",
-    "ParamGroupOverride",
-    "ParamKey",
-    "ParamPredicate",
-    "ParamWithNamePredicate",
-    "get_megatron_optimizer",
-    "get_mup_config_overrides",
-    "get_standard_config_overrides",
-]
-
 __getattr__ = lazy_names(
     __name__,
     {

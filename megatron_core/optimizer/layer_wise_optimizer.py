@@ -7,10 +7,10 @@ from torch import nn
 
 from megatron_core.data_parallel.layout import matrix_work
 from megatron_core.data_parallel.param_layout import PerBufferParamLayout, lay_out, shard_divisor, whole_in_shards
-from megatron_core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
+from megatron_core.optimizer.config_overrides import (
+    is_managed_by_layer_wise_optimizer as is_managed_by_layer_wise_optimizer,
+)
 from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
-
-__all__ = ["LayerWiseDistributedOptimizer", "is_managed_by_layer_wise_optimizer", "tag_params_for_buffer_routing"]
 
 
 def tag_params_for_buffer_routing(model_chunks: Sequence[nn.Module]) -> None:

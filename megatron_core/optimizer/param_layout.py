@@ -1,21 +1,23 @@
 """For Megatron Core's users: where parameters lie in flat buffers."""
 
 from megatron_core.data_parallel.param_layout import (
-    BufferKey,
-    FullParamLayout,
-    PerBufferParamLayout,
-    bucket_end_divisor,
-    pad_bucket_end,
-    pad_param_start,
-    pad_to_divisor,
+    BufferKey as BufferKey,
 )
-
-__all__ = [
-    "BufferKey",
-    "FullParamLayout",
-    "PerBufferParamLayout",
-    "bucket_end_divisor",
-    "pad_bucket_end",
-    "pad_param_start",
-    "pad_to_divisor",
-]
+from megatron_core.data_parallel.param_layout import (
+    FullParamLayout as FullParamLayout,
+)
+from megatron_core.data_parallel.param_layout import (
+    PerBufferParamLayout as PerBufferParamLayout,
+)
+from megatron_core.data_parallel.param_layout import (
+    bucket_end_divisor as bucket_end_divisor,
+)
+from megatron_core.data_parallel.param_layout import (
+    pad_bucket_end as pad_bucket_end,
+)
+from megatron_core.data_parallel.param_layout import (
+    pad_param_start as pad_param_start,
+)
+from megatron_core.data_parallel.param_layout import (
+    pad_to_divisor as pad_to_divisor,
+)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from megatron_core.parallel.launch import World, run_job, start_world
     from megatron_core.parallel.sharding import ShardSpec, spec_of
 
-__all__ = ["Grid", "Group", "LocalGroup", "ParallelGroups", "ShardSpec", "World", "run_job", "spec_of", "start_world"]
-
 __getattr__ = lazy_names(
     __name__,
     {

@@ -3,5 +3,3 @@
 from megatron_core.enums import LayerType
 from megatron_core.parallel.layer_layout import PipelineParallelLayerLayout
 from megatron_core.pipeline_parallel.forward_backward import get_forward_backward_func
-
-__all__ = ["LayerType", "PipelineParallelLayerLayout", "get_forward_backward_func"]

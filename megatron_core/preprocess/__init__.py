@@ -4,5 +4,3 @@ from megatron_core.preprocess.inputs import find_inputs
 from megatron_core.preprocess.job import preprocess
 from megatron_core.preprocess.readers import read_texts
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
-
-__all__ = ["Limits", "PreprocessSettings", "find_inputs", "preprocess", "read_texts"]

@@ -14,18 +14,3 @@ from megatron_core.schedules.table import (
     zb_h2,
     zb_v,
 )
-
-__all__ = [
-    "SCHEDULES",
-    "TRAINING",
-    "Schedule",
-    "dualpipe_v",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "make_plan",
-    "one_f_one_b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]

@@ -7,19 +7,3 @@ from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceT
 from megatron_core.tokenizers.megatron_tokenizer import MegatronTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.tokenizers.tik_token import TikTokenizer
-
-__all__ = [
-    "TOKENIZER_TYPES",
-    "ByteLevelTokenizer",
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "MegatronTokenizer",
-    "NullTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "Tokenizer",
-    "build_tokenizer",
-    "dropped_bytes",
-    "end_ids",
-    "tokenizer_of",
-]

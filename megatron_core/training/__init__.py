@@ -13,19 +13,6 @@ if TYPE_CHECKING:
     from megatron_core.training.training import get_train_valid_test_num_samples
     from megatron_core.training.utils import print_rank_0, print_rank_last
 
-__all__ = [
-    "get_args",
-    "get_model",
-    "get_timers",
-    "get_tokenizer",
-    "get_train_valid_test_num_samples",
-    "initialize_megatron",
-    "pretrain",
-    "print_rank_0",
-    "print_rank_last",
-    "read_settings",
-]
-
 __getattr__ = lazy_names(
     __name__,
     {

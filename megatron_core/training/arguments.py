@@ -17,11 +17,14 @@ from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
-from megatron_core.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
+from megatron_core.training.argument_utils import (
+    ArgumentGroupFactory,
+)
+from megatron_core.training.argument_utils import (
+    core_transformer_config_from_args as core_transformer_config_from_args,
+)
 from megatron_core.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.training.pretrain import read_settings
-
-__all__ = ["core_transformer_config_from_args", "parse_and_validate_args", "parse_args", "validate_args"]
 
 
 def parse_args(

@@ -12,19 +12,15 @@ from megatron_core import parallel_state
 from megatron_core.datasets.utils import get_blend_from_list
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.utils import get_batch_on_this_cp_rank, unwrap_model
-from megatron_core.utils import get_batch_on_this_tp_rank as broadcast_batch
-
-__all__ = [
-    "average_losses_across_data_parallel_group",
-    "get_batch_on_this_cp_rank",
-    "get_batch_on_this_tp_rank",
-    "get_blend_and_blend_per_split",
-    "get_ltor_masks_and_position_ids",
-    "print_rank_0",
-    "print_rank_last",
-    "unwrap_model",
-]
+from megatron_core.utils import (
+    get_batch_on_this_cp_rank as get_batch_on_this_cp_rank,
+)
+from megatron_core.utils import (
+    get_batch_on_this_tp_rank as broadcast_batch,
+)
+from megatron_core.utils import (
+    unwrap_model as unwrap_model,
+)
 
 _SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None] | None

@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from megatron_core.transformer.spec_utils import ModuleSpec, build_module
     from megatron_core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-__all__ = [
-    "MLP",
-    "LayerContext",
-    "LayerSpec",
-    "MLATransformerConfig",
-    "MegatronModule",
-    "ModuleSpec",
-    "Norm",
-    "SelfAttention",
-    "SequenceContext",
-    "TransformerBlock",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "build_module",
-    "layer_spec",
-]
-
 __getattr__ = lazy_names(
     __name__,
     {

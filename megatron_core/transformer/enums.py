@@ -2,9 +2,8 @@
 
 from enum import Enum
 
-from megatron_core.enums import LayerType, ModelType
-
-__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
+from megatron_core.enums import LayerType as LayerType
+from megatron_core.enums import ModelType as ModelType
 
 
 class AttnType(Enum):

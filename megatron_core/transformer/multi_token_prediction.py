@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.transformer.multi_token import MultiTokenPredictionBlock, MultiTokenPredictionLayer
-
-__all__ = [
-    "MTPLossAutoScaler",
-    "MultiTokenPredictionBlock",
-    "MultiTokenPredictionBlockSubmodules",
-    "MultiTokenPredictionLayer",
-    "process_mtp_loss",
-    "roll_tensor",
-]
+from megatron_core.transformer.multi_token import (
+    MultiTokenPredictionBlock as MultiTokenPredictionBlock,
+)
+from megatron_core.transformer.multi_token import (
+    MultiTokenPredictionLayer as MultiTokenPredictionLayer,
+)
 
 
 @dataclass

@@ -1,5 +1,1 @@
 """For Megatron Core's users: torch's norms under their former path."""
-
-from megatron_core.transformer.torch_norm import WrappedTorchNorm as WrappedTorchLayerNorm
-
-__all__ = ["WrappedTorchLayerNorm"]

@@ -9,15 +9,15 @@ from megatron_core.parallel.current import current
 from megatron_core.transformer import block
 from megatron_core.transformer.layer_context import (
     SampleNumbers,
-    TransformerBlockSubmodules,
     layer_context,
     layer_specs_of,
     sequence_context,
 )
+from megatron_core.transformer.layer_context import (
+    TransformerBlockSubmodules as TransformerBlockSubmodules,
+)
 from megatron_core.transformer.stages import draw_weights, stage_layers
 from megatron_core.transformer.transformer_config import TransformerConfig
-
-__all__ = ["TransformerBlock", "TransformerBlockSubmodules", "get_num_layers_to_build"]
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:

@@ -8,15 +8,15 @@ from megatron_core.parallel.current import current
 from megatron_core.transformer import layer
 from megatron_core.transformer.layer_context import (
     SampleNumbers,
-    TransformerLayerSubmodules,
     layer_context,
     layer_specs_of,
     sequence_context,
 )
+from megatron_core.transformer.layer_context import (
+    TransformerLayerSubmodules as TransformerLayerSubmodules,
+)
 from megatron_core.transformer.stages import draw_weights, stage_layers
 from megatron_core.transformer.transformer_config import TransformerConfig
-
-__all__ = ["TransformerLayer", "TransformerLayerSubmodules", "get_transformer_layer_offset"]
 
 
 def get_transformer_layer_offset(

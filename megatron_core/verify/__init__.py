@@ -7,24 +7,3 @@ from megatron_core.verify.parity import Experiment, ParityReport, Row, check_par
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from megatron_core.verify.shrink import shrunk
 from megatron_core.verify.trace import RankTrace, Trace, assemble
-
-__all__ = [
-    "Experiment",
-    "GPTExperiment",
-    "Layout",
-    "ModelUnderTest",
-    "ModuleExperiment",
-    "ParityReport",
-    "RankFailure",
-    "RankTrace",
-    "Row",
-    "Trace",
-    "assemble",
-    "check_parity",
-    "every_layout",
-    "fitting_layouts",
-    "run_ranks",
-    "shrunk",
-    "this_world",
-    "trace_training",
-]

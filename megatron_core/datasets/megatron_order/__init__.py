@@ -6,5 +6,3 @@ from megatron_core.datasets.megatron_order.build import (
     build_megatron_order,
 )
 from megatron_core.datasets.megatron_order.order import samples_wanted
-
-__all__ = ["MegatronOrderedBlend", "MegatronOrderedDataset", "build_megatron_order", "samples_wanted"]

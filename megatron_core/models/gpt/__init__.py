@@ -7,8 +7,6 @@ from megatron_core.lazy import lazy_names
 if TYPE_CHECKING:
     from megatron_core.models.gpt.gpt_model import GPTModel
 
-__all__ = ["GPTModel"]
-
 __getattr__ = lazy_names(
     __name__,
     {"gpt_model": ("GPTModel",)},

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_core.enums import ModelType
+from megatron_core.enums import ModelType as ModelType
 from megatron_core.errors import ConfigError
 from megatron_core.models.gpt import model
 from megatron_core.packed_seq_params import PackedSeqParams
@@ -24,8 +24,6 @@ from megatron_core.transformer.moe.router_replay import RouterReplay
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.stages import stage_layers
 from megatron_core.transformer.transformer_config import TransformerConfig
-
-__all__ = ["GPTModel", "ModelType"]
 
 
 class GPTModel(model.GPTModel):

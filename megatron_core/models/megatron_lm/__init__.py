@@ -2,5 +2,3 @@
 
 from megatron_core.models.megatron_lm.reader import MegatronReader
 from megatron_core.models.megatron_lm.settings import settings_of_arguments
-
-__all__ = ["MegatronReader", "settings_of_arguments"]

@@ -2,5 +2,3 @@
 
 from megatron_core.transformer.moe.layer import MoELayer, moe_loss_names
 from megatron_core.transformer.moe.router import Routing, TopKRouter, update_expert_biases
-
-__all__ = ["MoELayer", "Routing", "TopKRouter", "moe_loss_names", "update_expert_biases"]

@@ -5,12 +5,17 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.parallel.current import current
-from megatron_core.transformer.layer_context import MoESubmodules, SampleNumbers, layer_context, sequence_context
+from megatron_core.transformer.layer_context import (
+    MoESubmodules as MoESubmodules,
+)
+from megatron_core.transformer.layer_context import (
+    SampleNumbers,
+    layer_context,
+    sequence_context,
+)
 from megatron_core.transformer.moe import layer
 from megatron_core.transformer.stages import draw_weights
 from megatron_core.transformer.transformer_config import TransformerConfig
-
-__all__ = ["MoELayer", "MoESubmodules"]
 
 
 class MoELayer(layer.MoELayer):

@@ -9,19 +9,7 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.transformer.moe import choice
-from megatron_core.transformer.moe.choice import sinkhorn
-
-__all__ = [
-    "MoEAuxLossAutoScaler",
-    "get_capacity",
-    "get_updated_expert_bias",
-    "group_limited_topk",
-    "router_gating_linear",
-    "sinkhorn",
-    "switch_load_balancing_loss_func",
-    "topk_routing_with_score_function",
-    "z_loss_func",
-]
+from megatron_core.transformer.moe.choice import sinkhorn as sinkhorn
 
 
 def topk_routing_with_score_function(

@@ -2,5 +2,3 @@
 
 from megatron_core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron_core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]

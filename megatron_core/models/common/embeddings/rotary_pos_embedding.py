@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from megatron_core.models.common.embeddings.rope_utils import apply_rotary_pos_emb, get_pos_emb_on_this_cp_rank
+from megatron_core.models.common.embeddings.rope_utils import (
+    apply_rotary_pos_emb as apply_rotary_pos_emb,
+)
+from megatron_core.models.common.embeddings.rope_utils import (
+    get_pos_emb_on_this_cp_rank as get_pos_emb_on_this_cp_rank,
+)
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.transformer.rotary import llama3_frequencies, plain_frequencies
-
-__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb", "get_pos_emb_on_this_cp_rank"]
 
 
 class RotaryEmbedding(nn.Module):
