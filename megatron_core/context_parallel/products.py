@@ -122,7 +122,8 @@ class FusedOnCPU:
 
 
 class FusedOnCUDA:
-    """torch's flash attention for GPUs, in 16 bits; unfused for what it has not: windows, values of other sizes."""
+    """torch's flash attention for GPUs, in 16 bits; unfused for what it has not: windows, values of other sizes, and
+    heads that ``scaled_dot_product_attention`` would fill up or give to another kernel."""
 
     def __init__(self) -> None:
         self.unfused = Unfused()
@@ -148,7 +149,9 @@ class FusedOnCUDA:
         )
 
     def _lacks(self, tile: Tile, query: Tensor, value: Tensor) -> bool:
-        return (tile.band is not None and not tile.is_causal_square) or query.shape[-1] != value.shape[-1]
+        channels = query.shape[-1]
+        fits = channels == value.shape[-1] and channels % 8 == 0 and channels <= 256
+        return not fits or (tile.band is not None and not tile.is_causal_square)
 
 
 def fused_products(device: torch.device, dtype: torch.dtype, mask: Mask | None = None) -> Products:

@@ -160,9 +160,42 @@ def _addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tens
     return out.copy_(c + a.to(out_dtype) @ b.to(out_dtype))
 
 
+def _check_flash(*inputs: Tensor) -> None:
+    """RuntimeError for what torch's flash attention refuses (``flash_attn/flash_api.cpp``)."""
+    query, key, value, *others = inputs
+    if query.dtype not in (torch.float16, torch.bfloat16) or any(x.dtype != query.dtype for x in (key, value, *others)):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type, the same for all")
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise RuntimeError("Input tensor must have contiguous last dimension")
+    if query.shape[-1] % 8 or query.shape[-1] > 256 or key.shape[-1] != query.shape[-1] != value.shape[-1]:
+        raise RuntimeError(
+            "head_size must be a multiple of 8, this is ensured by padding! At most 256, and one for all"
+        )
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, drop: float = 0.0, causal: bool = False, debug: bool = False
+) -> Any:
+    _check_flash(query, key, value)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, drop, causal)
+    return out, lse, None, None, query.shape[2], key.shape[2], *[torch.empty(0)] * 3
+
+
+def _flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> Any:
+    _check_flash(query, key, value, grad, out)
+    _, _, _, _, drop, causal, _, _ = rest
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, lse, drop, causal
+    )
+
+
 ONLY_CUDA = {
     "aten.addmm.dtype_out": _addmm,
     "aten.mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
+    "aten._scaled_dot_product_flash_attention.default": _flash,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
 }
 """What torch has for CUDA alone."""
 

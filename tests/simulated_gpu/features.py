@@ -46,6 +46,7 @@ TWO_RANKS: dict[str, dict[str, object]] = {
     "pp2 dualpipe_v": PP2 | rows.DUALPIPE_V | {"num_layers": 4},
     "dp2 zero3": ZERO3 | OVERLAP | BF16,
     "cp2 ring, experts over 2 ranks": CP2 | EP2 | MIXTRAL,
+    "cp2 ring, flash attention": CP2 | BF16 | SDPA | GQA2,
     "cp2 gathered": CP2 | GATHER | {"position_embedding_type": "rope"},
     "cp2 heads, latent": CP2 | HEADS | LATENT | SDPA,
     "dp2, delayed fp8, bf16 gradients": DELAYED | ZERO | {"grad_reduce_in_bf16": True},

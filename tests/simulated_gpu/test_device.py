@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_core.context_parallel.products import Unfused, fused_products
+from megatron_core.context_parallel.tiles import Tile
 from megatron_core.ops.fp8 import COLUMNS, E4M3, ROWS, WHOLE, Blocks, quantise
 from megatron_core.ops.fp8_product import dequantised_product
 from megatron_core.verify.ranks import run_ranks
@@ -73,3 +75,19 @@ def test_fp8_products_are_those_of_the_cpu(of_a: Blocks, of_b: Blocks) -> None:
         found = computed("cuda")
     bound = 1e-6 if of_a in (WHOLE, ROWS) else 2e-2  # results of bfloat16 are rounded to it
     assert (found - expected).abs().max() < bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("channels", [16, 12, 264])
+def test_flash_attention_takes_any_heads(channels: int) -> None:
+    """torch's operator refuses heads of no multiple of 8 channels or of more than 256, which its module fills up."""
+    random, tile = torch.Generator().manual_seed(1), Tile(None, (0, 5), (0, 5))
+    query, key, value, grad = (torch.randn(2, 4, 5, channels, generator=random).bfloat16() for _ in range(4))
+    out, lse = Unfused().forward(query.float(), key.float(), value.float(), tile, 0)
+    expected = [out, lse, *Unfused().backward(grad, query, key, value, out, lse, tile, 0)]
+    with simulated_gpu():
+        inputs = [each.cuda() for each in (grad, query, key, value)]
+        products = fused_products(inputs[0].device, torch.bfloat16)
+        out, lse = products.forward(*inputs[1:], tile, 0)
+        found = [each.cpu() for each in (out, lse, *products.backward(*inputs, out.bfloat16(), lse, tile, 0))]
+    for number, wanted in zip(found, expected, strict=True):
+        assert (number - wanted).abs().max() < 2e-2 * wanted.abs().max()
