@@ -9,6 +9,7 @@ later is done later:
   tensors, over strided ones or in dtypes that NCCL lacks are errors;
 - ``copy_(..., non_blocking=True)`` into pinned memory arrives with the next synchronization: until then the CPU reads
   NaN there; a source in pinned memory that changes before it is an error;
+- what an asynchronous collective writes is NaN until it is waited for; changing or freeing its memory is an error;
 - functions of ``torch.cuda`` take the arguments of the real ones.
 
 Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: streams beside the
@@ -75,7 +76,7 @@ class Log:
     """Host memory that is read until then, what it held, and the line."""
 
     def stall(self, what: str) -> None:
-        self.stalls[f"{_line()} {what}"] += 1
+        self.stalls[f"{line_of_project()} {what}"] += 1
         self.synchronize()
 
     def synchronize(self, *_: object, **__: object) -> None:
@@ -99,7 +100,7 @@ class _Frame(threading.local):
 LOG, FRAME = Log(), _Frame()
 
 
-def _line() -> str:
+def line_of_project() -> str:
     """The line of this project that runs, as ``optimizer/clip.py:30``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -256,7 +257,7 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
                 memory.copy_(values)
         on_host(to).copy_(source)
         if non_blocking and LOG.is_pinned(source):
-            LOG.leaving.append((source.contiguous(), source.contiguous().clone(), _line()))
+            LOG.leaving.append((source.contiguous(), source.contiguous().clone(), line_of_project()))
         elif source.dim():
             LOG.stall("copy from pageable memory")
     elif non_blocking and LOG.is_pinned(to):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.simulated_gpu.device import LOG, Factories, Inner, Log, OnGPU, mapped, on_host, set_hooks
+from tests.simulated_gpu.device import LOG, Factories, Inner, Log, OnGPU, line_of_project, mapped, on_host, set_hooks
 
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
 COLLECTIVES = (
@@ -24,6 +24,54 @@ COLLECTIVES = (
     *("all_to_all_single", "all_to_all", "isend", "irecv", "send", "recv", "gather", "reduce_scatter"),
     *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),
 )
+
+
+MEMORY_OF = {"isend": ((), (0,)), "irecv": ((0,), ()), **dict.fromkeys(("all_reduce", "broadcast"), ((0,), ()))}
+"""By collective: which arguments it writes, and which it only reads; elsewhere the first and the second."""
+
+
+class Late:
+    """The handle of a collective on a stream of its own: what it writes is there once that has been waited for.
+
+    Until then that memory is NaN, and whoever changes or frees it, or what is read, has an error.
+    """
+
+    def __init__(self, collective: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, self._line = collective.__name__, line_of_project()
+        written, read = MEMORY_OF.get(name, ((0,), (1,)))
+        copies = {at: args[at].clone() for at in (*written, *read)}
+        self._work = collective(*[copies.get(at, value) for at, value in enumerate(args)], **kwargs)
+        self._arriving = [(args[at], copies[at]) for at in written]
+        inputs = [(args[at], copies[at].clone()) for at in read]
+        for memory, _ in self._arriving:
+            memory.fill_(torch.nan if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
+        if name.startswith("all_gather"):  # what is read may be a part of what is written, and stays as it is
+            for memory, values in inputs:
+                memory.copy_(values)
+        busy = [memory for memory, _ in self._arriving + inputs]
+        self._busy = [(memory, memory.untyped_storage().nbytes(), memory.clone()) for memory in busy]
+
+    def wait(self, timeout: Any = None) -> bool:
+        with torch._C.DisableTorchFunction():
+            self._work.wait()
+            self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        done = self._work.is_completed()
+        return self.wait() if done else False
+
+    def _finish(self) -> None:
+        for memory, size, values in self._busy:
+            if memory.untyped_storage().nbytes() != size or not torch.equal(_bytes(memory), _bytes(values)):
+                raise RuntimeError(f"{self._line}: memory was changed or freed before the collective was waited for")
+        for memory, values in self._arriving:
+            memory.copy_(values)
+        self._busy, self._arriving = [], []
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 class Event:
@@ -124,8 +172,9 @@ def _over_gpu(collective: Callable) -> Callable:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = mapped(memory, args), mapped(memory, kwargs)
+        is_late = kwargs.get("async_op") or collective.__name__ in ("isend", "irecv")
         with torch._C.DisableTorchFunction():
-            return collective(*args, **kwargs)
+            return Late(collective, args, kwargs) if is_late else collective(*args, **kwargs)
 
     return checked
 

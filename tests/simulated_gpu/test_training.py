@@ -20,8 +20,9 @@ from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops.checks import WHOLE_MATRIX
+from tests.parity.rows import PP2, SP, TP2, ZERO, ZERO2
 from tests.simulated_gpu.device import LOG
-from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, TWO_RANKS
+from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, OVERLAP, TWO_RANKS
 from tests.simulated_gpu.runtime import simulated_gpu
 
 
@@ -119,6 +120,34 @@ def test_finds_gradients_that_are_read_too_early() -> None:
     place = "optimizer.sharded:Optimizer._update", "torch.cuda.current_stream().synchronize()", "pass"
     [found] = run_ranks(1, train_planted, *place, BF16 | OFFLOAD)
     assert not all(value == value for value in found), "the CPU has read what the GPU was about to send"
+
+
+CHANGED = "async_op=True)\n        wire.zero_()\n    else"
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "settings"),
+    [
+        ("data_parallel.buffer:Bucket.finish_gather", "self.gathering.wait()", "pass", ZERO | OVERLAP),
+        ("data_parallel.buffer:Bucket.finish_reduce", "self._reducing.wait()", "pass", ZERO2),
+        ("parallel.collectives:_gather_first", "handle.wait()", "pass", TP2 | SP),
+        ("pipeline_parallel.executor:Executor._take_input", "handle.wait()", "pass", PP2),
+        (
+            "data_parallel.buffer:Bucket.start_reduce",
+            "async_op=True)\n    else",
+            "async_op=True); wire.zero_()\n    else",
+            ZERO,
+        ),
+    ],
+    ids=["gather", "reduction", "sequence", "message", "changed"],
+)
+def test_finds_a_collective_that_is_not_waited_for(place: str, old: str, new: str, settings: dict) -> None:
+    try:
+        found = [value for values in run_ranks(2, train_planted, place, old, new, settings) for value in values]
+    except RankFailure as failure:
+        assert "before the collective was waited for" in str(failure)
+    else:
+        assert not all(value == value for value in found), "what has not arrived has been read"
 
 
 def generated() -> list[int]:
