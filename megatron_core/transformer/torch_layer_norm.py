@@ -1,1 +1,5 @@
 """For Megatron Core's users: torch's norms under their former path."""
+
+from megatron_core.transformer.torch_norm import WrappedTorchNorm
+
+WrappedTorchLayerNorm = WrappedTorchNorm
