@@ -30,6 +30,7 @@ from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts
+from megatron_core.text_file import read_text
 from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.training.compatibility import open_model
 
@@ -177,8 +178,8 @@ def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
 def read_prompts(path: str) -> list[str]:
     """The prompts in a file; ``DataError`` with the line that has none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
     if not path.endswith(".jsonl"):
         return [line for line in lines if line.strip()]

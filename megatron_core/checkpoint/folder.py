@@ -83,6 +83,8 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     checkpoint is gone, all complete ones are taken, newest first.
     """
     root = Path(load)
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"load={load} is no folder; give one that training has written with --save")
     if (root / MANIFEST).is_file():
         return Candidates((root,), named=True)
     complete = complete_iterations(root)

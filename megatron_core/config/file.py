@@ -16,8 +16,7 @@ import yaml
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
-
-LARGEST_FILE = 2**24
+from megatron_core.text_file import read_text
 
 
 @cache
@@ -54,13 +53,9 @@ def write_config(config: RunConfig, path: str | Path) -> None:
 def _load(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file."""
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)  # a device may have no end
-        text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    if len(data) > LARGEST_FILE:
-        raise ConfigError(f"--config {path} has more than {LARGEST_FILE} bytes; give a file of settings")
     try:
         is_json = path.suffix == ".json"
         loaded = json.loads(text, object_pairs_hook=_once) if is_json else _Loader(text).get_single_data()

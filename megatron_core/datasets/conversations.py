@@ -28,6 +28,8 @@ class ConversationFile:
 
     def __init__(self, path: str) -> None:
         self.path, self._begins = Path(path), array("q")
+        if self.path.exists() and not self.path.is_file():
+            raise DataError(f"{path} is no file of lines of JSON, which --sft reads in any order; give one")
         try:
             with self.path.open("rb") as file:
                 at = 0
@@ -91,6 +93,11 @@ class ConversationTokenizer:
             if message["role"] == "assistant":
                 asked = self._text(messages[:number], tools, done, add_generation_prompt=True)
                 whole = self._text(messages[: number + 1], tools, asked, add_generation_prompt=False)
+                if whole == asked and message.get("content"):
+                    raise DataError(
+                        "the chat template writes nothing for an answer, so nothing would be learned; give another one "
+                        "with --chat-template"
+                    )
                 for text, is_answer in ((asked[len(done) :], False), (whole[len(asked) :], True)):
                     new = self.tokenizer.tokenize(text) if text else []
                     tokens += new

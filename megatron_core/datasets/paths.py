@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_text
 
 NAMES = ("train", "valid", "test")
 
@@ -47,16 +47,17 @@ def read_paths(data: DataConfig) -> DataPaths:
 
 def _text(setting: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
 
 
 def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """The lists under train, valid and test; a string is split at its spaces."""
     expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
+    text = _text("per_split_data_args_path", path)
     try:
-        content = json.loads(_text("per_split_data_args_path", path))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"per_split_data_args_path={path} is no JSON ({error}); {expected}") from None
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
@@ -69,8 +70,9 @@ def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, .
 def _read_phases(path: str) -> tuple[Phase, ...]:
     """The phases in their order; only the last one has no number of samples."""
     expected = "expected a list of {samples: N, data_path: [...]}, the last without samples"
+    text = _text("data_phases", path)
     try:
-        content = yaml.safe_load(_text("data_phases", path))
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"data_phases={path} is no YAML ({error}); {expected}") from None
     if not isinstance(content, list) or not content:

@@ -117,6 +117,8 @@ def read_run(run: str | Path) -> RunRecords:
         lines = read_rank_file(file, notes)
         if lines:
             ranks[int(file.stem.removeprefix("rank"))] = lines
+    if not metrics and not ranks and path.is_file() and path.stat().st_size:
+        raise DataError(f"{path} has no records of a run; give the folder of --save or the file of --metrics-file")
     records = RunRecords(metrics, ranks, notes)
     world = records.header().get("world_size", 0)
     missing = sorted(set(range(world)) - set(ranks))

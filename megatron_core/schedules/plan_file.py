@@ -14,13 +14,14 @@ from pathlib import Path
 
 from megatron_core.errors import LayoutError
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
+from megatron_core.text_file import read_text
 
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file; ``LayoutError`` with file and line for what cannot be read."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         raise LayoutError(f"pipeline plan {path} cannot be read: {error}") from error
     return plan_from_text(lines, str(path))
 

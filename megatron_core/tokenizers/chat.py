@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.hugging_face import read_object
 
@@ -89,10 +90,11 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTempl
             found = next((each["template"] for each in found if each.get("name") == "default"), None)
         source = found if isinstance(found, str) else source
     for path in [folder / TEMPLATE_FILE for folder in sorted(folders)] if file is None else [Path(file)]:
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
-        elif file is not None:
-            raise ConfigError(f"chat_template={file!r} is not a file")
+        if file is not None or path.is_file():
+            try:
+                source = read_text(path)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"chat_template={str(path)!r} cannot be read: {error}") from None
     return None if source is None else ChatTemplate(source, tokens)
 
 

@@ -42,6 +42,12 @@ def saved(tmp_path: Path) -> Path:
     return save_run(run)
 
 
+def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file is no folder"):
+        find_checkpoint(str(tmp_path / "file"))
+
+
 @pytest.mark.parametrize(
     ("other", "told"),
     [

@@ -85,7 +85,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         parse(f"--config {tmp_path / 'a.json'}")
-    with pytest.raises(ConfigError, match="/dev/zero has more than 16777216 bytes"):
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it has more than 16777216 bytes"):
         parse("--config /dev/zero")
 
 

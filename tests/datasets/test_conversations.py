@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +153,16 @@ def test_faults_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="changes earlier messages"):
         ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), changing).encode(TALK)
     assert RunConfig.from_flat(TINY | {"sft": True}).data.sft
+
+
+def test_a_template_that_leaves_answers_out_is_refused() -> None:
+    encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate("nothing of the messages", {}))
+    with pytest.raises(DataError, match="writes nothing for an answer"):
+        encoder.encode(TALK)
+
+
+def test_files_that_cannot_be_read_in_any_order_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    data = DataConfig(**_write(tmp_path, SHORT), train_data_path=(str(tmp_path / "pipe"),))
+    with pytest.raises(DataError, match="pipe is no file of lines of JSON"):
+        build_conversations(data, seed=1, tokenizer=tokenizer_of(data))

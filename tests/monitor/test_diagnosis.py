@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_core.errors import DataError
 from megatron_core.monitor.diagnosis import Diagnosis, diagnose
 from megatron_core.monitor.diagnosis_rules import Change
 from megatron_core.monitor.rank_records import rank_file, read_run
@@ -166,3 +167,9 @@ def test_missing_records_are_said(tmp_path: Path, capsys: pytest.CaptureFixture)
         file.unlink()
     found = _diagnosis(tmp_path)
     assert found.findings == () and "nothing can be said" in found.notes[-1]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no metrics\n")
+    with pytest.raises(DataError, match=r"notes.txt has no records of a run"):
+        read_run(tmp_path / "notes.txt")
