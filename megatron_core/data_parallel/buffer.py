@@ -96,6 +96,10 @@ class Compressor(Protocol):
         """What a resumed run needs of a bucket: name, tensor, and whether each data-parallel rank has its own."""
         ...
 
+    def rescale(self, factor: float) -> None:
+        """Multiply what is left for the next sum, which is in units of the loss scale; 0: forget it."""
+        ...
+
 
 class Bucket:
     """Parameters that lie one after another in one flat buffer, and their gradients in another.

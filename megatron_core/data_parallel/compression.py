@@ -5,7 +5,8 @@ What is compressed is each rank's own part of a matrix, so that results depend o
 compression does; errors belong to a data-parallel rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import prod
 
 import torch
@@ -65,6 +66,10 @@ class PowerSGD:
         yield "error", errors, True
         for number, factor in enumerate(factors):
             yield f"factor{number}", factor, False
+
+    def rescale(self, factor: float) -> None:
+        """As ``Compressor``."""
+        _rescale(self._errors.values(), factor)
 
     def _state_of(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
         if bucket not in self._errors:
@@ -140,11 +145,20 @@ class OneBitAdam:
         yield "error", own, True
         yield "share_error", share, True
 
+    def rescale(self, factor: float) -> None:
+        """As ``Compressor``."""
+        _rescale(chain.from_iterable(self._errors.values()), factor)
+
     def _errors_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         if bucket not in self._errors:
             own = torch.zeros_like(bucket.grads)
             self._errors[bucket] = own, own.new_zeros(own.numel() // bucket.dp_group.size())
         return self._errors[bucket]
+
+
+def _rescale(errors: Iterable[Tensor], factor: float) -> None:
+    for error in errors:
+        error.mul_(factor) if factor else error.zero_()
 
 
 def _sum_together(tensors: list[Tensor], group) -> list[Tensor]:

@@ -188,7 +188,11 @@ class Optimizer:
         """
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
-        if skip or not finite:
+        skip = skip or not finite
+        if self.compressor is not None and (skip or self.loss_scale.scale != scale):
+            # The errors of a step that is skipped are of gradients that must not come back with the next one.
+            self.compressor.rescale(0.0 if skip else self.loss_scale.scale / scale)
+        if skip:
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)

@@ -47,7 +47,8 @@ class AmaxHistories:
             layer.recorded = torch.zeros(len(ROLES), device=device)
 
     def update(self) -> None:
-        """Make what the step recorded the latest entry of each history; what was not finite leaves the last one."""
+        """Make what the step recorded the latest entry of each history; where that was nothing, zeros alone (an expert
+        without tokens), or not finite, the last one stays."""
         if not self.is_delayed or not self.layers:
             return
         latest = torch.stack([layer.recorded for layer in self.layers.values()])
@@ -55,7 +56,7 @@ class AmaxHistories:
         for own, layer in zip(latest, self.layers.values(), strict=True):
             if layer.history is None:
                 layer.history = own.new_zeros(self.settings.fp8_amax_history_len, len(ROLES))
-            own = torch.where(own.isfinite(), own, layer.history[0])
+            own = torch.where(own.isfinite() & (own > 0), own, layer.history[0])
             layer.history = torch.cat([own[None], layer.history[:-1]])
             layer.recorded.zero_()
 
@@ -64,8 +65,10 @@ class AmaxHistories:
         return {name: layer.history for name, layer in self.layers.items() if layer.history is not None}
 
     def allocate(self) -> Mapping[str, Tensor]:
-        """Empty histories by layer, to be filled from a checkpoint."""
+        """Empty histories by layer, to be filled from a checkpoint, whose weights no gather has rounded or recorded."""
         for layer in self.layers.values():
+            layer.recorded.zero_()
+            layer.weight_is_narrow = False
             layer.history = torch.zeros(self.settings.fp8_amax_history_len, len(ROLES), device=self.device)
         return self.histories()
 

@@ -13,6 +13,7 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
+from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -143,9 +144,17 @@ def test_errors_are_part_of_a_checkpoint(case: str, tmp_path: Path) -> None:
         assert found == expected
 
 
-def _skip(settings: dict) -> tuple[bool, bool, bool]:
-    run: Run = tiny_run(**settings, check_for_nan_in_loss_and_grad=False, grad_compression_warmup_iters=0)
+def _compressing(**settings: object) -> Run:
+    """A run that has errors to remember."""
+    run = tiny_run(**settings, grad_compression_warmup_iters=1)
     train_step(run)
+    train_step(run)
+    assert any(error.any() for error in _errors(run))
+    return run
+
+
+def _skip(settings: dict) -> tuple[bool, bool, bool]:
+    run = _compressing(check_for_nan_in_loss_and_grad=False, **settings)
     bucket = run.data_parallel.buckets[0]
     start = bucket.start_reduce
 
@@ -156,12 +165,43 @@ def _skip(settings: dict) -> tuple[bool, bool, bool]:
         start()
 
     bucket.start_reduce = spoiled
-    skipped, after = train_step(run), train_step(run)
-    assert run.data_parallel.compressor is not None
-    states = [t for b in run.data_parallel.buckets for _, t, _ in run.data_parallel.compressor.state(b)]
-    return skipped.skipped, after.skipped, all(bool(t.isfinite().all()) for t in states)
+    skipped, left = train_step(run), [error.clone() for error in _errors(run)]
+    after = train_step(run)
+    return skipped.skipped, after.skipped, not any(error.any() for error in left)
+
+
+def _errors(run: Run) -> list[torch.Tensor]:
+    compressor = run.data_parallel.compressor
+    assert compressor is not None
+    return [t for b in run.data_parallel.buckets for kind, t, _ in compressor.state(b) if kind.endswith("error")]
 
 
 @pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
 def test_an_overflow_is_skipped_and_not_remembered(settings: dict) -> None:  # C47
-    assert run_ranks(2, _skip, settings) == [(True, False, True)] * 2
+    """Not by the other buckets either, whose gradients are finite."""
+    assert run_ranks(2, _skip, settings | {"ddp_bucket_size": 3000}) == [(True, False, True)] * 2
+
+
+def _spike(settings: dict) -> tuple[bool, bool]:
+    run = _compressing(**settings)
+    skipped = train_step(run, hooks=StepHooks(is_bad=lambda loss, norm: True)).skipped
+    return skipped, any(bool(error.any()) for error in _errors(run))
+
+
+@pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
+def test_a_spike_that_is_skipped_does_not_come_back(settings: dict) -> None:
+    assert run_ranks(2, _spike, settings) == [(True, False)] * 2
+
+
+def _grown_scale() -> tuple[float, list[bool]]:
+    scale = {"fp16": True, "initial_loss_scale": 64.0, "loss_scale_window": 1}
+    run = tiny_run(**POWER, **scale, grad_compression_warmup_iters=0)
+    before: list[torch.Tensor] = []
+    train_step(run, hooks=StepHooks(before_update=lambda: before.extend(error.clone() for error in _errors(run))))
+    pairs = [(old, new) for old, new in zip(before, _errors(run), strict=True) if old.any()]
+    return run.optimizer.loss_scale.scale, [torch.equal(new, 2.0 * old) for old, new in pairs]
+
+
+def test_errors_follow_the_loss_scale() -> None:
+    for scale, doubled in run_ranks(2, _grown_scale):
+        assert scale == 128.0 and doubled and all(doubled)

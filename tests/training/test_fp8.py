@@ -11,6 +11,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_fp8 import describe_fp8
 from megatron_core.training.loop import report_fp8
+from megatron_core.training.state import load_state, open_checkpoint
 from megatron_core.training.step import evaluate
 from megatron_core.verify.ragged import RaggedDataset
 from megatron_core.verify.ranks import run_ranks
@@ -78,6 +79,44 @@ def test_a_step_that_overflows_leaves_the_last_scales() -> None:
     run.fp8.update()
     assert torch.equal(run.fp8.histories()[name][0], torch.tensor([before[0, 0], before[0, 1], 2.0]))
     assert torch.equal(run.fp8.histories()[name][1], before[0])
+
+
+def test_what_was_zeros_alone_leaves_the_last_scales() -> None:
+    """An expert without tokens has no amax: a scale of 1 would make the next step's gradients 0."""
+    run = start(DELAYED)
+    train(run, 1)
+    name, layer = next(iter(run.fp8.layers.items()))
+    before = layer.history.clone()
+    layer.recorded.copy_(torch.tensor([0.0, 3.0, 0.0]))
+    run.fp8.update()
+    assert torch.equal(run.fp8.histories()[name][0], torch.tensor([before[0, 0], 3.0, before[0, 2]]))
+
+
+def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Histories a step after a run has gone back to its checkpoint, and a step after a resume."""
+    narrow = DELAYED | {"bf16": True, "fp64": False, "fp8_param_gather": True, "use_distributed_optimizer": True}
+    run = start(narrow | {"save": str(folder)})
+    train(run, 1)
+    save_run(run)
+    train(run, 2)
+    resumed = start(narrow | {"load": str(folder)})
+    reader = open_checkpoint(resumed.config)
+    assert reader is not None
+    run.state = load_state(resumed.config, reader, run.data_parallel, run.optimizer, run.fp8)
+    found = []
+    for each in (run, resumed):
+        train(each, 1)
+        assert each.fp8 is not None
+        found.append({name: history.numpy() for name, history in each.fp8.histories().items()})
+    return found[0], found[1]
+
+
+def test_a_run_that_goes_back_records_what_it_has_loaded(tmp_path: Path) -> None:
+    """Not the amaxes of the weights that it had, nor none because a gather in FP8 had recorded theirs."""
+    for back, resumed in run_ranks(2, _back_to_the_checkpoint, tmp_path):
+        assert back.keys() == resumed.keys()
+        for name, history in resumed.items():
+            np.testing.assert_array_equal(back[name], history, err_msg=name)
 
 
 def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> None:
