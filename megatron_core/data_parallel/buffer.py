@@ -164,6 +164,8 @@ class Bucket:
         self.sums_wide = False
         """Whether shards are sums in the dtype of the gradients of what travelled in ``wire_dtype``."""
         self.compressor: Compressor | None = None
+        self.model_group: Group = LocalGroup()
+        """The ranks with the other parts, or copies, of the same parameters."""
         self.wire_bytes = 0
         """Bytes that this rank has contributed to sums since the beginning."""
         self.gathered_bytes = 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_core.data_parallel.buffer import Bucket
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, all_to_all_rows
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import name_seed
 
 
@@ -21,7 +22,8 @@ class PowerSGD:
     """Vogels et al. 2019, algorithms 1 and 2: of a matrix M only P = M Q and Q = M^T P are summed, of rank r.
 
     M_i = g_i + e_i;  P = orthogonal(sum M_i Q);  Q = sum M_i^T P;  sum g is replaced by P Q^T;  e_i = M_i - P Q^T / n.
-    Vectors, and matrices that would not shrink to half, are summed as they are.
+    Vectors, matrices that would not shrink to half, and those of which tensor-parallel ranks share some rows (keys and
+    values), which have to stay equal there, are summed as they are.
     """
 
     def __init__(self, rank: int, warmup: int) -> None:
@@ -89,6 +91,7 @@ class PowerSGD:
             piece = (bucket.grads if flat is None else flat)[at : at + parameter.numel()]
             rows, columns = parameter.shape[0], prod(parameter.shape[1:])
             shrinks = parameter.dim() > 1 and 2 * self.rank * (rows + columns) <= rows * columns
+            shrinks = shrinks and not bucket.kind.shared_axes
             (matrices if shrinks else rest).append(piece.view(rows, columns) if shrinks else piece)
         return matrices, rest
 
@@ -117,7 +120,7 @@ class OneBitAdam:
         group, size = bucket.dp_group, bucket.dp_group.size()
         momentum, variance = self.moments[bucket]["exp_avg"], self.moments[bucket]["exp_avg_sq"]
         message = momentum * (self.beta1 / size) + (1.0 - self.beta1) * bucket.grads + own
-        bits, scale = _compressed(message)
+        bits, scale = _compressed(message, bucket.model_group)
         scales = scale.new_empty(size)
         all_gather_flat_(scales, scale.view(1), group)
         if not bool(scales.isfinite().all()):  # all ranks see it, and skip the step: nothing may be remembered of it
@@ -129,7 +132,7 @@ class OneBitAdam:
         total = share.clone()
         for part, factor in zip(received, scales, strict=True):
             total += _decompressed(part, factor)
-        share_bits, share_scale = _compressed(total)
+        share_bits, share_scale = _compressed(total, bucket.model_group)
         share.copy_(total - _decompressed(share_bits, share_scale)).mul_(trained.view(size, -1)[group.rank()])
         all_gather_flat_(bits, share_bits, group)
         all_gather_flat_(scales, share_scale.view(1), group)
@@ -161,7 +164,7 @@ def _rescale(errors: Iterable[Tensor], factor: float) -> None:
         error.mul_(factor) if factor else error.zero_()
 
 
-def _sum_together(tensors: list[Tensor], group) -> list[Tensor]:
+def _sum_together(tensors: list[Tensor], group: Group) -> list[Tensor]:
     """The sums of all tensors over the group, by one collective."""
     if not tensors:
         return []
@@ -171,11 +174,14 @@ def _sum_together(tensors: list[Tensor], group) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def _compressed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The signs of ``x`` [8 n] as bits [n], and the length that keeps its norm."""
+def _compressed(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """The signs of ``x`` [8 n] as bits [n], and the length that keeps its norm and those of the group's other ranks:
+    one for all, because some of their elements are copies and have to stay equal."""
     powers = 2 ** torch.arange(8, device=x.device)
     bits = ((x.view(-1, 8) >= 0) * powers).sum(-1).to(torch.uint8)
-    return bits, x.norm() / x.numel() ** 0.5
+    mean = x.norm().square() / (x.numel() * group.size())
+    all_reduce_(mean, group)
+    return bits, mean.sqrt()
 
 
 def _decompressed(bits: Tensor, scale: Tensor) -> Tensor:

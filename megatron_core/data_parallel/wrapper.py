@@ -93,6 +93,7 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
             bucket.sums_wide = sums_wide
+            bucket.model_group = groups.group("etp" if "edp" in bucket.kind.replica_axes else "tp")
         # A rank without parameters needs it, too: it takes part in collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self._waiting: dict[Bucket, int] = {}

@@ -16,9 +16,10 @@ from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
+from megatron_core.verify import trace_training
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
-from tests.runs import tiny_run
+from tests.runs import tiny_config, tiny_run
 
 ONEBIT = {"grad_compression": "onebit-adam", "clip_grad": 0.0}
 POWER = {"grad_compression": "powersgd", "powersgd_rank": 2}
@@ -205,3 +206,15 @@ def _grown_scale() -> tuple[float, list[bool]]:
 def test_errors_follow_the_loss_scale() -> None:
     for scale, doubled in run_ranks(2, _grown_scale):
         assert scale == 128.0 and doubled and all(doubled)
+
+
+ONE_GROUP = {"group_query_attention": True, "num_query_groups": 1}
+
+
+@pytest.mark.parametrize(
+    "settings", [ONEBIT, ONEBIT | ONE_GROUP, POWER | ONE_GROUP], ids=["1bit", "1bit kv", "power kv"]
+)
+def test_copies_on_tensor_parallel_ranks_stay_equal(settings: dict) -> None:  # C11, C19
+    """Norms and biases, and keys and values of which there are fewer heads than ranks."""
+    settings = settings | {"fp64": True, "tensor_model_parallel_size": 2, "grad_compression_warmup_iters": 1}
+    assert trace_training(tiny_config(**settings), 4).faults == []
