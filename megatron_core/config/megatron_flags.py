@@ -5,18 +5,11 @@ what is said about them, so that one reason is written once; ``docs/megatron_fla
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
+from megatron_core.config.tables import read_table
 
-
-def _read() -> dict[str, Any]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-
-
-_TABLES = _read()
+_TABLES = read_table(__file__)
 ACCEPTED: dict[str, str] = _TABLES["accepted"]
 DEPENDENT: dict[str, str] = _TABLES["dependent"]
 REFUSED: dict[str, str] = _TABLES["refused"]

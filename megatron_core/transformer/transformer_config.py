@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 from megatron_core.model_parallel_config import ModelParallelConfig
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.layer_layout import PipelineParallelLayerLayout
 from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
-from megatron_core.transformer.config_fields import NOT_SUPPORTED, WITHOUT_EFFECT
 from megatron_core.transformer.enums import AttnBackend
 
 
@@ -23,8 +23,11 @@ def squared_relu(x: Tensor) -> Tensor:
     return nn.functional.relu(x).square()
 
 
+_TABLES = read_table(__file__)
+_WITHOUT_EFFECT: dict[str, object] = _TABLES["without_effect"]
+_NOT_SUPPORTED: dict[str, object] = _TABLES["not_supported"]
 _OtherFields = make_dataclass(
-    "_OtherFields", [(name, Any, field(default=value)) for name, value in (WITHOUT_EFFECT | NOT_SUPPORTED).items()]
+    "_OtherFields", [(name, Any, field(default=value)) for name, value in (_WITHOUT_EFFECT | _NOT_SUPPORTED).items()]
 )
 _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
@@ -56,8 +59,8 @@ _STAGES = (
 class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc, valid-type]
     """Megatron Core's fields with Megatron Core's defaults; ``model_config`` makes this package's configuration of it.
 
-    Fields of ``config_fields.NOT_SUPPORTED`` keep their values for modules of the caller, and are an error in
-    ``model_config``.
+    Those that models here do not read are in ``transformer_config.yaml``; of these, the ones that are not supported
+    keep their values for modules of the caller, and are an error in ``model_config``.
     """
 
     num_layers: int = 0
@@ -216,7 +219,7 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         known = {f.name for f in fields(ModelConfig)}
         off = {
             name: (default, [], ()) if default is not None else (None, False, [], ())
-            for name, default in NOT_SUPPORTED.items()
+            for name, default in _NOT_SUPPORTED.items()
         }
         wrong = [name for name, values in off.items() if getattr(self, name) not in values and name not in known]
         defaults = {f.name: f.default for f in fields(TransformerConfig)}
@@ -224,11 +227,11 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         for item in fields(type(self)):
             name, value = item.name, getattr(self, item.name)
             target = _RENAMED.get(name, name)
-            if target in values or name in WITHOUT_EFFECT or name in (*_TRANSLATED, *_STAGES, *_MLA):
+            if target in values or name in _WITHOUT_EFFECT or name in (*_TRANSLATED, *_STAGES, *_MLA):
                 continue
             if target in known:
                 values[target] = value
-            elif name not in NOT_SUPPORTED and name not in _PARALLEL and value != defaults.get(name, value):
+            elif name not in _NOT_SUPPORTED and name not in _PARALLEL and value != defaults.get(name, value):
                 wrong.append(name)
         if wrong:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
