@@ -6,10 +6,12 @@ from typing import Any, NoReturn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
+from megatron_core.config.tables import read_table
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.tensors import Source
 
 Settings = dict[str, Any]
+_TABLE: dict[str, Settings] = read_table(__file__)["architectures"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,13 @@ class Architecture:
     """The inverse of ``read``."""
     base: str = "model."
     """What the names of all tensors but the output layer's begin with; files of the bare model leave it out."""
+
+    @classmethod
+    def of(cls, model_type: str, tensors: Mapping[str, Source], *, layers: Settings, **others: Any) -> "Architecture":
+        """The architecture with the names and values of ``architecture.yaml``; ``layers`` are fixed, too."""
+        table = _TABLE[model_type]
+        fixed = layers | table.get("fixed", {})
+        return cls(**table | {"model_type": model_type, "tensors": tensors, "fixed": fixed, **others})
 
     def settings(self, theirs: Settings) -> Settings:
         """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""

@@ -1,6 +1,7 @@
 """Architectures of the Hugging Face hub: what their configuration and their tensors are called here."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.presets import LLAMA_LAYERS
@@ -17,7 +18,7 @@ from megatron_core.models.hf.architecture import (
     window_settings,
 )
 from megatron_core.models.hf.deepseek import DEEPSEEK_V3
-from megatron_core.models.hf.llama import LAYER, LLAMA_KEYS, LLAMA_TENSORS, QK_NORM, QKV_BIAS, THEIRS, with_experts
+from megatron_core.models.hf.llama import LAYER, LLAMA_TENSORS, QK_NORM, QKV_BIAS, THEIRS, with_experts
 from megatron_core.models.hf.tensors import Source, stacked_qkv
 
 
@@ -61,96 +62,26 @@ def _qwen_json(config: ModelConfig) -> Settings:
     return _with_window_json(config) | {"use_sliding_window": config.window_size is not None}
 
 
-WINDOWS_OF_QWEN: Settings = {"sliding_window": 4096, "max_window_layers": 28}
-LLAMA = Architecture(
-    "llama",
-    "LlamaForCausalLM",
-    LLAMA_KEYS,
-    LLAMA_TENSORS,
-    fixed=LLAMA_LAYERS,
-    required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    read=rope_settings,
-    write=rope_json,
-)
-MISTRAL = Architecture(
-    "mistral",
-    "MistralForCausalLM",
-    LLAMA_KEYS,
-    LLAMA_TENSORS,
-    fixed=LLAMA_LAYERS,
-    assumed={"sliding_window": 4096},
-    required={"hidden_act": "silu", "attention_bias": False},
-    read=_with_window,
-    write=_with_window_json,
-)
-QWEN2 = Architecture(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    LLAMA_KEYS,
-    LLAMA_TENSORS | QKV_BIAS,
-    fixed=LLAMA_LAYERS | {"add_qkv_bias": True},
-    assumed=WINDOWS_OF_QWEN,
-    required={"hidden_act": "silu"},
-    read=_qwen_settings,
-    write=_qwen_json,
-)
-QWEN3 = Architecture(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    LLAMA_KEYS,
-    LLAMA_TENSORS | QK_NORM,
-    fixed=LLAMA_LAYERS | {"qk_layernorm": True},
-    assumed=WINDOWS_OF_QWEN | {"head_dim": 128},
-    required={"hidden_act": "silu", "attention_bias": False},
-    read=_qwen_settings,
-    write=_qwen_json,
-)
-PHI3 = Architecture(
+_of_llama = partial(Architecture.of, layers=LLAMA_LAYERS)
+LLAMA = _of_llama("llama", LLAMA_TENSORS, read=rope_settings, write=rope_json)
+MISTRAL = _of_llama("mistral", LLAMA_TENSORS, read=_with_window, write=_with_window_json)
+QWEN2 = _of_llama("qwen2", LLAMA_TENSORS | QKV_BIAS, read=_qwen_settings, write=_qwen_json)
+QWEN3 = _of_llama("qwen3", LLAMA_TENSORS | QK_NORM, read=_qwen_settings, write=_qwen_json)
+PHI3 = _of_llama(
     "phi3",
-    "Phi3ForCausalLM",
-    {key: ours for key, ours in LLAMA_KEYS.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
     LLAMA_TENSORS
     | {
         LAYER + "self_attention.linear_qkv.weight": Source((THEIRS + "self_attn.qkv_proj.weight",), stacked_qkv),
         LAYER + "mlp.linear_fc1.weight": Source((THEIRS + "mlp.gate_up_proj.weight",)),
     },
-    fixed=LLAMA_LAYERS,
-    required={"hidden_act": "silu"},
     read=_phi3_settings,
     write=_with_window_json,
 )
-
-MIXTRAL = Architecture(
-    "mixtral",
-    "MixtralForCausalLM",
-    LLAMA_KEYS
-    | {
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "router_aux_loss_coef": "moe_aux_loss_coeff",
-    },
-    with_experts("block_sparse_moe.", ("w1", "w3", "w2")),
-    fixed=LLAMA_LAYERS,
-    assumed={"rope_theta": 1e6},
-    required={"hidden_act": "silu", "router_jitter_noise": 0.0},
-    read=_with_one_window,
-    write=_with_window_json,
-)
-QWEN3_MOE = Architecture(
+_mixtral_experts = with_experts("block_sparse_moe.", ("w1", "w3", "w2"))
+MIXTRAL = _of_llama("mixtral", _mixtral_experts, read=_with_one_window, write=_with_window_json)
+QWEN3_MOE = _of_llama(
     "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    LLAMA_KEYS
-    | {
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "router_aux_loss_coef": "moe_aux_loss_coeff",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-    },
     with_experts("mlp.", ("gate_proj", "up_proj", "down_proj")) | QK_NORM,
-    fixed=LLAMA_LAYERS | {"qk_layernorm": True},
-    aliases={"num_local_experts": "num_experts"},
-    assumed=WINDOWS_OF_QWEN,
-    required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     read=_qwen_moe_settings,
     write=lambda config: _qwen_json(config) | {"norm_topk_prob": not config.moe_router_pre_softmax},
 )
@@ -167,18 +98,14 @@ def _layer_pairs(pairs: Mapping[str, tuple[str, Callable | None]], prefix: str, 
     }
 
 
-OLMO2 = Architecture(
+OLMO2 = _of_llama(
     "olmo2",
-    "Olmo2ForCausalLM",
-    {key: ours for key, ours in LLAMA_KEYS.items() if key != "head_dim"},
     {name: source for name, source in LLAMA_TENSORS.items() if "layernorm" not in name or "final" in name}
     | QK_NORM
     | {
         LAYER + "post_self_attn_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
         LAYER + "post_mlp_layernorm.weight": Source((THEIRS + "post_feedforward_layernorm.weight",)),
     },
-    fixed=LLAMA_LAYERS | {"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
-    required={"hidden_act": "silu", "attention_bias": False},
     read=rope_settings,
     write=rope_json,
 )
@@ -211,69 +138,19 @@ def _gemma_json(config: ModelConfig) -> Settings:
     return {**_with_window_json(config), **local, "query_pre_attn_scalar": round(scale**-2)}
 
 
-def _gemma(
-    model_type: str, class_name: str, tensors: dict[str, Source], fixed: Settings, assumed: Settings
-) -> Architecture:
-    norms = {
+FOUR_NORMS = {
+    f"{LAYER}{ours}.weight": Source((f"{THEIRS}{theirs}.weight",))
+    for ours, theirs in {
         "input_layernorm": "input_layernorm",
         "post_self_attn_layernorm": "post_attention_layernorm",
         "pre_mlp_layernorm": "pre_feedforward_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
-    }
-    four = {f"{LAYER}{ours}.weight": Source((f"{THEIRS}{theirs}.weight",)) for ours, theirs in norms.items()}
-    gemma = {"swiglu": False, "geglu": True, "openai_gelu": True, "norm_placement": "sandwich"}
-    return Architecture(
-        model_type,
-        class_name,
-        LLAMA_KEYS
-        | {"final_logit_softcapping": "final_logit_softcapping", "attn_logit_softcapping": "attn_logit_softcapping"},
-        LLAMA_TENSORS | four | tensors,
-        fixed=LLAMA_LAYERS | gemma | {"apply_layernorm_1p": True, "scale_embeddings": True, **fixed},
-        assumed={
-            "tie_word_embeddings": True,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            **assumed,
-        },
-        required={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": False,
-            "use_bidirectional_attention": False,
-        },
-        read=_gemma_settings,
-        write=_gemma_json,
-    )
-
-
-GEMMA2 = _gemma(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    {},
-    {},
-    {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-)
-GEMMA3 = _gemma(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    QK_NORM,
-    {"qk_layernorm": True},
-    {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-)
-GPT2 = Architecture(
+    }.items()
+}
+GEMMA2 = _of_llama("gemma2", LLAMA_TENSORS | FOUR_NORMS, read=_gemma_settings, write=_gemma_json)
+GEMMA3 = _of_llama("gemma3_text", LLAMA_TENSORS | FOUR_NORMS | QK_NORM, read=_gemma_settings, write=_gemma_json)
+GPT2 = Architecture.of(
     "gpt2",
-    "GPT2LMHeadModel",
-    {
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_inner": "ffn_hidden_size",
-        "n_positions": "max_position_embeddings",
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "resid_pdrop": "hidden_dropout",
-        "attn_pdrop": "attention_dropout",
-    },
     {
         "embedding.word_embeddings.weight": Source(("transformer.wte.weight",)),
         "embedding.position_embeddings.weight": Source(("transformer.wpe.weight",)),
@@ -293,16 +170,8 @@ GPT2 = Architecture(
         "decoder.final_layernorm.bias": Source(("transformer.ln_f.bias",)),
         "output_layer.weight": Source(("lm_head.weight",)),
     },
-    fixed={"openai_gelu": True},
-    assumed={"tie_word_embeddings": True},
-    required={
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
+    layers={},
     write=lambda config: {"embd_pdrop": config.hidden_dropout},
-    base="transformer.",
 )
 
 
@@ -311,20 +180,8 @@ def _neox_json(config: ModelConfig) -> Settings:
     return rope | {"use_parallel_residual": config.parallel_residual}
 
 
-GPT_NEOX = Architecture(
+GPT_NEOX = Architecture.of(
     "gpt_neox",
-    "GPTNeoXForCausalLM",
-    {
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "intermediate_size": "ffn_hidden_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "layer_norm_eps": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
-    },
     {
         "embedding.word_embeddings.weight": Source(("gpt_neox.embed_in.weight",)),
         **_layer_pairs(
@@ -344,14 +201,11 @@ GPT_NEOX = Architecture(
         "decoder.final_layernorm.bias": Source(("gpt_neox.final_layer_norm.bias",)),
         "output_layer.weight": Source(("embed_out.weight",)),
     },
-    fixed={"position_embedding_type": "rope"},
-    assumed={"rotary_pct": 0.25},
-    required={"hidden_act": "gelu", "attention_bias": True},
+    layers={},
     read=lambda theirs: (
         rope_settings(theirs, partial=True) | {"parallel_residual": theirs.get("use_parallel_residual", True)}
     ),
     write=_neox_json,
-    base="gpt_neox.",
 )
 
 _ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2, GEMMA2, GEMMA3, DEEPSEEK_V3)

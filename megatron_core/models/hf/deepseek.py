@@ -4,7 +4,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import Architecture, Settings, fault, rope_json, rope_of, rope_settings
-from megatron_core.models.hf.llama import LAYER, LLAMA_KEYS, LLAMA_TENSORS, THEIRS, with_experts
+from megatron_core.models.hf.llama import LAYER, LLAMA_TENSORS, THEIRS, with_experts
 from megatron_core.models.hf.tensors import Source, shared_gate_and_value
 
 
@@ -50,23 +50,8 @@ LATENT_TENSORS = {
         "linear_kv_up_proj": "kv_b_proj",
     }.items()
 }
-DEEPSEEK_V3 = Architecture(
+DEEPSEEK_V3 = Architecture.of(
     "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    {key: ours for key, ours in LLAMA_KEYS.items() if key not in ("head_dim", "num_key_value_heads", "rms_norm_eps")}
-    | {
-        "q_lora_rank": "q_lora_rank",
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_nope_head_dim": "qk_head_dim",
-        "qk_rope_head_dim": "qk_pos_emb_head_dim",
-        "v_head_dim": "v_head_dim",
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "n_group": "moe_router_num_groups",
-        "topk_group": "moe_router_group_topk",
-        "routed_scaling_factor": "moe_router_topk_scaling_factor",
-    },
     with_experts("mlp.", ("gate_proj", "up_proj", "down_proj"))
     | {name: source for name, source in LLAMA_TENSORS.items() if ".mlp." in name}
     | LATENT_TENSORS
@@ -78,18 +63,7 @@ DEEPSEEK_V3 = Architecture(
         ),
         LAYER + "mlp.shared_experts.linear_fc2.weight": Source((THEIRS + "mlp.shared_experts.down_proj.weight",)),
     },
-    fixed=DEEPSEEK_V3_LAYERS | {"norm_epsilon": 1e-6},
-    # Norms of the latents have their own epsilon, whatever the others' is.
-    required={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_interleave": True,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    },
     read=_deepseek_settings,
     write=_deepseek_json,
+    layers=DEEPSEEK_V3_LAYERS,
 )

@@ -1,20 +1,8 @@
-"""Keys and tensors of Llama, with which most architectures of the Hugging Face hub begin."""
+"""Tensors of Llama, with which most architectures of the Hugging Face hub begin."""
 
 from megatron_core.models.hf.tensors import Source, expert_gate_and_value, gate_and_value, separate_qkv
 
 LAYER, THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
-LLAMA_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "initializer_range": "init_method_std",
-    "attention_dropout": "attention_dropout",
-}
 LLAMA_TENSORS = {
     "embedding.word_embeddings.weight": Source(("model.embed_tokens.weight",)),
     LAYER + "input_layernorm.weight": Source((THEIRS + "input_layernorm.weight",)),
