@@ -45,19 +45,16 @@ class SelfAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config, parallel, tp_group = context.config, context.parallel, context.tp_group
-        size, index, d = tp_group.size(), tp_group.rank(), config.head_size
+        config, size, index = context.config, context.tp_group.size(), context.tp_group.rank()
+        d = config.head_size
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         self.groups = max(config.query_groups // size, 1)
         self.head_size, self.gated = d, config.attention_output_gate
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = context.column_linear(
             config.hidden_size,
             (config.num_attention_heads * (1 + self.gated) + 2 * config.query_groups) * d,
-            config=parallel,
-            init_method=context.init_method,
             bias=config.has_qkv_bias,
-            tp_group=tp_group,
             spec=partial(
                 split_qkv,
                 heads=config.num_attention_heads,
@@ -77,15 +74,7 @@ class SelfAttention(nn.Module):
                 parameter.decays = True
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * d,
-            config.hidden_size,
-            config=parallel,
-            init_method=context.output_layer_init_method,
-            bias=config.add_bias_linear,
-            skip_bias_add=True,
-            tp_group=tp_group,
-        )
+        self.linear_proj = context.output_linear(config.num_attention_heads * d)
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
         self.keeps_projection = self.gated or config.qk_layernorm  # for backward, whatever becomes of its parts
         windowed = config.window_of_layer(layer_number) is not None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from megatron_core.errors import DataError, LayoutError
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ContextGroups, Group, ParallelGroups
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
+from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
 from megatron_core.transformer.router_replay import RouterReplay
 
@@ -68,6 +68,23 @@ class LayerContext:
         """N(0, std / sqrt(2 L)): matrices that write the residual stream, so that its variance does not grow with depth
         (Radford et al. 2019, section 2.3)."""
         return Normal(self.config.hidden_init_std / math.sqrt(2.0 * self.config.num_layers))
+
+    def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:
+        """A matrix inside a layer that is split by its rows."""
+        own: dict[str, Any] = {"config": self.parallel, "init_method": self.init_method, "tp_group": self.tp_group}
+        return ColumnParallelLinear(input_size, output_size, **own, **settings)
+
+    def output_linear(self, input_size: int) -> RowParallelLinear:
+        """A matrix that writes the residual stream; the sum with it adds the bias."""
+        return RowParallelLinear(
+            input_size,
+            self.config.hidden_size,
+            config=self.parallel,
+            init_method=self.output_layer_init_method,
+            bias=self.config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
 
     def dropout(self, p: float, name: str) -> KeyedDropout:
         """The dropout at a named point of the model."""

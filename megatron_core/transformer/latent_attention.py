@@ -11,7 +11,6 @@ from megatron_core.config import ModelConfig
 from megatron_core.ops import rope
 from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
@@ -74,13 +73,7 @@ class LatentAttention(nn.Module):
         heads, q_rank, self.rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
         self.layer_number, self.heads = layer_number, heads // self.tp_group.size()
         self.plain, self.turned, self.value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
-        up = partial(
-            ColumnParallelLinear,
-            config=context.parallel,
-            init_method=context.init_method,
-            bias=False,
-            tp_group=self.tp_group,
-        )
+        up = partial(context.column_linear, bias=False)
         norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context)
         if q_rank is None:
             self.linear_q_proj = up(config.hidden_size, heads * config.query_head_size)
@@ -93,15 +86,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core, self.recompute_up = config.recomputes("core_attn"), config.recomputes("mla_up_proj")
-        self.linear_proj = RowParallelLinear(
-            heads * self.value,
-            config.hidden_size,
-            config=context.parallel,
-            init_method=context.output_layer_init_method,
-            bias=config.add_bias_linear,
-            skip_bias_add=True,
-            tp_group=self.tp_group,
-        )
+        self.linear_proj = context.output_linear(heads * self.value)
         self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
         self.backend = config.kernel_backend
         self.query_factor = query_factor(config)

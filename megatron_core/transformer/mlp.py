@@ -30,29 +30,18 @@ class MLP(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, parallel, tp_group = context.config, context.parallel, context.tp_group
-        ffn, size, index = config.ffn_size, tp_group.size(), tp_group.rank()
+        config, ffn = context.config, context.config.ffn_size
+        size, index = context.tp_group.size(), context.tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation, self.backend = activation_kind(config), config.kernel_backend
-        self.linear_fc1 = ColumnParallelLinear(
+        self.linear_fc1 = context.column_linear(
             config.hidden_size,
             sum(pieces),
-            config=parallel,
-            init_method=context.init_method,
             bias=config.add_bias_linear,
             skip_bias_add=True,
-            tp_group=tp_group,
             spec=partial(split_fused, pieces=pieces, index=index, size=size),
         )
-        self.linear_fc2 = RowParallelLinear(
-            ffn,
-            config.hidden_size,
-            config=parallel,
-            init_method=context.output_layer_init_method,
-            bias=config.add_bias_linear,
-            skip_bias_add=True,
-            tp_group=tp_group,
-        )
+        self.linear_fc2 = context.output_linear(ffn)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """-> (W_2 f(W_1 x), the bias to be added to it, or None); the sum of both is left to the residual sum."""

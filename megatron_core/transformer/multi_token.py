@@ -10,7 +10,6 @@ from megatron_core.parallel.collectives import (
     scatter_to_sequence,
 )
 from megatron_core.parallel.sharding import allocate, split
-from megatron_core.tensor_parallel import ColumnParallelLinear
 from megatron_core.tensor_parallel.layers import vocab_parallel_lookup, vocabulary_per_rank
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer import TransformerLayer
@@ -32,9 +31,7 @@ class MultiTokenPredictionLayer(nn.Module):
         size, partial_grad = config.hidden_size, context.sequence_parallel
         self.enorm = Norm(context, size, partial_grad=partial_grad)
         self.hnorm = Norm(context, size, partial_grad=partial_grad)
-        self.eh_proj = ColumnParallelLinear(
-            2 * size, size, config=context.parallel, init_method=context.init_method, bias=False, tp_group=self.tp_group
-        )
+        self.eh_proj = context.column_linear(2 * size, size, bias=False)
         number = config.num_layers + depth
         self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
         self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
