@@ -51,9 +51,9 @@ def of_one_rank(args: Namespace) -> Namespace:
 def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
     """Keep ``args``, and make the calculator of micro-batches, the timers and, if there is to be one, the tokenizer."""
     set_args(args)
-    init_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
-    )
+    sizes = (args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+    schedule = " ".join(args.step_batch_size_schedule or ()) or None
+    init_num_microbatches_calculator(*sizes, step_batch_size_schedule=schedule, seq_length=args.seq_length)
     if build_tokenizer and args.tokenizer_type is not None:
         alone = of_one_rank(args)
         _KEPT["tokenizer"], args.padded_vocab_size = tokenizer_of_args(alone), alone.padded_vocab_size

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_core import parallel_state
 from megatron_core.parallel import World, start_world
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_core.training.arguments import parse_and_validate_args
+from megatron_core.training.arguments import parse_and_validate_args, run_config_of
 from megatron_core.training.global_vars import get_args
 
 
@@ -18,8 +18,10 @@ def initialize_megatron(
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Read and check the command line, start torch.distributed unless it has started, make the groups, and seed initial
-    weights and dropout; ``get_args`` and the other functions of ``global_vars`` work from then on."""
+    weights and dropout; ``get_args``, which has ``train_iters`` from now on also with ``--train-samples``, and the
+    other functions of ``global_vars`` work from then on."""
     args = parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
+    args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
     if not dist.is_initialized():
         minutes = args.distributed_timeout_minutes
         start_world(World.from_environment(), backend=args.distributed_backend, timeout_minutes=minutes)

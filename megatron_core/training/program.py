@@ -288,7 +288,7 @@ def train(
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     if args.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in model]
-    total = args.train_iters or args.train_samples // args.global_batch_size
+    total = args.train_iters
     while args.iteration < total:
         update_num_microbatches(args.consumed_train_samples)
         step = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config)

@@ -160,6 +160,23 @@ def test_a_program_trains_as_one_process_and_goes_on_from_its_checkpoint(
     np.testing.assert_allclose(more, expected[2:], rtol=0, atol=1e-9)
 
 
+def scheduled(more: str) -> tuple[int, int]:
+    """Steps and samples of a training whose batches grow from 1 to 4 sequences."""
+    given = COMMON.replace("--train-iters 4", "").replace("--lr-warmup-iters 1", "")
+    sys.argv = f"{given} --step-batch-size-schedule 0:1 48:4 {more}".split()
+    mpu.destroy_model_parallel()
+    with redirect_stdout(StringIO()):
+        pretrain(lambda sizes: [Text(), None, None], model_provider, ModelType.encoder_or_decoder, forward_step)
+    assert get_args().train_iters == get_args().iteration
+    return get_args().iteration, get_args().consumed_train_samples
+
+
+@pytest.mark.parametrize(("more", "expected"), [("--train-samples 16", (8, 14)), ("--train-iters 7", (7, 10))])
+def test_batches_grow_as_scheduled(more: str, expected: tuple[int, int]) -> None:
+    """Six steps of one sequence of 8 tokens, then steps of four."""
+    assert run_ranks(1, scheduled, more) == [expected]
+
+
 def test_flags_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     more = "--no-mmap-bin-files --num-dataset-builder-threads 3 --swiglu --no-load-rng --no-load-optim"
     monkeypatch.setattr(sys, "argv", (COMMON + more).split())
