@@ -12,9 +12,10 @@ from megatron_core.config import RunConfig, megatron_flags
 
 HEAD = """# Flags of Megatron-LM
 
-All flags of Megatron-LM's `pretrain_gpt.py` are known here, and those of forks (Megatron-DeepSpeed, Pai-Megatron-Patch,
-MindSpeed-LLM) that most of their scripts have. This page is printed by `python tools/list_flags.py`;
-what else differs is in [from_megatron.md](from_megatron.md). A launch script is judged as a whole, on any machine, by
+All flags of Megatron-LM's `pretrain_gpt.py` since v1.0 are known here, and those of forks (Megatron-DeepSpeed,
+Pai-Megatron-Patch, MindSpeed-LLM, MegaBlocks) that most of their scripts have. This page is printed
+by `python tools/list_flags.py`; what else differs is in [from_megatron.md](from_megatron.md). A launch script is judged
+as a whole, on any machine, by
 
     python pretrain_gpt.py ALL ITS FLAGS --dry-run --world-size N
 """

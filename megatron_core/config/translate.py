@@ -96,7 +96,9 @@ class Translation:
             found = convert(values if _is_list(kind) else _one(values), kind)
             values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for a whole number
         except (TypeError, ValueError, OverflowError, SyntaxError, RecursionError):
-            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {describe(kind, 'None')}")
+            many = len(single) > 1 and not _is_list(kind)
+            legal = describe(kind, "None") + (", one value (in quotes if it has spaces)" if many else "")
+            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {legal}")
         else:
             self.strong += [flag, *values]
 

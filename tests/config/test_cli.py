@@ -288,6 +288,33 @@ def test_the_old_name_of_recomputation():
     assert (model.recompute_method, model.recompute_num_layers) == ("uniform", 2)
 
 
+@pytest.mark.parametrize("flags", ["--checkpoint-activations {}", "{} --checkpoint-activations"])
+def test_the_oldest_name_of_recomputation(flags):
+    """One layer between two checkpoints, unless the other flag says otherwise, before or after it."""
+    for number, given in ((1, ""), (3, "--checkpoint-num-layers 3")):
+        model = parse(flags.format(given)).model
+        assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == (
+            "full",
+            "uniform",
+            number,
+        )
+
+
+def test_flags_of_earlier_releases():
+    theirs = "--layernorm-epsilon 1e-6 --min-scale 2 --override-lr-scheduler --fp8-hybrid --use-custom-fsdp"
+    ours = "--norm-epsilon 1e-6 --min-loss-scale 2 --override-opt-param-scheduler --fp8-format hybrid"
+    assert parse(theirs) == parse(ours + " --data-parallel-sharding-strategy optim_grads_params")
+    with pytest.raises(ConfigError, match="--train-samples") as error:
+        parse("--train-tokens 300000000000 --retro-add-retriever --retro-num-neighbors 2")
+    assert "2 settings" in str(error.value)
+
+
+def test_a_path_with_spaces_needs_quotes():
+    with pytest.raises(ConfigError, match="one value"):
+        parse("--load my checkpoints")
+    assert parse_run_config(["--load", "my checkpoints"]).checkpoint.load == "my checkpoints"
+
+
 def test_a_choice_of_numbers() -> None:
     """A flag's value is text, the choices are whole numbers."""
     assert parse_run_config(["--zero-stage", "3"]).parallel.dp_zero_stage == 3
@@ -317,9 +344,19 @@ def test_a_choice_of_numbers() -> None:
             "--context-parallel-size 2 --cp-comm-type a2a --moe-token-dispatcher-type alltoall --yarn-beta-fast 16 "
             "--yarn-beta-slow 2 --mscale 0.7 --original-max-position-embeddings 512",
         ),
+        (
+            "--num-experts 4 --moe-loss-coeff 0.02 --topk 2 --moe-expert-parallel-size 2 "
+            "--moe-train-capacity-factor 1.5 --optimizer fusedadamw --universal-checkpoint --mlp-type standard",
+            "--num-experts 4 --moe-aux-loss-coeff 0.02 --moe-router-topk 2 --expert-model-parallel-size 2 "
+            "--moe-expert-capacity-factor 1.5 --optimizer adam",
+        ),
+        (
+            "--moe-num-experts 4 --moe-loss-weight 0.02 --moe-top-k 2 --moe-capacity-factor 1.5",
+            "--num-experts 4 --moe-aux-loss-coeff 0.02 --moe-router-topk 2 --moe-expert-capacity-factor 1.5",
+        ),
         ("--use-fused-swiglu --no-shared-storage --swap-attention --ds-sequence-parallel-size 1", ""),
     ],
 )
 def test_flags_of_forks(theirs, ours):
-    """Megatron-DeepSpeed, Pai-Megatron-Patch and MindSpeed-LLM."""
+    """Megatron-DeepSpeed, Pai-Megatron-Patch, MindSpeed-LLM and MegaBlocks."""
     assert parse(theirs) == parse(ours)
