@@ -180,6 +180,8 @@ def evaluate(
     """(Losses by name over ``eval_iters`` batches on the last stage, what ``non_loss_data_func`` or the loss functions
     collect beside them, False)."""
     args, collected = get_args(), None
+    eval_iters = args.eval_iters if eval_iters is None else eval_iters
+    args.consumed_valid_samples += eval_iters * args.eval_global_batch_size
 
     def run(**more: Any) -> list[Any]:
         return get_forward_backward_func()(
@@ -195,7 +197,7 @@ def evaluate(
 
     for chunk in model:
         chunk.eval()
-    losses = _means([report for _ in range(args.eval_iters if eval_iters is None else eval_iters) for report in run()])
+    losses = _means([report for _ in range(eval_iters) for report in run()])
     if non_loss_data_func is not None:
         collected = non_loss_data_func(model)
     elif process_non_loss_data_func is not None:

@@ -160,6 +160,14 @@ def test_a_program_trains_as_one_process_and_goes_on_from_its_checkpoint(
     np.testing.assert_allclose(more, expected[2:], rtol=0, atol=1e-9)
 
 
+def test_a_resumed_program_goes_on_in_its_validation_data(tmp_path: Path) -> None:
+    whole = run_ranks(1, job, str(tmp_path), "--eval-interval 2")[0][1]
+    assert len(set(whole)) == len(whole) == 3
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = run_ranks(1, job, str(tmp_path / "more"), f"--eval-interval 2 --load {tmp_path}")[0][1]
+    np.testing.assert_allclose(resumed, whole[1:], rtol=0, atol=1e-9)
+
+
 def scheduled(more: str) -> tuple[int, int]:
     """Steps and samples of a training whose batches grow from 1 to 4 sequences."""
     given = COMMON.replace("--train-iters 4", "").replace("--lr-warmup-iters 1", "")
