@@ -60,13 +60,16 @@ class Architecture:
         if named.get("kv_channels") == named["hidden_size"] // heads:
             named["kv_channels"] = None
         untied = not theirs.get("tie_word_embeddings", False)
-        return {**self.fixed, **named, "untie_embeddings_and_output_weights": untied, **self.read(theirs)}
+        try:
+            return {**self.fixed, **named, "untie_embeddings_and_output_weights": untied, **self.read(theirs)}
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
 
     def _check(self, theirs: Settings, present: Settings) -> None:
         """``CheckpointError`` for keys without which, or with whose values, other logits would be computed."""
         if theirs.get("quantization_config"):
             fault("quantization_config", theirs["quantization_config"], "quantized weights are not read")
-        for key, value in self.required.items():
+        for key, value in ({"is_causal": True} | self.required).items():
             found = present.get(key, value)
             if found != value and (found or value):  # null for what is off
                 fault(key, found, f"for {self.model_type} only {value!r} is supported")
@@ -76,6 +79,8 @@ class Architecture:
         for key in self.keys.keys() & theirs:
             if isinstance(theirs[key], bool) or not isinstance(theirs[key], int | float):
                 fault(key, theirs[key], "it has to be a number")
+            if self.keys[key] == "num_attention_heads" and theirs[key] < 1:
+                fault(key, theirs[key], "it has to be 1 or more")
 
     def config_json(self, config: ModelConfig) -> Settings:
         """Their configuration of a model of ours, without what a ``ModelConfig`` does not say."""
@@ -115,6 +120,23 @@ OPTIONAL = {
     *("max_position_embeddings", "init_method_std", "hidden_dropout", "attention_dropout"),
 }
 """Our settings whose keys config.json may leave out: shapes tell them, or logits do not depend on them."""
+
+
+GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
+"""Their names of GELU -> whether it is the approximation by tanh; exported under the first one of each."""
+
+
+def gelu_settings(theirs: Settings, key: str, default: str) -> Settings:
+    """Which GELU the MLP has."""
+    name = theirs.get(key, default)
+    if name not in GELU:
+        fault(key, name, f"for {theirs['model_type']} supported are {', '.join(GELU)}")
+    return {"openai_gelu": GELU[name]}
+
+
+def gelu_json(config: ModelConfig, key: str) -> Settings:
+    """The inverse of ``gelu_settings``."""
+    return {key: next(name for name, approximate in GELU.items() if approximate == config.openai_gelu)}
 
 
 def rope_settings(theirs: Settings, *, partial: bool = False) -> Settings:

@@ -11,6 +11,8 @@ from megatron_core.models.hf.architecture import (
     Settings,
     differences,
     fault,
+    gelu_json,
+    gelu_settings,
     rope_json,
     rope_of,
     rope_settings,
@@ -119,7 +121,9 @@ def _gemma_settings(theirs: Settings) -> Settings:
     pattern = 2 if theirs["model_type"] == "gemma2" else theirs.get("sliding_window_pattern", 6)
     kinds = ["sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(theirs["num_hidden_layers"])]
     theirs = {"layer_types": kinds, **theirs}
-    scale = {"softmax_scale": theirs["query_pre_attn_scalar"] ** -0.5}
+    if (scalar := theirs["query_pre_attn_scalar"]) <= 0:
+        fault("query_pre_attn_scalar", scalar, "it has to be positive")
+    scale = {"softmax_scale": scalar**-0.5}
     if theirs["model_type"] == "gemma2":
         return _with_window(theirs) | scale
     by_kind: Settings = theirs.get("rope_parameters") or {}
@@ -171,13 +175,14 @@ GPT2 = Architecture.of(
         "output_layer.weight": Source(("lm_head.weight",)),
     },
     layers={},
-    write=lambda config: {"embd_pdrop": config.hidden_dropout},
+    read=lambda theirs: gelu_settings(theirs, "activation_function", "gelu_new"),
+    write=lambda config: {"embd_pdrop": config.hidden_dropout, **gelu_json(config, "activation_function")},
 )
 
 
 def _neox_json(config: ModelConfig) -> Settings:
     rope: Settings = {"rotary_pct": config.rotary_percent, "rotary_emb_base": config.rotary_base}
-    return rope | {"use_parallel_residual": config.parallel_residual}
+    return rope | {"use_parallel_residual": config.parallel_residual} | gelu_json(config, "hidden_act")
 
 
 GPT_NEOX = Architecture.of(
@@ -203,7 +208,9 @@ GPT_NEOX = Architecture.of(
     },
     layers={},
     read=lambda theirs: (
-        rope_settings(theirs, partial=True) | {"parallel_residual": theirs.get("use_parallel_residual", True)}
+        rope_settings(theirs, partial=True)
+        | gelu_settings(theirs, "hidden_act", "gelu")
+        | {"parallel_residual": theirs.get("use_parallel_residual", True)}
     ),
     write=_neox_json,
 )

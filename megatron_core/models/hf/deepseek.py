@@ -12,6 +12,8 @@ def _deepseek_settings(theirs: Settings) -> Settings:
     """The first layers have no experts; the shared ones are so many times as wide as a routed one."""
     if not isinstance(shared := theirs.get("n_shared_experts"), int) or shared < 1:
         fault("n_shared_experts", shared, "deepseek_v3 models need 1 or more")
+    if theirs.get("head_dim", theirs["qk_rope_head_dim"]) != theirs["qk_rope_head_dim"]:
+        fault("head_dim", theirs["head_dim"], f"supported is qk_rope_head_dim={theirs['qk_rope_head_dim']}")
     rope = rope_of(theirs)
     if rope.get("mscale_all_dim") and not (rope.get("rope_type", rope.get("type")) == "yarn" and rope.get("mscale")):
         fault("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn with mscale beside it")
