@@ -1,5 +1,6 @@
 """Checkpoints of Hugging Face to ours and back, those of Megatron-LM to ours, and whether both compute the same."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -121,9 +122,7 @@ def export_hugging_face(
             kept = stored_dtype(reader) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
             write_hugging_face(reader, incomplete, architecture, model, dtype=kept, further=special_tokens(config))
-            for path in sorted((found / "tokenizer").glob("*")):
-                own = config.data.tokenizer_type == "HuggingFaceTokenizer" and str(path) == config.data.tokenizer_model
-                shutil.copyfile(path, incomplete / ("tokenizer.json" if own else path.name))
+            export_tokenizer(config, found / "tokenizer", incomplete)
         difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()
@@ -133,6 +132,35 @@ def export_hugging_face(
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
     return difference
+
+
+MODEL_FILES = {
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "SentencePieceTokenizer": "tokenizer.model",
+    "Llama2Tokenizer": "tokenizer.model",
+}
+"""What `transformers` calls the file of ``--tokenizer-model``."""
+
+
+def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
+    """Copy the tokenizer's files in ``kept`` under their names in `transformers`.
+
+    Without a tokenizer_config.json it would take the splitting of words from the architecture, not from tokenizer.json.
+    """
+    data = config.data
+    names = {
+        data.tokenizer_model: MODEL_FILES.get(data.tokenizer_type or ""),
+        data.vocab_file: "vocab.json",
+        data.merge_file: "merges.txt",
+    }
+    for path in sorted(kept.glob("*")):
+        shutil.copyfile(path, folder / (names.get(str(path)) or path.name))
+    settings = folder / "tokenizer_config.json"
+    tokenizer = tokenizer_of(data)
+    if tokenizer is not None and (folder / "tokenizer.json").is_file() and not settings.is_file():
+        ids = {name: getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+        tokens = {f"{name}_token": tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | tokens, indent=2) + "\n")
 
 
 def special_tokens(config: RunConfig) -> dict[str, int | None]:

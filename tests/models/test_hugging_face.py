@@ -22,6 +22,7 @@ from megatron_core.models.hf.architectures import architecture_of
 from megatron_core.models.hf.reader import _vocab_size
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
 from megatron_core.training.pretrain import read_settings
 from megatron_core.training.step import train_step
@@ -29,7 +30,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
 from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import TINY, tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.tokenizers.corpus import write_gpt2_files, write_tokenizer_json
 
 
 @pytest.fixture(autouse=True)
@@ -166,14 +167,35 @@ def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43
         export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
 
 
-def test_a_tokenizer_of_any_name_goes_out_under_theirs(tmp_path: Path) -> None:
+def test_a_tokenizer_of_any_name_goes_out_under_theirs(tmp_path: Path) -> None:  # C43
+    """And gives the same ids there, though the architecture's own tokenizer splits words in another way."""
     file = write_tokenizer_json(tmp_path).rename(tmp_path / "mine.json")
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file), "vocab_size": None}
-    run = tiny_run(**tokenizer, openai_gelu=True, save=str(tmp_path / "ours"), train_iters=1)
+    qwen3 = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
+    run = tiny_run(**tokenizer, **qwen3, qk_layernorm=True, save=str(tmp_path / "ours"), train_iters=1)
     run.saver.save(run.state)
-    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", verify=False)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", model_type="qwen3", verify=False)
     assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == file.read_bytes()
     assert settings_of_folder(tmp_path / "theirs")["tokenizer_model"] == str(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", local_files_only=True)
+    text = "don't 12345\n    a\u0301 \u212b"
+    ours = HuggingFaceTokenizer(file)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.tokenize(text)
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos, None)
+
+
+def test_files_of_other_tokenizers_go_out_under_theirs(tmp_path: Path) -> None:
+    vocabulary, merges = write_gpt2_files(tmp_path)
+    vocabulary, merges = vocabulary.rename(tmp_path / "gpt2-vocab.json"), merges.rename(tmp_path / "gpt2-merges.txt")
+    files = {"vocab_file": str(vocabulary), "merge_file": str(merges)}
+    run = tiny_run(
+        tokenizer_type="GPT2BPETokenizer", **files, vocab_size=None, save=str(tmp_path / "ours"), train_iters=1
+    )
+    run.saver.save(run.state)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", verify=False)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", local_files_only=True)
+    text = "don't 12345\n    two"
+    assert theirs(text)["input_ids"] == GPT2BPETokenizer(vocabulary, merges).tokenize(text)
 
 
 def _edit(folder: Path, **changes: Any) -> None:
@@ -237,6 +259,9 @@ def _computes(settings: dict[str, Any]) -> dict[str, Any]:
 REFUSED = {
     "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not read"),
     "number of heads": ("llama", {"num_attention_heads": None}, "has no num_attention_heads; llama models need it"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads=0; it has to be 1 or more"),
+    "no causal mask": ("llama", {"is_causal": False}, "is_causal=False; for llama only True is supported"),
+    "another activation": ("gpt_neox", {"hidden_act": "relu"}, "hidden_act='relu'; for gpt_neox supported are gelu,"),
     "a number as text": ("llama", {"hidden_size": "32"}, "hidden_size='32'; it has to be a number"),
     "size of the vocabulary": ("llama", {"vocab_size": None}, "vocab_size=None"),
     "rotary channels": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -249,6 +274,10 @@ REFUSED = {
     "kinds without windows": ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False; but"),
     "other scores": ("deepseek_v3", {"scoring_func": "softmax"}, "only 'sigmoid' is supported"),
     "null for what is on": ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None"),
+    "latent rotary channels": ("deepseek_v3", {"head_dim": 8}, "head_dim=8; supported is qk_rope_head_dim"),
+    "null for a size": ("gemma3", {"query_pre_attn_scalar": None}, "has no query_pre_attn_scalar; gemma3_text models"),
+    "no scale": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0; it has to be positive"),
+    "bounded scores": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0; for gemma3_text only"),
     "shared experts": ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0"),
     "half of YaRN's scale": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"mscale": None}}, "mscale_all_dim"),
     "scaled positions of windows": (
