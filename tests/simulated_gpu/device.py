@@ -142,7 +142,8 @@ class OnGPU(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.partition(".")[0]
         if func.namespace == "megatron_core":  # written in Python: its kernel sees the device
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            with Inner():
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if name == "copy_" and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
             return _copy(*args, *kwargs.values())
         found = _tensors([*args, *kwargs.values()])
@@ -310,6 +311,7 @@ class Factories(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is Tensor.backward:
             with self:  # off in here otherwise, and so in the backward of Python's functions
+                kwargs["grad_tensors"] = kwargs.pop("gradient", None)
                 return torch.autograd.backward(*args, **kwargs)
         outer, FRAME.inner = FRAME.inner, device is None and any(isinstance(each, OnGPU) for each in _tensors(args))
         try:
@@ -349,9 +351,12 @@ class Inner(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megatron_core":
             return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if is_there := _is_gpu(kwargs.get("device")):  # in the kernel of an operator of this project
+            kwargs["device"] = "cpu"
         with torch._C.DisableTorchFunction():  # operators of C++ are no calls of Python
-            result = func(*args, **(kwargs or {}))
-        if not FRAME.inner or not isinstance(result, Tensor) or isinstance(result, OnGPU):
+            result = func(*args, **kwargs)
+        if not (FRAME.inner or is_there) or not isinstance(result, Tensor) or isinstance(result, OnGPU):
             return result
         return result if any(isinstance(each, Tensor) for each in args) else OnGPU.of(result)
 

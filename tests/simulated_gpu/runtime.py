@@ -45,9 +45,10 @@ class Late:
         inputs = [(args[at], copies[at].clone()) for at in read]
         for memory, _ in self._arriving:
             memory.fill_(torch.nan if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
-        if name.startswith("all_gather"):  # what is read may be a part of what is written, and stays as it is
-            for memory, values in inputs:
-                memory.copy_(values)
+        written_storages = {memory.untyped_storage().data_ptr() for memory, _ in self._arriving}
+        for memory, values in inputs:
+            if name.startswith("all_gather") and memory.untyped_storage().data_ptr() in written_storages:
+                memory.copy_(values)  # this rank's part of what is written stays as it is
         busy = [memory for memory, _ in self._arriving + inputs]
         self._busy = [(memory, memory.untyped_storage().nbytes(), memory.clone()) for memory in busy]
 

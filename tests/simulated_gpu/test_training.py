@@ -19,11 +19,15 @@ from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
+from tests.ops import libraries
 from tests.ops.checks import WHOLE_MATRIX
-from tests.parity.rows import PP2, SP, TP2, ZERO, ZERO2
+from tests.parity.moe_rows import MIXTRAL
+from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, OVERLAP, TWO_RANKS
 from tests.simulated_gpu.runtime import simulated_gpu
+
+NATIVE = {"kernel_backend": "native"}
 
 
 def drawn(names: list[str], part: int) -> list[str]:
@@ -76,6 +80,13 @@ def test_weights_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", drawn(list(TWO_RANKS), 3))
 def test_two_ranks(layout: str) -> None:
     run_ranks(2, compare, [TWO_RANKS[layout]])
+
+
+def test_kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native kernels of GPUs, compiled for the CPU, called as on a GPU."""
+    libraries.use(libraries.host_cuda, monkeypatch)
+    every = [NATIVE | BF16 | MODERN | GQA2, NATIVE | PACKED, NATIVE | MIXTRAL | BF16]
+    run_ranks(1, compare, every if WHOLE_MATRIX else every[:1])
 
 
 def waits(settings: dict) -> int:
