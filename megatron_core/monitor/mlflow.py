@@ -1,8 +1,9 @@
 """Metrics for MLflow under the same names as for TensorBoard."""
 
+import errno
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class MlflowSink:
                 f"mlflow_experiment={config.mlflow_experiment} needs the package mlflow; pip install mlflow-skinny "
                 "sqlalchemy alembic, or remove the flag"
             ) from error
-        self._entities = mlflow.entities
+        self._entities, self._failure = mlflow.entities, mlflow.exceptions.MlflowException
         folder = Path(save_dir or ".").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         store = config.mlflow_tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
@@ -53,9 +54,16 @@ class MlflowSink:
 
     def close(self) -> None:
         """End the run."""
-        self._client.set_terminated(self._run)
+        self._told(self._client.set_terminated)
 
     def _log(self, values: Mapping[str, float | None], step: int) -> None:
         now = round(1000 * time.time())
         metrics = [self._entities.Metric(name, float(v), now, step) for name, v in values.items() if v is not None]
-        self._client.log_batch(self._run, metrics=metrics)
+        self._told(self._client.log_batch, metrics=metrics)
+
+    def _told(self, call: Callable[..., object], **given: Any) -> None:
+        """Tell the store about the run. Errors: ``OSError``, which a training survives, where it does not answer."""
+        try:
+            call(self._run, **given)
+        except self._failure as error:
+            raise OSError(errno.EIO, str(error).partition("\n")[0]) from error

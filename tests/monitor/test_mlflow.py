@@ -11,6 +11,7 @@ import pytest
 from megatron_core.config import MonitorConfig
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.build import build_sinks
+from megatron_core.monitor.lenient import LenientSink
 from tests.monitor.examples import step, validation
 
 
@@ -38,3 +39,11 @@ def test_without_the_package_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError, match="mlflow_experiment=e needs the package mlflow; pip install mlflow-skinny"):
         build_sinks(MonitorConfig(mlflow_experiment="e", progress=False))
+
+
+def test_a_training_survives_a_store_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lenient = LenientSink(build_sinks(MonitorConfig(mlflow_experiment="e", progress=False), tmp_path)[-1])
+    (tmp_path / "mlflow.db").write_text("no database any more" * 1000)
+    lenient.on_validation(validation(3, loss=0.0))
+    lenient.close()
+    assert capsys.readouterr().err.count("mlflow_experiment CANNOT BE WRITTEN") == 1
