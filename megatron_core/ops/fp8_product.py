@@ -94,7 +94,8 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
     fits = out_dtype in (torch.bfloat16, torch.float32)
     if a.data.device.type == "cpu":
         return fits
-    fits = fits and (a.data.dtype != E5M2 or b.data.dtype != E5M2)
+    # By row torch's kernels take e5m2 on the left alone.
+    fits = fits and (b.data.dtype != E5M2 or (a.data.dtype != E5M2 and a.blocks == b.blocks == WHOLE))
     fits = fits and all(extent % CUDA_MULTIPLE == 0 for extent in b.data.shape)
     if not fits:
         warnings.warn(UNFIT, stacklevel=3)

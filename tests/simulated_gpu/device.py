@@ -193,7 +193,21 @@ def _flash_backward(
     )
 
 
+def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Any) -> Tensor:
+    """Of a GPU, which refuses what ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` do."""
+    out_dtype, rows = rest[2], scale_a.numel() > 1 or scale_b.numel() > 1
+    e5m2 = [x.dtype == torch.float8_e5m2 for x in (a, b)]
+    if a.stride() != (a.shape[1], 1) or b.stride() != (1, b.shape[0]) or any(extent % 16 for extent in b.shape):
+        raise RuntimeError("mat1 must be row major, mat2 column major, and trailing dimensions divisible by 16")
+    if rows and not (scale_a.shape == (len(a), 1) and scale_b.shape == (1, b.shape[1]) and not e5m2[1]):
+        raise RuntimeError("by row scales are [M, 1] and [1, N], and the second matrix is in e4m3")
+    if all(e5m2) or (rows and out_dtype != torch.bfloat16):
+        raise RuntimeError("no product of two matrices in e5m2, and by row none that returns other than bfloat16")
+    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+
 ONLY_CUDA = {
+    "aten._scaled_mm.default": _scaled_mm,
     "aten.addmm.dtype_out": _addmm,
     "aten.mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
     "aten._scaled_dot_product_flash_attention.default": _flash,

@@ -9,8 +9,8 @@ import torch
 
 from megatron_core.context_parallel.products import Unfused, fused_products
 from megatron_core.context_parallel.tiles import Tile
-from megatron_core.ops.fp8 import COLUMNS, E4M3, ROWS, WHOLE, Blocks, quantise
-from megatron_core.ops.fp8_product import dequantised_product
+from megatron_core.ops.fp8 import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
+from megatron_core.ops.fp8_product import dequantised_product, product, unavailable_reason
 from megatron_core.verify.ranks import run_ranks
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -75,6 +75,27 @@ def test_fp8_products_are_those_of_the_cpu(of_a: Blocks, of_b: Blocks) -> None:
         found = computed("cuda")
     bound = 1e-6 if of_a in (WHOLE, ROWS) else 2e-2  # results of bfloat16 are rounded to it
     assert (found - expected).abs().max() < bound * expected.abs().max()
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), [(WHOLE, WHOLE), (ROWS, COLUMNS), (ROWS, WHOLE)], ids=str)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)], ids=str)
+def test_scaled_products_are_what_a_gpu_takes(
+    of_a: Blocks, of_b: Blocks, dtypes: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    a, b = torch.randn(19, 256, generator=random), torch.randn(256, 48, generator=random)
+    expected = a.double() @ b.double()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    unavailable_reason.cache_clear()
+    with simulated_gpu():
+        left, right = (
+            quantise(x.cuda(), *how, backend="reference") for x, how in ((a, (dtypes[0], of_a)), (b, (dtypes[1], of_b)))
+        )
+        found = product(left, right, torch.float32, fast_accumulation=True).cpu()
+        wanted = (left.dequantised(torch.float32) @ right.dequantised(torch.float32)).cpu()
+    unavailable_reason.cache_clear()
+    assert (found - wanted).abs().max() < 2**-8 * wanted.abs().max()
+    assert (wanted - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("channels", [16, 12, 264])
