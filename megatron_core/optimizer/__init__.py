@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron_core.optimizer.factory import get_megatron_optimizer
     from megatron_core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-    from megatron_core.optimizer.optimizer import MegatronOptimizer
+    from megatron_core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
     from megatron_core.optimizer.optimizer_config import (
         OptimizerConfig,
         ParamKey,
@@ -28,7 +28,7 @@ __getattr__ = lazy_names(
         "distrib_optimizer": ("DistributedOptimizer",),
         "factory": ("get_megatron_optimizer",),
         "layer_wise_optimizer": ("LayerWiseDistributedOptimizer",),
-        "optimizer": ("MegatronOptimizer",),
+        "optimizer": ("ChainedOptimizer", "MegatronOptimizer"),
         "optimizer_config": ("OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate"),
     },
 )

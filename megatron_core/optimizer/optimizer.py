@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.config_overrides import (
     ParamGroupOverride,
     combine_param_group_overrides,
@@ -171,3 +171,10 @@ class MegatronOptimizer:
             given = {key: missing[0].get(key) for key in param_group_identifier_keys}
             raise CheckpointError(f"the checkpoint has no parameter group with {given}; use the settings that it has")
         return [saved[identity(group)] for group in current_groups]
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """What no optimizer here is, for programs that ask with ``isinstance``: one has all chunks, and experts, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("ChainedOptimizer: one optimizer has all chunks and experts; call get_megatron_optimizer")

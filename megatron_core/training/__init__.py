@@ -9,17 +9,22 @@ from megatron_core.training.pretrain import read_settings
 if TYPE_CHECKING:
     from megatron_core.training.global_vars import get_args, get_timers, get_tokenizer
     from megatron_core.training.initialize import initialize_megatron
-    from megatron_core.training.program import get_model
+    from megatron_core.training.program import (
+        evaluate_and_print_results,
+        get_model,
+        setup_model_and_optimizer,
+        train_step,
+    )
     from megatron_core.training.training import get_train_valid_test_num_samples
-    from megatron_core.training.utils import print_rank_0, print_rank_last
+    from megatron_core.training.utils import is_last_rank, print_rank_0, print_rank_last
 
 __getattr__ = lazy_names(
     __name__,
     {
         "global_vars": ("get_args", "get_timers", "get_tokenizer"),
         "initialize": ("initialize_megatron",),
-        "program": ("get_model",),
+        "program": ("evaluate_and_print_results", "get_model", "setup_model_and_optimizer", "train_step"),
         "training": ("get_train_valid_test_num_samples",),
-        "utils": ("print_rank_0", "print_rank_last"),
+        "utils": ("is_last_rank", "print_rank_0", "print_rank_last"),
     },
 )

@@ -18,6 +18,11 @@ from megatron_core.dist_checkpointing.mapping import (
     apply_factory_merges,
 )
 from megatron_core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron_core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    replace_prefix_for_sharding,
+)
 from megatron_core.errors import CheckpointError, LayoutError
 from megatron_core.verify.ranks import run_ranks
 
@@ -82,3 +87,16 @@ def test_parts_of_parts() -> None:
     whole.data = torch.ones(1, 2, 7)
     with pytest.raises(LayoutError, match=r"has the shape \(1, 2, 7\)"):
         whole.validate_metadata_integrity()
+
+
+def test_prefixes_of_keys() -> None:
+    note, tensor = ShardedObject("m.note", "n", (1,), (0,)), ShardedTensor.from_rank_offsets("m.w", torch.ones(2))
+    factory = ShardedTensorFactory("m.f", torch.ones(2), halves, torch.cat)
+    nested = {"a": [note, {"b": tensor}], "c": factory, "d": 3}
+    replace_prefix_for_sharding(nested, "m.", "model.")
+    assert [each.key for each in (note, tensor, factory)] == ["model.note", "model.w", "model.f"]
+    with pytest.raises(CheckpointError, match=r"model\.w does not begin with old_prefix='model\.n'"):
+        replace_prefix_for_sharding(nested, "model.n", "x")
+    apply_prefix_mapping(nested, {"model.w": "v", "model.": "", "v": "never"})
+    add_prefix_for_sharding(nested, "p.")
+    assert [each.key for each in (note, tensor, factory)] == ["p.note", "p.v", "p.f"]

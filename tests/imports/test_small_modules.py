@@ -322,3 +322,15 @@ def test_wrapped_models() -> None:
         get_attr_wrapped_model(outer, "x")
     assert is_torch_min_version("2.0")
     assert not is_torch_min_version("99.0")
+
+
+def test_former_paths_have_the_same_objects() -> None:
+    from megatron_core.extensions import transformer_engine
+    from megatron_core.training import activations, setup_model_and_optimizer, tokenizer, training
+    from megatron_core.transformer.custom_layers import transformer_engine as former
+
+    assert former.TENorm is transformer_engine.TENorm
+    assert former.te_checkpoint is transformer_engine.te_checkpoint
+    assert setup_model_and_optimizer is training.setup_model_and_optimizer
+    assert tokenizer.build_tokenizer is build_tokenizer
+    assert activations.squared_relu(torch.tensor([-1.0, 3.0])).tolist() == [0.0, 9.0]

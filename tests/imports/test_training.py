@@ -17,7 +17,7 @@ from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.models.gpt import GPTModel
 from megatron_core.models.gpt import model as own
 from megatron_core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron_core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron_core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron_core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.pipeline_parallel.schedules import get_forward_backward_func
@@ -328,6 +328,7 @@ def test_16_bit_models_take_and_give_32() -> None:
         (lambda: get_megatron_optimizer(OptimizerConfig(lr=0.1), [torch.nn.Linear(1, 1)]), "DistributedDataParallel"),
         (lambda: OptimizerConfig(lr=0.1, log_num_zeros_in_grad=True).translated(), "log_num_zeros_in_grad"),
         (lambda: OptimizerConfig().translated(), "lr=None"),
+        (lambda: ChainedOptimizer([]), "call get_megatron_optimizer"),
     ],
 )
 def test_what_is_not_supported_is_said(make: Any, message: str) -> None:
