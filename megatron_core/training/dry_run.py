@@ -27,7 +27,7 @@ from megatron_core.parallel_state import grid_of
 from megatron_core.planner.context import attention_flops, traffic
 from megatron_core.planner.explain import readable_bytes
 from megatron_core.planner.footprint import Footprint
-from megatron_core.planner.parameters import rank_units
+from megatron_core.planner.parameters import padded_vocabulary, rank_units
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -218,8 +218,10 @@ def _memory(found: RankEstimate) -> str:
     sizes = dict(found.bytes_by_kind)
     elsewhere = sizes.pop("elsewhere")
     active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
+    padding = padded_vocabulary(found.config, found.vocab_size) - found.vocab_size
+    padded = f"; the vocabulary is padded by {padding} tokens, which the total leaves out" if padding else ""
     notes = {
-        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}",
+        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}{padded}",
         "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
         "keys": "of other ranks, and their gradients, in the layer that needs most",
         "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",

@@ -128,6 +128,8 @@ def test_report_names_what_was_changed_and_groups_of_more_than_one() -> None:
     assert "  tensor_model_parallel_size: 2\n" in text and "pipeline_model_parallel_size" not in text
     assert "  tp = tp-pp = tp-cp = etp = etp-ep = etp-ep-pp: index 1 of 2: 2 3\n" in text
     assert describe_rank(tiny_config(), 1).count("none of more than one rank") == 1
+    assert "; the vocabulary is padded by 3 tokens, which the total leaves out\n" in describe_rank(tiny_config(), 1)
+    assert "padded" not in describe_rank(tiny_config(vocab_size=64), 1)
 
 
 def test_flags() -> None:
