@@ -13,6 +13,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, parse_command_line, write_config
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
+from megatron_core.config.unused import unread_settings
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import settings_of_folder
@@ -134,6 +135,8 @@ def notes(run: Run) -> Iterator[str]:
             "elastic=True: nodes that come later would wait in vain for torchrun's store; start torchrun on all nodes "
             "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
+    if unread := unread_settings(run.config):
+        yield f"without effect here: {unread}"
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:
