@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
+from megatron_core.errors import ConfigError
 from megatron_core.training.driver import NO_HOOKS, StepHooks
 from megatron_core.training.setup import Run
 
@@ -29,7 +30,13 @@ class Faults:
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         mine = [fault for fault in run.config.resilience.faults if fault.rank == run.world.rank]
-        self._run, self._left = run, [fault for fault in mine if fault.always or not restarted]
+        due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
+        self._run, self._left = run, list(due.values())
+        if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
+            raise ConfigError(
+                f"inject_fault={' '.join(run.config.resilience.inject_fault)}: a hang would never end on one rank, "
+                "because the others notice it; start 2 ranks or more, or inject another fault"
+            )
 
     def _due(self, *kinds: str) -> str | None:
         """The kind of a fault that is due in the current step; each happens once."""
@@ -45,16 +52,30 @@ class Faults:
 
     def before_step(self) -> StepHooks:
         """Inject what is due in the step that begins; -> its hooks."""
-        kind = self._due("nan", "kill", "exception", "hang", "slow")
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "exception":
-            raise InjectedError("an injected fault: exception")
-        while kind == "hang":
-            time.sleep(1.0)
-        if kind == "slow":
-            time.sleep(SLOW_SECONDS)
-        return self._spoiled() if kind == "nan" else NO_HOOKS
+        hooks = NO_HOOKS
+        while kind := self._due("nan", "kill", "exception", "hang", "slow"):
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "exception":
+                raise InjectedError("an injected fault: exception")
+            while kind == "hang":
+                time.sleep(1.0)
+            if kind == "slow":
+                time.sleep(SLOW_SECONDS)
+            if kind == "nan":
+                hooks = self._spoiled()
+        return hooks
+
+    def finish(self) -> None:
+        """Name what has not happened: a mistyped step, or no checkpoint at it, would pass for a run that withstood."""
+        absent = self._run.config.resilience.faults if self._run.world.rank == 0 else ()
+        absent = [fault for fault in absent if fault.rank >= self._run.world.size]
+        for fault in (*self._left, *absent):
+            print(
+                f"note: inject_fault={fault.kind}@{fault.rank}:{fault.step} has not happened: there was no such rank, "
+                "step or checkpoint",
+                file=sys.stderr,
+            )
 
     def _spoiled(self) -> StepHooks:
         """NaN in place of this rank's weights until its gradients are complete."""

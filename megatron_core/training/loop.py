@@ -89,6 +89,7 @@ def _train(
         with faults.around_save():
             save(run, checks)
     run.saver.finish()
+    faults.finish()
     if run.state.iteration < run.total_iterations:
         report_early_end(run, is_saved=not bad.streak)
     elif run.world.rank == 0 and bad.streak and run.config.checkpoint.save:

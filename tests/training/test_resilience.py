@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -20,8 +21,9 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
 from megatron_core.training import faults
 from megatron_core.training.bad_steps import BadSteps
+from megatron_core.training.driver import NO_HOOKS
 from megatron_core.training.failures import FILE
-from megatron_core.training.faults import InjectedError
+from megatron_core.training.faults import Faults, InjectedError
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.training.state import weight_pieces
@@ -247,3 +249,24 @@ def test_damage_is_found_on_the_next_start(kind: str, tmp_path: Path) -> None:  
     assert [found for _, _, found in seen] == [expected for _, _, expected in plain]
     assert len(seen[0][0]) == 2, "steps 5 and 6"
     assert "A DAMAGED CHECKPOINT IS NOT LOADED" in seen[0][1] and "rank_00001.safetensors" in seen[0][1]
+
+
+def test_faults_of_one_step_all_happen_and_others_are_named(capsys: pytest.CaptureFixture) -> None:
+    faults = ("nan@0:2", "nan@0:2:always", "exception@0:2", "kill@0:99", "flip-bit@0:1", "kill@3:1")
+    run = tiny_run(**SETTINGS, inject_fault=faults)
+    injected, weights = Faults(run), run.data_parallel.buckets[-1].weight_shard
+    assert injected.before_step() is NO_HOOKS
+    run.state.iteration = 1
+    with pytest.raises(InjectedError):
+        injected.before_step()
+    told = capsys.readouterr().err
+    assert told.count("injected fault: nan in step 2") == told.count("injected fault: exception in step 2") == 1
+    assert weights.isnan().all()
+    injected.finish()
+    told = capsys.readouterr().err
+    assert re.findall(r"inject_fault=(\S+) has not happened", told) == ["kill@0:99", "flip-bit@0:1", "kill@3:1"]
+
+
+def test_a_hang_that_no_rank_would_notice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hang@0:2: a hang would never end on one rank"):
+        Faults(tiny_run(**SETTINGS, inject_fault=("hang@0:2",)))
