@@ -187,7 +187,12 @@ class Protocol:
             raise DataError("messages must be a list of objects with role and content")
         if self.template is None:
             raise DataError("this model has no chat template; use /v1/completions, or start with --chat-template FILE")
-        return self.tokenizer.tokenize(self.template.render([_message(each) for each in messages]))
+        read = [_message(each) for each in messages]
+        text = self.template.render(read)
+        nameless = [{"role": each["role"], "content": each["content"]} for each in read]
+        if nameless != read and self.template.render(nameless) == text:
+            raise DataError("the model's chat template does not use the name of a message; leave it out")
+        return self.tokenizer.tokenize(text)
 
     def _prompts(self, fields: _Fields) -> list[list[int]]:
         prompt = fields.take("prompt", (str, list), None)
@@ -278,13 +283,22 @@ _KINDS = {
 
 
 def _message(message: Any) -> Mapping[str, Any]:
-    """A message whose content is one text."""
+    """A message whose content is one text, with its name if it has one."""
+    given = {key: value for key, value in message.items() if value} if isinstance(message, dict) else {}
+    if other := sorted(given.keys() - {"role", "content", "name"}):
+        raise DataError(f"{_shown(other[0])} of a message is not supported; leave it out")
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise DataError("each of messages must have a role and a content of text")
-    return {"role": message["role"], "content": content}
+    if not isinstance(given.get("name", ""), str):
+        raise DataError("the name of a message must be a text")
+    return given | {"role": message["role"], "content": content}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def _are_tokens(value: Any) -> bool:

@@ -258,6 +258,9 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "messages": (CHAT, {"messages": []}, 400, "messages must be a list"),
     "message": (CHAT, {"messages": [{"role": "user"}]}, 400, "must have a role and a content"),
     "role": (CHAT, {"messages": [{"role": "x", "content": ""}]}, 400, "refuses these messages: unknown role x"),
+    "tool calls": (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, 400, "'tool_calls' of a"),
+    "unused name": (CHAT, {"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "does not use the name"),
+    "picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}, 400, "must have a"),
     "path": ("/v1/other", {}, 404, "Not Found"),
     "method": ("/health", {}, 405, "Method Not Allowed"),
 }
