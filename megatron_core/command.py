@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import NoReturn, TextIO
 
 from megatron_core.errors import MegatronError
@@ -17,7 +18,9 @@ INTERRUPTED = 130
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a traceback while it imports, until ``begin_program``."""
+    """Let Ctrl-C, and libraries that cannot be loaded, end this process without a traceback while it imports, until
+    ``begin_program``."""
+    sys.excepthook = _say_what_is_missing
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored, as under nohup
         signal.signal(signal.SIGINT, _end)
 
@@ -26,9 +29,21 @@ def _end(number: int, frame: object) -> None:
     os._exit(INTERRUPTED)
 
 
+def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, ImportError | MemoryError | OSError | SystemError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(
+        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {error or kind.__name__}; install what is missing, or allow more "
+        "memory (ulimit -v): torch takes about 1 GiB",
+        file=sys.stderr,
+    )
+
+
 def begin_program() -> None:
     """Let Ctrl-C raise ``KeyboardInterrupt`` again, and print any name of a file, whatever its bytes are; what is
     printed to a stream that was closed before the start (``>&-``) goes nowhere."""
+    sys.excepthook = sys.__excepthook__
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)

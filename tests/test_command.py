@@ -34,6 +34,21 @@ def test_ctrl_c_while_a_program_imports() -> None:
     assert process.wait(20) == INTERRUPTED and process.stderr.read() == ""
 
 
+@pytest.mark.parametrize("error", ["ImportError('libx.so: cannot map')", "MemoryError()", "SystemError('NULL')"])
+def test_a_library_that_cannot_be_loaded_is_one_sentence(error: str) -> None:
+    code = f"from megatron_core.command import end_on_interrupt; end_on_interrupt(); raise {error}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "a library cannot be loaded" in done.stderr and "ulimit -v" in done.stderr
+
+
+def test_faults_of_our_own_keep_their_traceback() -> None:
+    for begin, error in (("", "ValueError(1)"), ("begin_program(); ", "ImportError('x')")):
+        code = "from megatron_core.command import begin_program, end_on_interrupt; end_on_interrupt(); "
+        done = subprocess.run([sys.executable, "-c", f"{code}{begin}raise {error}"], cwd=ROOT, stderr=subprocess.PIPE)
+        assert done.returncode == 1 and b"Traceback" in done.stderr
+
+
 @pytest.mark.parametrize("path", [path for path in PROGRAMS if path.stem not in QUICK], ids=lambda path: path.stem)
 def test_every_program_begins_with_it(path: Path) -> None:
     found = [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]

@@ -173,7 +173,7 @@ def collectives(backend: str) -> tuple[bool, str]:
             }
         )
     except RankFailure as error:
-        return False, f"{backend}, {RANKS} ranks: failed: {error}"
+        return False, f"{backend}, {RANKS} ranks: failed: {str(error).splitlines()[-1]}"
     if wrong:
         return False, f"{backend}, {RANKS} ranks: wrong results of {', '.join(wrong)}"
     return True, f"{backend}, {RANKS} ranks: all collectives work"

@@ -71,10 +71,10 @@ def test_wrong_and_failed_collectives_are_reported(monkeypatch: pytest.MonkeyPat
     assert doctor.collectives("gloo") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise RankFailure("rank 1 exited without a result")
+        raise RankFailure("rank 1 failed:\nTraceback (most recent call last):\nrank 1 exited without a result")
 
     monkeypatch.setattr(doctor, "run_ranks", fail)
     good, sentence = doctor.collectives("gloo")
-    assert not good and "rank 1 exited without a result" in sentence
+    assert (good, sentence) == (False, "gloo, 2 ranks: failed: rank 1 exited without a result")
     assert doctor.main(doctor.Settings()) == 1
     assert doctor.main(doctor.Settings(collectives=False)) == 0
