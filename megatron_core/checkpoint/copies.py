@@ -40,15 +40,15 @@ def save_copies(
     """
     save_id = tell_from(0, uuid.uuid4().hex, device)
     first = hosts.is_first
-    together(agree, "prepare the folder", partial(save.prepare, save_id) if first else None)
+    together(agree, "prepare the folder of a checkpoint", partial(save.prepare, save_id) if first else None)
     try:
-        together(agree, "write its tensors", lambda: save.write(pieces))
+        together(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
         reports = tell_all(save.report.read_text(), device)
         files = {rank: StoredFile(**json.loads(text)["file"]) for rank, text in enumerate(reports) if '"file"' in text}
         copies = list(_copies(save.partial, files, hosts, jump, factor))
-        together(agree, "send its copies", lambda: carry_out(copies, hosts.rank, device))
-        together(agree, "complete", (lambda: save.complete(reports)) if first else None)
-        together(agree, "rename", (lambda: _rename(save)) if first else None)
+        together(agree, "send its copies of a checkpoint", lambda: carry_out(copies, hosts.rank, device))
+        together(agree, "complete a checkpoint", (lambda: save.complete(reports)) if first else None)
+        together(agree, "give a checkpoint its name", (lambda: _rename(save)) if first else None)
     except CheckpointError:
         if first:
             save.give_up()

@@ -168,10 +168,10 @@ def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:
     final name is ever incomplete: a temporary folder is renamed once it is complete, then the tracker names it.
     """
     leader = save.rank == 0
-    together(agree, "prepare the folder", save.prepare if leader else None)
+    together(agree, "prepare the folder of a checkpoint", save.prepare if leader else None)
     try:
-        together(agree, "write its tensors", lambda: save.write(pieces))
-        together(agree, "complete", save.publish if leader else None)
+        together(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
+        together(agree, "complete a checkpoint", save.publish if leader else None)
     except CheckpointError:
         if leader:
             save.give_up()
@@ -190,7 +190,7 @@ class BackgroundSave:
     def __init__(self, save: Save, snapshot: tuple[list[Piece], Callable[[], None]], agree: Agree, seconds: float):
         self._save, self._agree, self._problem = save, agree, ""
         self._copied = Event()
-        together(agree, "prepare the folder", save.prepare if save.rank == 0 else None)
+        together(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
         self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -227,7 +227,7 @@ class BackgroundSave:
             if self._problem:
                 raise CheckpointError(self._problem)
 
-        together(self._agree, "write its part", tell)
+        together(self._agree, "write its part of a checkpoint", tell)
         return self._save.final
 
 
@@ -308,7 +308,7 @@ def together(agree: Agree, what: str, action: Callable[[], None] | None) -> None
     except FAILURES as error:
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(f"a rank could not {what} of a checkpoint: {problem or ELSEWHERE}")
+        raise CheckpointError(f"a rank could not {what}: {problem or ELSEWHERE}")
 
 
 def write_safetensors(

@@ -28,7 +28,7 @@ KINDS = field_types()
 """The settings and their types."""
 COUNTERS = (
     *("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "skipped_samples"),
-    *("optimizer_steps", "vocab_size"),
+    *("optimizer_steps", "vocab_size", "rollbacks"),
 )
 """Whole numbers in the state of a checkpoint."""
 SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
@@ -72,8 +72,11 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     faults = []
     for name in COUNTERS:
-        if type(state.get(name)) is not int or state[name] < 0:
+        if not _is_counter(state.get(name)):
             faults.append(name)
+    left_out = state.get("left_out")
+    if not isinstance(left_out, list) or not all(map(_is_counter, left_out)):
+        faults.append("left_out")
     scale, stored = state.get("loss_scale"), state.get("config")
     if not isinstance(scale, dict) or not all(isinstance(value, int | float) for value in scale.values()):
         faults.append("loss_scale")
@@ -93,6 +96,10 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "another iteration with --ckpt-step"
         )
     return stored
+
+
+def _is_counter(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**48
 
 
 def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
