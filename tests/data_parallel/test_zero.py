@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.parallel import ParallelGroups
@@ -218,7 +219,9 @@ def test_frozen_matrices_that_are_not_handled_as_they_should_are_found(target: s
 
 def _chain(matrices: int, groups: ParallelGroups, stage: int) -> tuple[nn.Module, DataParallel]:
     """Square matrices of 4 MiB after one another; all but the last are frozen."""
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(matrices)))
+    model = nn.Sequential(*(skip_init(nn.Linear, 1024, 1024, bias=False) for _ in range(matrices)))
+    for matrix in model.parameters():
+        nn.init.eye_(matrix)  # random numbers would take seconds
     model[:-1].requires_grad_(False)
     return model, DataParallel({0: model}, groups, zero_stage=stage)
 

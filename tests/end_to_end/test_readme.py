@@ -14,6 +14,7 @@ import pytest
 
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
+from tests.end_to_end.test_failures import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -33,7 +34,7 @@ def _run(folder: Path, command: str) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     result = subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -73,7 +74,7 @@ def test_two_nodes(clone: Path) -> None:
     """Both nodes' commands at the same time, on this machine."""
     commands = [command for command in _commands() if command.startswith("torchrun --nnodes")]
     assert len(commands) == 2
-    local = {"node0": "127.0.0.1", "29500": "29517", "--nproc-per-node 8": "--nproc-per-node 2"}
+    local = {"node0": "127.0.0.1", "29500": str(free_port()), "--nproc-per-node 8": "--nproc-per-node 2"}
     processes = []
     for command in commands:
         for written, here in local.items():
@@ -83,7 +84,7 @@ def test_two_nodes(clone: Path) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(words, cwd=clone, env=environment, stderr=subprocess.PIPE, text=True))
     for process in processes:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
     assert (clone / "two_nodes" / "latest_checkpointed_iteration.txt").read_text() == "2"
 

@@ -31,6 +31,10 @@ ANY = settings(
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
+KERNELS = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
+AS_BUILT = pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "cuda on the host"], indirect=True)
+"""For tests of how torch sees an operator: it is not told which kernels run on the CPU."""
+
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Normal numbers, the same on every device."""

@@ -11,9 +11,7 @@ import torch
 
 from megatron_core.verify.pairwise import pairwise
 from tests.ops import libraries
-from tests.ops.checks import WHOLE_MATRIX
-
-KERNELS = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
+from tests.ops.checks import KERNELS, WHOLE_MATRIX
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

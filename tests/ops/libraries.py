@@ -21,7 +21,7 @@ from megatron_core.ops import native
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 HOST_CUDA = (*sorted((CSRC / "cuda").glob("*.cu")), CSRC / "host_cuda" / "fibers.cpp")
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{CSRC}"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", f"-I{CSRC}"]
 PARTS = ("common", "cpu", "cuda", "host_cuda")
 COMPILERS = 2
 COMPILED = ROOT / "build" / "test_libraries"

@@ -17,6 +17,7 @@ from megatron_core.ops.activation import GATED, NUMBERS
 from tests.ops import libraries
 from tests.ops.checks import (
     ANY,
+    AS_BUILT,
     BOUND,
     LOW,
     assert_near,
@@ -220,6 +221,7 @@ def test_float64(cpu_kernels: None, kind: str, with_bias: bool) -> None:
     assert_near(found, results(lambda *args: definition(kind, *args), x, bias, dy), BOUND[torch.float64])
 
 
+@AS_BUILT
 @ONE_OF_EACH
 @BIAS
 def test_opcheck(kernels: str, kind: str, with_bias: bool) -> None:

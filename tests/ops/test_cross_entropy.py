@@ -12,7 +12,18 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
-from tests.ops.checks import ANY, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.ops.checks import (
+    ANY,
+    AS_BUILT,
+    BOUND,
+    LOW,
+    assert_near,
+    draw,
+    in_both_orders,
+    poisoned_memory,
+    views,
+    with_threads,
+)
 
 SMOOTHING = 0.2
 
@@ -158,6 +169,7 @@ def test_gradcheck(cpu_kernels: None, shape: tuple[int, ...], smoothing: float) 
         assert torch.autograd.gradcheck(lambda z: losses_of(z, target, 7, smoothing), leaf)
 
 
+@AS_BUILT
 def test_opcheck(kernels: str) -> None:
     logits, target = draw((3, 4, 24), torch.float32), labels((3, 4), 20)
     ops = torch.ops.megatron_core

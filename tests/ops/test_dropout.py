@@ -13,6 +13,7 @@ from megatron_core.ops import bias_dropout_add
 from megatron_core.ops.reference import dropout_scale, dropout_threshold, keep, philox
 from tests.ops.checks import (
     ANY,
+    AS_BUILT,
     BOUND,
     LOW,
     assert_near,
@@ -173,6 +174,7 @@ def test_gradcheck(cpu_kernels: None, shape: tuple[int, ...], p: float) -> None:
     assert torch.autograd.gradcheck(lambda x: native(x, None, None, p), x)
 
 
+@AS_BUILT
 def test_opcheck(kernels: str) -> None:
     x, residual = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))
     bias, ops = draw((24,), torch.float32, 2).requires_grad_(), torch.ops.megatron_core

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import adamw_, reference, scale_, squared_norm
-from tests.ops.checks import ANY, LOW, draw, in_both_orders, poisoned_memory, with_threads
+from tests.ops.checks import ANY, AS_BUILT, LOW, draw, in_both_orders, poisoned_memory, with_threads
 
 DTYPES = pytest.mark.parametrize("dtype", LOW, ids=str)
 SIZES = [1, 0, 7, 1030, 16391]  # one element to more than a chunk
@@ -266,6 +266,7 @@ def test_new_memory_is_written_before_it_is_read(kernels: str) -> None:
         assert squared_norm(tensors, backend="native").item() == pytest.approx(exact_sum(tensors), rel=1e-14)
 
 
+@AS_BUILT
 def test_opcheck(kernels: str) -> None:
     ops, training = torch.ops.megatron_core, Training((5, 40), copy=torch.bfloat16)
     torch.library.opcheck(ops.squared_norm, (training.gradients(1),))

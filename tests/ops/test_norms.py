@@ -14,6 +14,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import layer_norm, reference, rms_norm
 from tests.ops.checks import (
     ANY,
+    AS_BUILT,
     BOUND,
     LOW,
     assert_near,
@@ -105,6 +106,7 @@ def test_gradcheck(cpu_kernels: None, norm: str, shape: tuple[int, ...]) -> None
         assert torch.autograd.gradcheck(lambda *a: PLAIN[norm](*a, EPSILON, backend="native"), (first, *parameters))
 
 
+@AS_BUILT
 @NORMS
 def test_opcheck(kernels: str, norm: str) -> None:
     x, dy = (draw((3, 4, 24), torch.float32, seed).requires_grad_() for seed in range(2))

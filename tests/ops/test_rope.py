@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import reference, rope
-from tests.ops.checks import ANY, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, with_threads
+from tests.ops.checks import ANY, AS_BUILT, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, with_threads
 from tests.runs import tiny_run
 
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
@@ -147,6 +147,7 @@ def test_gradcheck(
     assert torch.autograd.gradgradcheck(function, x)
 
 
+@AS_BUILT
 @PAIRINGS
 def test_opcheck(kernels: str, interleaved: bool) -> None:
     x = draw((4, 3, 2, 24), torch.float32).requires_grad_()

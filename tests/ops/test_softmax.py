@@ -11,7 +11,18 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import attention_softmax, native, reference
-from tests.ops.checks import ANY, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, views, with_threads
+from tests.ops.checks import (
+    ANY,
+    AS_BUILT,
+    BOUND,
+    LOW,
+    assert_near,
+    draw,
+    in_both_orders,
+    poisoned_memory,
+    views,
+    with_threads,
+)
 
 SCALE = 0.7
 KINDS = {
@@ -199,6 +210,7 @@ def test_gradcheck(cpu_kernels: None, shape: tuple[int, ...], kind: str) -> None
     check_near(results(scores, dy, mask, **KINDS[kind]), exact(scores, dy, mask, **KINDS[kind]), dy)
 
 
+@AS_BUILT
 def test_opcheck(kernels: str) -> None:
     scores, dy, mask = draw((3, 4, 24), torch.float32), draw((3, 4, 24), torch.float32, 1), draw_mask((3, 4, 24))
     ops = torch.ops.megatron_core
