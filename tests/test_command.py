@@ -89,20 +89,18 @@ def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
     code = "from megatron_core.command import run_tool; run_tool('name', lambda: print('x' * 10000))"
     head = "exec 3>&1; { " + f'{sys.executable} -c "{code}"; echo status $? >&3; }} '
     script = head + ("> /dev/full" if to == "/dev/full" else "| true")
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "status 1\n" or (to == "closed" and done.stdout == "status 0\n")
     assert done.stderr.startswith(said) and done.stderr.count("\n") == (1 if said else 0)
 
 
 def test_names_that_are_no_utf_8_can_be_printed() -> None:
     code = "from megatron_core.command import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\udcff\n", "")
 
 
 def test_streams_that_are_closed_from_the_start() -> None:
     code = "import sys; from megatron_core.command import run_tool; run_tool('name', lambda: sys.stdout.write('x') - 1)"
-    done = subprocess.run(
-        ["bash", "-c", f'{sys.executable} -c "{code}" >&-'], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&-'], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -50,7 +50,7 @@ def test_optional_settings_can_be_set_back_to_none(tmp_path):
 def test_command_line_needs_no_torch():
     imports = "import sys, megatron_core.config.cli, megatron_core.config.validate"
     code = f"{imports}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # ---- help and errors

@@ -73,7 +73,7 @@ class Node:
         deadline = time.monotonic() + 300
         while not trains():
             assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def ranks(self) -> list[int]:
         """The processes of its ranks."""
@@ -175,7 +175,7 @@ def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], 
     logs = [tmp_path / str(rank) for rank in range(3)]
     with ranks_without_launcher(logs, **folder, train_iters=3, elastic=True, inject_fault=tuple(fault)) as ranks:
         for rank in ranks:
-            rank.join(60)
+            rank.join(300)
         found = [rank.exitcode for rank in ranks]
     assert found == statuses, [log.read_text() for log in logs]
     assert "on 2 ranks, and 1 that wait" in logs[0].read_text()

@@ -15,6 +15,7 @@ import pytest
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
 from tests.end_to_end.test_failures import free_port
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,7 +29,13 @@ def _commands() -> list[str]:
 
 
 def _run(folder: Path, command: str) -> str:
-    """Run a command of the README in ``folder``, which looks like the repository's root."""
+    """Run a command of the README in ``folder``, which looks like the repository's root; those of one Python process in
+    this one."""
+    python, program, *flags = shlex.split(command)
+    if python == "python" and program.endswith(".py"):
+        result = run_program(program, *flags, cwd=folder)
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -53,15 +60,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_readme_commands_run(clone: Path) -> None:
-    """In the README's order; the data commands feed one another as they do for a reader."""
+@pytest.fixture(scope="module")
+def data(clone: Path) -> list[str]:
+    """The README's commands that make a tokenizer and tokens, which have run."""
+    makers = ("python tools/train_tokenizer.py", "python tools/preprocess_data.py")
+    commands = [command for command in _commands() if command.startswith(makers)]
+    for command in commands:
+        _run(clone, command.replace("--vocab-size 8192", "--vocab-size 512"))
+    return commands
+
+
+def test_readme_commands_run(clone: Path, data: list[str]) -> None:
+    """In the README's order; they feed one another as they do for a reader."""
+    assert len(data) == 2
     seen = 0
     for command in _commands():
-        if command.startswith(("make", "pip install", "torchrun --nnodes")):
-            continue  # tested below, or, for pip install, by every run of these tests
-        command = command.replace("--nproc-per-node 8", "--nproc-per-node 4").replace(
-            "--vocab-size 8192", "--vocab-size 512"
-        )
+        if command in data or command.startswith(("make", "pip install", "torchrun --nnodes")):
+            continue  # tested above or below, or, for pip install, by every run of these tests
+        command = command.replace("--nproc-per-node 8", "--nproc-per-node 4")
         if "--config" in command:
             command += f" {SMALLER} --save from_config"
         _run(clone, command)
@@ -70,6 +86,7 @@ def test_readme_commands_run(clone: Path) -> None:
     assert (clone / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("data")
 def test_two_nodes(clone: Path) -> None:
     """Both nodes' commands at the same time, on this machine."""
     commands = [command for command in _commands() if command.startswith("torchrun --nnodes")]

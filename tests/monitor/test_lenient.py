@@ -76,7 +76,7 @@ def test_standard_output(to: str) -> None:
         "sys.exit(7)"
     )
     script = f'{sys.executable} -c "$0" {to}; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", script, code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script, code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 7
     assert done.stderr.startswith("note: standard output CANNOT BE WRITTEN: ") and done.stderr.count("\n") == 1
 

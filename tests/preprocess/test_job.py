@@ -335,7 +335,7 @@ def test_memory_does_not_grow_with_the_input(name: str, tmp_path: Path) -> None:
         path = write_jsonl(tmp_path / name, [f"{n} " + "words " * 10 for n in range(documents)])
         command = [sys.executable, "-c", PEAK, str(tmp_path), str(path)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         peaks.append([int(word) for word in done.stdout.split("\n")[-2].split()])
     # Kilobytes; 6 MB of text became 30 times as many bytes of Python integers, one batch at a time.
     for small, large in zip(*peaks, strict=True):

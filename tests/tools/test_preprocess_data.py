@@ -32,9 +32,7 @@ def start(*flags: object, stderr: int) -> subprocess.CompletedProcess:
     """The tool, as a user starts it."""
     command = [sys.executable, "tools/preprocess_data.py", *map(str, flags)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def test_command_line(tmp_path: Path) -> None:
