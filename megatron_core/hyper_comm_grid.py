@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
@@ -82,7 +83,7 @@ class HyperCommGrid:
             (len(shape) != len(dim_names), f"len(shape) {shape} != len(dim_names) {dim_names}"),
             (len(set(dim_names)) != len(dim_names), f"View {name!r} has duplicate dim_names: {dim_names}"),
             (
-                any(not isinstance(n, int) or n <= 0 for n in shape),
+                any(not isinstance(n, Integral) or n <= 0 for n in shape),
                 f"View {name!r} shape must be positive ints, got {shape}",
             ),
             (prod(shape) != self.size, f"View {name!r} shape {shape}, but the grid size is {self.size}"),

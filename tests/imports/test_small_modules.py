@@ -175,7 +175,7 @@ def test_groups_as_one_object_and_as_a_grid() -> None:
 def test_views_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-    grid.register_view("expert", [2, 2, 2], ["ep", "edp", "pp"], shared_dims=["pp"])
+    grid.register_view("expert", list(np.array([2, 2, 2])), ["ep", "edp", "pp"], shared_dims=["pp"])
     assert grid.get_rank_enum("ep", view="expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(ConfigError, match="different membership"):
         grid.register_view("wrong", [2, 2, 2], ["pp", "edp", "ep"], shared_dims=["pp"])
@@ -225,6 +225,12 @@ def test_activations_with_bias() -> None:
     torch.testing.assert_close(bias_swiglu_impl(x, bias), functional.silu(gate) * value)
     weights = torch.rand(3, 1)
     torch.testing.assert_close(weighted_bias_swiglu_impl(x, None, weights), bias_swiglu_impl(x, None) * weights)
+    limited = functional.silu(gate.clamp(max=0.5)) * value.clamp(-0.5, 0.5)
+    torch.testing.assert_close(bias_swiglu_impl(x, bias, clamp_value=0.5), limited)
+    unbiased = bias_swiglu_impl(x, None, clamp_value=0.5) * weights
+    torch.testing.assert_close(weighted_bias_swiglu_impl(x, None, weights, clamp_value=0.5), unbiased)
+    with pytest.raises(ConfigError, match="clamp_value=0 must be above 0"):
+        bias_swiglu_impl(x, bias, clamp_value=0)
     torch.testing.assert_close(bias_geglu_impl(x, bias), functional.gelu(gate, approximate="tanh") * value)
     torch.testing.assert_close(bias_gelu_impl(x, bias), functional.gelu(x + bias, approximate="tanh"))
 
