@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, settings
 
 from megatron_core import parallel_state
 
-# ``fast``: tests in modules that start no process, outside these folders, whose tests are many or long; and those that
-# say so themselves.
+# ``fast``: tests in modules that start no process, outside of these and of these folders, whose tests are many or long;
+# and those that say so themselves.
 LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "preprocess", "tools", "verify"}
+LONG_MODULES = {"test_bottlenecks", "test_mlflow", "test_plan_layout", "test_wandb"}
 PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 # The same examples in every run, so that a change fails by what it changes, and no limits of time, which a busy machine
@@ -40,7 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         starts_none = not PROCESS_STARTERS & vars(item.module).keys()
-        short = starts_none and folder not in LONG_FOLDERS and "memory" not in item.name  # those make large files
+        is_long = folder in LONG_FOLDERS or item.path.stem in LONG_MODULES
+        short = starts_none and not is_long and "memory" not in item.name  # those make large files
         if short:
             item.add_marker("fast")
     if not WHOLE_MATRIX:
