@@ -34,8 +34,8 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
         sys.__excepthook__(kind, error, trace)
         return
     print(
-        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {error or kind.__name__}; install what is missing, or allow more "
-        "memory (ulimit -v): torch takes about 1 GiB",
+        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {str(error) or kind.__name__}; install what is "
+        "missing, or allow more memory (ulimit -v): torch takes about 1 GiB",
         file=sys.stderr,
     )
 

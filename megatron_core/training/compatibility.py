@@ -12,7 +12,9 @@ from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_new
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.file import convert, field_types
+from megatron_core.config.fp8 import FP8Config
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
+from megatron_core.config.training import OptimizerConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
 from megatron_core.models.hf.reader import CONFIG
@@ -38,6 +40,15 @@ SIZES = (
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
 """Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
+NUMBERS = (
+    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "bf16", "fp16", "fp64"),
+    *(f.name for f in fields(FP8Config) if f.name != "fp8_statistics_interval"),
+    *(f.name for f in fields(OptimizerConfig) if "offload" not in f.name and "layer_wise" not in f.name),
+    *(f.name for f in fields(DataConfig) if not f.name.startswith(("num_", "data_cache"))),
+    *(name for name in TRAINING_SETTINGS if "init_method" not in name),
+    *("grad_compression", "grad_reduce_in_bf16", "powersgd_rank", "ddp_reduce_scatter_with_fp32_accumulation"),
+)
+"""Settings that decide which numbers follow in training, and neither the model nor the schedule."""
 FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
 """All others change the function, whatever settings may be added: another value would load and give nonsense."""
 
@@ -71,6 +82,7 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Errors: ``CheckpointError``.
     """
     faults = []
+    state = {"rollbacks": 0, "left_out": [], **state}  # earlier releases had none
     for name in COUNTERS:
         if not _is_counter(state.get(name)):
             faults.append(name)
@@ -122,6 +134,16 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
             "settings, or go on with these by --override-opt-param-scheduler"
         )
     return changes
+
+
+def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What else differs from the run that is resumed, so that other numbers follow."""
+    current = config.flat()
+    return [
+        f"{name} was {stored[name]} and is {current[name]}"
+        for name in NUMBERS
+        if name in stored and not name.startswith(SCHEDULE) and not _equal(stored[name], current[name])
+    ]
 
 
 def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:

@@ -20,7 +20,13 @@ from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
-from megatron_core.training.compatibility import check_same_model, check_state, moved_end, schedule_changes
+from megatron_core.training.compatibility import (
+    changed_settings,
+    check_same_model,
+    check_state,
+    moved_end,
+    schedule_changes,
+)
 
 CPU = torch.device("cpu")
 
@@ -149,6 +155,14 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
+        kind = stored.get("optimizer", config.optimizer.optimizer)
+        if kind != config.optimizer.optimizer and not settings.no_load_optim:
+            raise CheckpointError(
+                f"optimizer={config.optimizer.optimizer}, but {reader.folder} has the state of --optimizer {kind}; "
+                "give that, or load the weights alone with --no-load-optim"
+            )
+        if changed := changed_settings(stored, config):
+            note(f"other numbers follow than in the run that is resumed: {'; '.join(changed)}")
         if moved := moved_end(stored, config):
             note(moved)
         seed = stored.get("seed", config.training.seed)
@@ -260,7 +274,7 @@ def _load_compression(reader: CheckpointReader | HuggingFaceReader, data: DataPa
     if ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in pieces):
         reader.fill(pieces)
     elif pieces and data.groups.rank == 0:
-        print(f"note: the errors of compressed gradients start at zero: the checkpoint has those of {ranks} ranks")
+        print(f"note: the errors of compressed gradients start at zero: the checkpoint has those of {ranks or 0} ranks")
 
 
 def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHistories) -> None:

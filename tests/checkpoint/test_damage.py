@@ -261,3 +261,30 @@ def _resume_over_killed_save(root: Path) -> None:
 
 def test_save_that_failed_can_be_made_again(tmp_path: Path) -> None:  # C57
     run_ranks(2, _resume_over_killed_save, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"global_batch_size": 8}, "global_batch_size was 4 and is 8"),
+        ({"adam_beta1": 0.5, "clip_grad": 0.1}, "adam_beta1 was 0.9 and is 0.5; clip_grad was 1.0 and is 0.1"),
+        ({"hidden_dropout": 0.3}, "hidden_dropout was 0.1 and is 0.3"),
+        ({"fp64": False}, "fp64 was True and is False"),
+        ({"seq_length_warmup": (4, 4, 64)}, "seq_length_warmup was None and is (4, 4, 64)"),
+        ({}, None),
+    ],
+)
+def test_settings_that_lead_to_other_numbers_are_named(
+    other: dict, told: str | None, saved: Path, capsys: pytest.CaptureFixture
+) -> None:
+    start(ONE_LAYER | other | {"load": str(saved.parent)})
+    shown = capsys.readouterr().out
+    assert (f"note: other numbers follow than in the run that is resumed: {told}\n" if told else "") in shown
+    assert ("other numbers follow" in shown) == (told is not None)
+
+
+def test_the_state_of_another_optimizer_is_not_taken(saved: Path) -> None:
+    """Lion's running mean has the name of Adam's."""
+    with pytest.raises(CheckpointError, match=r"optimizer=lion, but .* has the state of --optimizer adam"):
+        start(ONE_LAYER | {"optimizer": "lion", "load": str(saved.parent)})
+    start(ONE_LAYER | {"optimizer": "lion", "no_load_optim": True, "load": str(saved.parent)})
