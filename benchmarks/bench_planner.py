@@ -1,10 +1,11 @@
 """The planner's predictions beside published and measured steps.
 
 ``--published`` predicts the steps of published tables (benchmarks/published_steps.json: each row with its source) and
-prints the errors of both halves: the constants of each kind of GPU were fitted on the first half of each table alone.
-``--fit h100`` fits them again. Without these flags, a small model is trained in many layouts on this machine, each
-predicted beforehand with the file of ``tools/diagnose.py --machine``; the layouts take turns in each round, and the
-shortest step of each counts, as in that file: what a busy machine adds, no model knows.
+prints the errors of both halves: the constants of each kind of GPU were fitted on the first half of each table alone;
+and those of blind tables, of which no row was fitted. ``--fit h100`` fits them again. Without these flags, a small
+model is trained in many layouts on this machine, each predicted beforehand with the file of ``tools/diagnose.py
+--machine``; the layouts take turns in each round, and the shortest step of each counts, as in that file: what a busy
+machine adds, no model knows.
 
     python -m benchmarks.bench_planner --published
     python -m benchmarks.bench_planner --hardware machine.json
@@ -31,8 +32,9 @@ from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
-from megatron_core.planner.cost import step_cost
+from megatron_core.planner.cost import LayerTimes, Pipeline, cost_of, step_cost
 from megatron_core.planner.hardware import Hardware, Link, read_hardware
+from megatron_core.planner.layer_time import LayerClock, Passes
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -99,7 +101,11 @@ class Step:
     note: str
     config: RunConfig
     half: int
-    """0: may be fitted, 1: is predicted alone; of each table every second row."""
+    """0: may be fitted, 1: is predicted alone; of each table every second row, of blind tables all."""
+    blind: bool = False
+    """Whether no row of the table was fitted."""
+    nvidia: bool = False
+    """Whether the program was NeMo or Megatron-LM with what ``NvidiaClock`` describes."""
 
     @property
     def comparable(self) -> bool:
@@ -108,7 +114,32 @@ class Step:
 
     def predicted(self, hardware: Hardware) -> float:
         """Seconds."""
-        return step_cost(self.config, self.world_size, hardware, self.config.data.vocab_size or 0).seconds
+        kind = NvidiaClock if self.nvidia else LayerClock
+        clock = kind(self.config, hardware, self.world_size, self.config.data.vocab_size or 0)
+        return cost_of(Pipeline(self.config, self.world_size, clock, LayerTimes(clock))).seconds
+
+
+class NvidiaClock(LayerClock):
+    """What NeMo and Megatron-LM with Transformer Engine do and this framework does not: weights stay in 8 bits over the
+    micro-batches of a step, and matrices are read once to be rounded; gathers and sums of tensor-parallel ranks hide
+    behind the products that they belong to, but for the first of t pieces; a row is sent to one of its expert's tensor
+    ranks, which gather it."""
+
+    def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
+        each = self.elements(self.bytes + 2) * rows
+        return each * inputs, each * outputs, 0.0
+
+    def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
+        found = super().pair(rows, inputs, inner_in, inner_out, outputs)
+        if not self.config.parallel.tp_comm_overlap:
+            return found
+        forward, backward = ({**kinds, "tp": kinds["tp"] / self.tp} for kinds in (found.forward, found.input_grad))
+        return Passes(forward, backward, found.weight_grad, found.hidden / self.tp)
+
+    def exchange(self) -> float:
+        model, parts = self.config.model, self.config.parallel.expert_tensor_size
+        sent = self.bytes * self.tokens / self.tp * model.hidden_size * model.moe_router_topk
+        return self.rings.ring("ep").all_to_all(sent) + self.rings.ring("etp").gather(sent * parts)
 
 
 def published_steps() -> list[Step]:
@@ -119,7 +150,8 @@ def published_steps() -> list[Step]:
         settings = {name: tuple(v) if isinstance(v, list) else v for name, v in row.pop("settings").items()}
         key = row["hardware"], row["table"]
         seen[key] = seen.get(key, -1) + ("not comparable" not in row["note"])
-        found.append(Step(**row, config=RunConfig.from_flat(settings), half=seen[key] % 2))
+        half = 1 if row.get("blind") else seen[key] % 2
+        found.append(Step(**row, config=RunConfig.from_flat(settings), half=half))
     return found
 
 
@@ -131,20 +163,24 @@ def errors(steps: Sequence[Step], hardware: Hardware | None = None) -> list[tupl
 
 def summary(found: Sequence[tuple[Step, float]]) -> Iterator[str]:
     """Mean and worst error of each half: over all, by kind of GPU, by table."""
-    for half, title in ((0, "fitted half"), (1, "judged half"), (None, "not comparable")):
-        chosen = [(s, e) for s, e in found if (s.half == half and s.comparable) or (half is None and not s.comparable)]
+    parts: dict[str, list[tuple[Step, float]]] = {}
+    for step, error in found:
+        title = "blind tables" if step.blind else ("fitted half", "judged half")[step.half]
+        parts.setdefault(title if step.comparable else "not comparable", []).append((step, error))
+    for title, chosen in sorted(parts.items(), key=lambda part: ORDER.index(part[0])):
         groups = {"all": chosen}
         for step, error in chosen:
             groups.setdefault(step.hardware, []).append((step, error))
         for step, error in chosen:
             groups.setdefault(f"  {step.hardware}, {step.table}", []).append((step, error))
-        yield f"{title:40} {'rows':>4} {'mean error':>10} {'bias':>7} {'worst':>6}" if chosen else ""
+        yield f"{title:40} {'rows':>4} {'mean error':>10} {'bias':>7} {'worst':>6}"
         for name, rows in groups.items():
-            if rows:
-                sizes = [abs(e) for _, e in rows]
-                bias = statistics.mean(e for _, e in rows)
-                yield f"  {name:38} {len(rows):4} {statistics.mean(sizes):10.1%} {bias:+7.1%} {max(sizes):6.0%}"
+            sizes = [abs(e) for _, e in rows]
+            bias = statistics.mean(e for _, e in rows)
+            yield f"  {name:38} {len(rows):4} {statistics.mean(sizes):10.1%} {bias:+7.1%} {max(sizes):6.0%}"
 
+
+ORDER = ("fitted half", "judged half", "blind tables", "not comparable")
 
 START: dict[str, dict[str, Any]] = {
     "a100": {
@@ -171,6 +207,7 @@ GUESS: dict[str, Any] = {
 }
 FITTED = {
     "bfloat16": (0.6, 1.1),
+    "float8": (0.8, 1.05),
     "product_edge": (0.2, 6.0),
     "attention_efficiency": (0.5, 1.4),
     "memory_bandwidth": (0.5, 1.2),
@@ -178,6 +215,7 @@ FITTED = {
     "intra": (0.6, 1.2),
     "inter": (0.6, 1.2),
     "step_seconds": (0.1, 3.0),
+    "overlap": (0.5, 1.05),
 }
 """What is fitted, and between which factors of the file's value."""
 
@@ -186,10 +224,9 @@ def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
     """The machine with each constant times its factor."""
     changes: dict[str, Any] = {}
     for name, factor in factors.items():
-        if name == "bfloat16":
-            tensor_cores = ("bfloat16", "float8")
-            rates = hardware.product_flops.items()
-            changes["product_flops"] = {dtype: rate * (factor if dtype in tensor_cores else 1) for dtype, rate in rates}
+        if name in hardware.product_flops:
+            rates = changes.get("product_flops", hardware.product_flops)
+            changes["product_flops"] = {dtype: rate * (factor if dtype == name else 1) for dtype, rate in rates.items()}
         elif name in ("intra", "inter"):
             link = getattr(hardware, name)
             changes[name] = replace(link, bandwidth=link.bandwidth * factor)
@@ -212,11 +249,12 @@ def fit(name: str) -> Hardware:
         each = (weight[s.table] * (abs(math.log(1 + e)) + 2 * max(abs(e) - 0.2, 0.0)) for s, e in found)
         return sum(each) / sum(weight[s.table] for s in steps) + 1e-3 * sum(math.log(f) ** 2 for f in factors.values())
 
-    factors, width = dict.fromkeys(FITTED, 1.0), 0.25
+    fitted = {key: ends for key, ends in FITTED.items() if key != "float8" or key in start.product_flops}
+    factors, width = dict.fromkeys(fitted, 1.0), 0.25
     least = loss(factors)
     while width > 0.03:
         improved = False
-        for key, (low, high) in FITTED.items():
+        for key, (low, high) in fitted.items():
             for step in (1 + width, 1 / (1 + width)):
                 tried = factors | {key: min(max(factors[key] * step, low), high)}
                 if tried[key] != factors[key] and (found := loss(tried)) < least - 1e-5:
@@ -273,7 +311,7 @@ def main(settings: Settings) -> None:
         found = errors(published_steps())
         for step, error in found if settings.verbose else ():
             print(f"{step.id:28} {step.hardware:10} {step.world_size:5} ranks, {step.seconds:8.3f} s {error:+.0%}")
-        print("\n".join(line for line in summary(found) if line))
+        print("\n".join(summary(found)))
     else:
         append("planner", on_this_machine(settings))
 

@@ -23,6 +23,11 @@ Seconds = dict[str, float]
 """By kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
 
 
+ATTENTION_EDGE = 250
+"""Keys that a query costs fused attention besides those that it sees: published rates of FlashAttention 2 and 3 and of
+cuDNN on A100 and H100, causal, fall from 16,384 to 512 tokens by 1.7 to 2.1 (tests/planner/test_published_time.py)."""
+
+
 def total(parts: Iterable[Seconds]) -> Seconds:
     """The sum by kind."""
     found: Seconds = {}
@@ -95,7 +100,9 @@ class LayerClock:
             * (1 + edge / k)
             * (1 + edge / n)
         )
-        moved = size * (m * k + k * n) + (size if result_bytes is None else result_bytes) * m * n
+        moved = (1 if self.eight_bit else size) * (m * k + k * n) + (
+            size if result_bytes is None else result_bytes
+        ) * m * n
         return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
 
     def elements(self, size: float) -> float:
@@ -107,8 +114,8 @@ class LayerClock:
         return count * self.hardware.launch_seconds
 
     def exposed(self, communication: float, computation: float) -> float:
-        """What is left of communication beside a computation."""
-        return max(communication - self.hardware.overlap * computation, 0.0)
+        """What communication beside a computation adds to it: what outlasts it, and what it takes from it meanwhile."""
+        return communication - self.hardware.overlap * min(communication, computation)
 
     # --- a linear layer: forward, and both gradients
 
@@ -122,10 +129,17 @@ class LayerClock:
         )
         if not self.eight_bit:
             return found
-        # Each matrix is read for its largest value and again to be rounded, and written in 8 bits both ways round.
-        cast = self.elements((2 * self.bytes + 2) * count)
-        forward, backward = cast * inputs * (rows + outputs), cast * rows * outputs
-        return found[0] + forward, found[1] + backward, found[2]
+        forward, backward, own = self.casts(rows, inputs, outputs)
+        return found[0] + count * forward, found[1] + count * backward, found[2] + count * own
+
+    def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
+        """Rounding to 8 bits before each of a linear layer's products: input and weight; gradient (both ways round) and
+        weight; input. A scale of a whole matrix or row takes a pass of its own, which backward has from forward."""
+        n = self.bytes
+        scale = n * (self.config.training.fp8_recipe in ("tensorwise", "rowwise"))
+        first, again, both = self.elements(scale + n + 1), self.elements(n + 1), self.elements(scale + n + 2)
+        weight = inputs * outputs
+        return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
     def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
         """A column-parallel linear layer, something between, and a row-parallel one, with their communication.
@@ -166,7 +180,7 @@ class LayerClock:
         ]
         pairs = max(layer_pairs(config, layer, rank) for rank in range(self.cp)) * batch
         if self._fused:
-            flops = 2 * (self.queries + self.outputs) * pairs
+            flops = 2 * (self.queries + self.outputs) * (pairs + ATTENTION_EDGE * self.tokens)
             forward = flops / (self.rate * self.hardware.attention_efficiency)
             io = self.elements(self.bytes * self.tokens * (self.queries + self.outputs + self.keys + self.values))
             times = [max(forward, io), max(2.5 * forward, 2 * io)]
@@ -246,13 +260,7 @@ class LayerClock:
         first = self.linear(rows / local, hidden, gated * inner, local)
         second = self.linear(rows / local, inner, hidden, local)
         router = self.linear(own, hidden, model.num_experts or 1)
-        ring = self.rings.ring("etp", "ep")
-        if parallel.expert_model_parallel_size == 1:
-            ring = self.rings.ring("etp")
-        if model.moe_token_dispatcher_type == "alltoall":
-            moved = ring.all_to_all(self.bytes * rows * hidden)
-        else:
-            moved = ring.gather(self.bytes * own * ring.size * hidden)
+        moved = self.exchange()
         whole = 0.0
         if self.tp > 1 and self.parts == 1:
             whole = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
@@ -271,6 +279,15 @@ class LayerClock:
         if model.moe_shared_expert_intermediate_size is not None:
             parts.append(self.mlp(model.moe_shared_expert_intermediate_size))
         return Passes.sum(parts)
+
+    def exchange(self) -> float:
+        """Seconds of sending rows to all ranks that hold a part of their experts; the way back takes as long."""
+        model, parallel = self.config.model, self.config.parallel
+        row = self.bytes * self.tokens / self.tp * model.hidden_size
+        ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
+        if model.moe_token_dispatcher_type == "alltoall":
+            return ring.all_to_all(row * model.moe_router_topk * parallel.expert_tensor_size)
+        return ring.gather(row * ring.size)
 
     # --- whole parts of the model
 
