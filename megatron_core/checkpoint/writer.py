@@ -257,6 +257,7 @@ class Snapshot:
         def complete() -> None:
             if ready is None:
                 return _copy(first, copies)
+            torch.cuda.set_device(device)  # else torch.cuda.stream takes memory of GPU 0, with which a thread begins
             stream = torch.cuda.Stream(device)
             stream.wait_event(ready)
             with torch.cuda.stream(stream):

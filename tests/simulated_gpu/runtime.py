@@ -96,12 +96,30 @@ class Event:
         return (end_event.at - self.at) * 1e3
 
 
+class _Thread(threading.local):
+    device = 0
+    """The current one, with which each thread begins."""
+
+
+THREAD = _Thread()
+
+
 class Stream:
     """torch.cuda.Stream; all streams are one, which works in order."""
 
     cuda_stream = 0
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = THREAD.device if device is None else _index(device)
+
+    def __enter__(self) -> None:
+        """``torch.cuda.stream`` of it, which sets the thread's device back at its end: that makes a context there."""
+        if self.device != THREAD.device:
+            raise RuntimeError(
+                f"a stream of GPU {self.device} in a thread of GPU {THREAD.device}, whose memory it takes"
+            )
+
+    def __exit__(self, *error: object) -> None:
         pass
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -121,8 +139,12 @@ PROPERTIES = SimpleNamespace(
 )
 
 
+def _index(device: Any) -> int:
+    return device if isinstance(device, int) else torch.device(device).index or 0
+
+
 def _set_device(device: Any) -> None:
-    LOG.index = device if isinstance(device, int) else torch.device(device).index or 0
+    LOG.index = THREAD.device = _index(device)
 
 
 def _doubles() -> dict[str, Callable]:
@@ -133,10 +155,10 @@ def _doubles() -> dict[str, Callable]:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "device_count": lambda: 8,
-        "current_device": lambda: LOG.index,
+        "current_device": lambda: THREAD.device,
         "set_device": _set_device,
         "device": lambda device: nullcontext(),
-        "stream": lambda stream: nullcontext(),
+        "stream": lambda stream: stream,
         "current_stream": lambda device=None: Stream(),
         "synchronize": lambda device=None: LOG.stall("device"),
         "get_device_properties": lambda device=None: PROPERTIES,
@@ -189,6 +211,7 @@ def _run_thread(self: threading.Thread, run: Callable = threading.Thread.run) ->
 def simulated_gpu() -> Iterator[Log]:
     """Give this process a GPU; groups of torch.distributed call themselves NCCL and refuse the CPU's tensors."""
     LOG.__init__()  # type: ignore[misc]
+    THREAD.device = 0
     patches = [
         mock.patch.object(torch.cuda, name, _as_real(getattr(torch.cuda, name), double))
         for name, double in _doubles().items()

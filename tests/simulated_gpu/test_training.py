@@ -63,8 +63,11 @@ def compare(every: list[dict]) -> None:
         with simulated_gpu():
             found = train(settings)
         # Scales of tensors are no powers of two: a last bit of a product may move a value to the next number of FP8.
-        by_tensor = settings.get("fp8_recipe") in ("tensorwise", "delayed")
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if by_tensor else 1e-7, nan_ok=True), settings
+        rounded = settings.get("fp8_recipe") in ("tensorwise", "delayed")
+        rounded |= (
+            settings.get("kernel_backend") == "native"
+        )  # sums over rows have as many parts as the GPU has processors
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if rounded else 1e-7, nan_ok=True), settings
 
 
 @pytest.mark.parametrize("feature", drawn(list(ONE_RANK), 2))
@@ -86,7 +89,7 @@ def test_kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels of GPUs, compiled for the CPU, called as on a GPU."""
     libraries.use(libraries.host_cuda, monkeypatch)
     every = [NATIVE | BF16 | MODERN | GQA2, NATIVE | PACKED, NATIVE | MIXTRAL | BF16]
-    run_ranks(1, compare, every if WHOLE_MATRIX else every[:1])
+    run_ranks(1, compare, every if WHOLE_MATRIX else every[:1], timeout=600.0)
 
 
 def waits(settings: dict) -> int:
@@ -103,10 +106,12 @@ def test_a_step_waits_once() -> None:
 def job(folder: str) -> None:
     settings = BASE | BF16 | OFFLOAD | {"save": folder, "save_interval": 1, "replica_check_interval": 1}
     settings |= {"eval_iters": 0, "peak_tflops": 1.0}  # not measured: a GPU's product takes a CPU minutes
+    world = World(0, 1, local_rank=1, device=torch.device("cuda", 1))
     with simulated_gpu():
-        pretrain(RunConfig.from_flat(settings | {"train_iters": 2}), World(0, 1, 0, torch.device("cuda", 0)))
+        torch.cuda.set_device(world.device)
+        pretrain(RunConfig.from_flat(settings | {"train_iters": 2}), world)
         again = settings | {"train_iters": 3, "load": folder, "async_save": True, "zero_stage": 3}
-        pretrain(RunConfig.from_flat(again), World(0, 1, 0, torch.device("cuda", 0)))
+        pretrain(RunConfig.from_flat(again), world)
 
 
 def test_checks_and_checkpoints(tmp_path: Path) -> None:
