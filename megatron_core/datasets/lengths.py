@@ -106,11 +106,9 @@ _NOTHING = 0.5
 
 def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
     """Draw how many documents have which length, and below it how many of the tokens they hold, into `png_path`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     bars = lengths.bars(parts=2)
     left = [max(bar.low, _NOTHING) for bar in bars]

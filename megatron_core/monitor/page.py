@@ -10,41 +10,12 @@ from html import escape
 from pathlib import Path
 
 COLOURS = ("#2f6fde", "#d9742b", "#1f9273", "#a8429a", "#7a7f87", "#c4453a", "#8a6d1d", "#4aa3c7", "#5b4fc9", "#9bbf3b")
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b2430; --soft: #5d6773; --line: #d9dee5;
-  --ground: #ffffff; --card: #f5f7fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6eaf0; --soft: #a3adba; --line: #37414e; --ground: #12171e; --card: #1b222c; }
-}
-@media print {
-  :root { --ink: #000; --soft: #444; --line: #ccc; --ground: #fff; --card: #fff; }
-  section { break-inside: avoid; } nav { display: none; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
-  background: var(--ground); }
-h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
-nav a { margin-right: .8rem; white-space: nowrap; } a { color: inherit; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 1rem 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n, th.n { text-align: right; } th, td:first-child { white-space: nowrap; } .soft { color: var(--soft); }
-.note { border-left: 4px solid #d9742b; padding-left: .6rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; }
-.tiles b { display: block; font-size: 1.3rem; }
-.bar { display: flex; height: 1.3rem; margin: .2rem 0; overflow: hidden; }
-.bar span { display: block; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; print-color-adjust: exact;
-  -webkit-print-color-adjust: exact; }
-svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
-@media (max-width: 36rem) { svg text { font-size: 20px; } body { padding: .4rem; } }
-img { max-width: 100%; background: #fff; }
-pre { overflow-x: auto; font-size: .85rem; } details { margin-top: .5rem; }
-"""
+_STYLE = Path(__file__).with_suffix(".css")
 
 
 def page(title: str, sections: Sequence[tuple[str, str, str]]) -> str:
     """A whole page of sections: identifier, heading, and content that is HTML already."""
+    style = escape(_STYLE.read_text(encoding="utf-8"), quote=False)
     links = " ".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in sections)
     parts = "\n".join(
         f'<section id="{name}"><h2>{escape(heading)}</h2>{content}</section>' for name, heading, content in sections
@@ -52,7 +23,7 @@ def page(title: str, sections: Sequence[tuple[str, str, str]]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{escape(_STYLE, quote=False)}</style></head>\n"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n"
         f"<body><h1>{escape(title)}</h1><nav>{links}</nav>\n{parts}\n</body></html>\n"
     )
 

@@ -50,11 +50,9 @@ def plot_loss(
 
 def _new_figure() -> tuple[Any, tuple[Axes, Axes]]:
     """A figure with two panels over one x axis, made without touching matplotlib's global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     return figure, tuple(axes)
 

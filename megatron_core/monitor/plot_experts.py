@@ -28,12 +28,10 @@ def expert_loads(path: str | Path) -> tuple[list[int], np.ndarray]:
 
 def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Load of the experts") -> None:
     """Draw the loads of ``path``: white is the mean load, blue less, red more, up to twice the mean."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     layers, loads = expert_loads(path)
     figure = Figure(figsize=(8.5, min(2.5 + 0.5 * len(layers), 14)), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     experts, steps = loads.shape[1:]
     rows = _narrowed(loads.reshape(-1, steps))

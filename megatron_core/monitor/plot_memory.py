@@ -18,11 +18,9 @@ def plot_memory(
     title: str = "Memory over a step",
 ) -> None:
     """Draw bytes by kind, one above another, over seconds into ``png_path``; a line is the memory of the device."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     gib = [[size / 2**30 for size in sizes] for sizes in kinds.values()]
     axes.stackplot(times, gib, labels=list(kinds), colors=_COLOURS[: len(gib)], linewidth=0)

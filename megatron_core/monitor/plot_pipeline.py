@@ -42,12 +42,10 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Pa
 
 def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:
     """A figure with a panel of so many rows each, made without touching matplotlib's global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     height = sum(rows) * _ROW_INCHES + len(rows) * _HEAD_INCHES + _FOOT_INCHES
     figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows, squeeze=False)
     return figure, list(axes[:, 0])
 
