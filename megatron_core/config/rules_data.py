@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.rules_ranges import shown
+from megatron_core.config.rules_ranges import exclusive, shown, unused
 from megatron_core.config.run import RunConfig
 
 _TOKENIZER_FILES = {
@@ -52,8 +52,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             f"{shown(getattr(data, given[0]))} names others; remove one of them"
         )
     if len(given) > 1:
-        all_of_them = " and ".join(f"{name}={shown(getattr(data, name))}" for name in given)
-        yield f"{all_of_them} exclude one another; keep one of them"
+        yield exclusive(*(f"{name}={shown(getattr(data, name))}" for name in given))
     for name in held_out:
         paths = getattr(data, name)
         if paths and not data.train_data_path and not config.training.skip_train:
@@ -164,12 +163,9 @@ def _memory_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Checkpoints in the hosts' memory."""
     kind, folder = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
     other = "global" if kind == "local" else "local"
-    unused = getattr(checkpoint, f"non_persistent_{other}_ckpt_dir")
-    if unused:
-        yield (
-            f"non_persistent_{other}_ckpt_dir={unused} has no effect with non_persistent_ckpt_type={kind}; remove it, "
-            f"or add --non-persistent-ckpt-type {other}"
-        )
+    name, way_out = f"non_persistent_{other}_ckpt_dir", f"remove it, or add --non-persistent-ckpt-type {other}"
+    if given := getattr(checkpoint, name):
+        yield unused(name, given, "non_persistent_ckpt_type", kind, way_out)
     if kind == "local" and folder is None:
         yield (
             "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "

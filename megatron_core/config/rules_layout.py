@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import isqrt, lcm, prod
 
 from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.rules_ranges import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 
@@ -39,18 +40,14 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
             choice = "uniform or block" if name == "recompute_method" else f"1 to {model.num_layers}"
             yield f"{name}=None is missing for recompute_granularity=full; legal: {choice}"
         elif model.recompute_granularity != "full" and value is not None:
-            yield (
-                f"{name}={value} has no effect with recompute_granularity={model.recompute_granularity}; "
-                "add --recompute-granularity full or remove it"
-            )
+            way_out = "add --recompute-granularity full or remove it"
+            yield unused(name, value, "recompute_granularity", model.recompute_granularity, way_out)
     unknown = [name for name in model.recompute_modules if name not in RECOMPUTABLE]
     if unknown or not model.recompute_modules:
         yield f"recompute_modules={', '.join(model.recompute_modules)} is not legal; legal: {', '.join(RECOMPUTABLE)}"
     elif model.recompute_modules != ("core_attn",) and model.recompute_granularity != "selective":
-        yield (
-            f"recompute_modules={', '.join(model.recompute_modules)} has no effect with recompute_granularity="
-            f"{model.recompute_granularity}; add --recompute-granularity selective or remove it"
-        )
+        modules, way_out = ", ".join(model.recompute_modules), "add --recompute-granularity selective or remove it"
+        yield unused("recompute_modules", modules, "recompute_granularity", model.recompute_granularity, way_out)
     if model.cpu_offloading_num_layers and any(map(model.recomputes, ("layernorm", "mla_up_proj", "moe_act"))):
         yield (
             f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} would offload what recompute_modules="
@@ -159,10 +156,8 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
         return  # checked in rules_stages
     counted = layers + parallel.accounted_layers
     if per_chunk is not None and chunks is not None:
-        yield (
-            f"num_layers_per_virtual_pipeline_stage={per_chunk} and "
-            f"num_virtual_stages_per_pipeline_rank={chunks} exclude one another; keep one of them"
-        )
+        by_chunks = f"num_virtual_stages_per_pipeline_rank={chunks}"
+        yield exclusive(f"num_layers_per_virtual_pipeline_stage={per_chunk}", by_chunks)
     if pp == 1 and (per_chunk is not None or (chunks or 1) > 1):
         what = "layers_per_virtual_pipeline_stage" if per_chunk else "virtual_stages_per_pipeline_rank"
         yield (
@@ -260,10 +255,8 @@ def context_problems(config: RunConfig) -> Iterator[str]:
             f"whose product is context_parallel_size={cp}; legal: {legal}"
         )
     elif sizes is not None and "a2a+p2p" not in kinds:
-        yield (
-            f"hierarchical_context_parallel_sizes={sizes} has no effect with cp_comm_type={' '.join(kinds)}; add "
-            "--cp-comm-type a2a+p2p or remove it"
-        )
+        way_out = "add --cp-comm-type a2a+p2p or remove it"
+        yield unused("hierarchical_context_parallel_sizes", sizes, "cp_comm_type", " ".join(kinds), way_out)
     else:
         yield from _head_problems(config, {"a2a": cp, "a2a+p2p": parallel.a2a_size})
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_core.config.rules_layout import divisors, uneven
+from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 
 
@@ -100,10 +101,8 @@ def _balance_problems(config: RunConfig) -> Iterator[str]:
     """Load balancing."""
     model, kind = config.model, config.model.moe_router_load_balancing_type
     if model.moe_aux_loss_coeff and not kind.endswith("aux_loss"):
-        yield (
-            f"moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with moe_router_load_balancing_type={kind}; "
-            "legal: seq_aux_loss, aux_loss, global_aux_loss"
-        )
+        legal = "legal: seq_aux_loss, aux_loss, global_aux_loss"
+        yield unused("moe_aux_loss_coeff", model.moe_aux_loss_coeff, "moe_router_load_balancing_type", kind, legal)
     if kind == "sinkhorn" and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
         yield (
             "moe_router_load_balancing_type=sinkhorn has its own scores and no groups; remove "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.parallel import SHARDING_STRATEGIES
 from megatron_core.config.rules_layout import divisors, leaves_rest
+from megatron_core.config.rules_ranges import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 
@@ -28,21 +29,14 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if parallel.zero_stage not in (None, 0, 1, 2, 3):
         yield f"zero_stage={parallel.zero_stage} is out of range; legal: 0, 1, 2, 3"
     if strategy is not None and SHARDING_STRATEGIES.index(strategy) != parallel.dp_zero_stage:
-        yield (
-            f"data_parallel_sharding_strategy={strategy} and zero_stage={parallel.zero_stage} exclude one another; "
-            "keep one of them"
-        )
+        yield exclusive(f"data_parallel_sharding_strategy={strategy}", f"zero_stage={parallel.zero_stage}")
     if parallel.zero3_keep_after_forward and parallel.dp_zero_stage != 3:
-        yield (
-            f"zero3_keep_after_forward=True has no effect with zero_stage={parallel.dp_zero_stage}; add --zero-stage 3 "
-            "or remove it"
-        )
+        way_out = "add --zero-stage 3 or remove it"
+        yield unused("zero3_keep_after_forward", True, "zero_stage", parallel.dp_zero_stage, way_out)
     instances = parallel.num_distributed_optimizer_instances
     if instances > 1 and parallel.dp_zero_stage == 0:
-        yield (
-            f"num_distributed_optimizer_instances={instances} has no effect with zero_stage=0; add --zero-stage 1, 2 "
-            "or 3, or remove it"
-        )
+        way_out = "add --zero-stage 1, 2 or 3, or remove it"
+        yield unused("num_distributed_optimizer_instances", instances, "zero_stage", 0, way_out)
     for what, size in (
         ("data-parallel", _data_ranks(config, world_size)),
         ("expert", _expert_copies(config, world_size)),
@@ -54,7 +48,7 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             )
             return
     if parallel.dp_zero_stage == 0 and parallel.use_distributed_optimizer:
-        yield "zero_stage=0 and use_distributed_optimizer=True (zero_stage=1) exclude one another; keep one of them"
+        yield exclusive("zero_stage=0", "use_distributed_optimizer=True (zero_stage=1)")
 
 
 def _compression_problems(config: RunConfig) -> Iterator[str]:
@@ -84,10 +78,8 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
             "--optimizer-cpu-offload or --optimizer-offload-dir"
         )
     if parallel.zero3_param_offload_dir is not None and parallel.dp_zero_stage != 3:
-        yield (
-            f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} has no effect with zero_stage="
-            f"{parallel.dp_zero_stage}; add --zero-stage 3 or remove it"
-        )
+        folder, way_out = repr(parallel.zero3_param_offload_dir), "add --zero-stage 3 or remove it"
+        yield unused("zero3_param_offload_dir", folder, "zero_stage", parallel.dp_zero_stage, way_out)
     if parallel.zero3_param_offload_dir is not None and not optimizer.offloads_optimizer:
         yield (
             f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} moves weights, which are less than "

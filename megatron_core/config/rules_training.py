@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
 from megatron_core.config.rules_layout import leaves_rest, nearest_multiples, sequence_unit
+from megatron_core.config.rules_ranges import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 MOST_MICRO_BATCHES = 2**16
@@ -45,10 +46,7 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if training.train_iters is None and training.train_samples is None and not training.skip_train:
         yield "train_iters=None and train_samples=None: the length of training is unknown; give one of them"
     if training.train_iters is not None and training.train_samples is not None:
-        yield (
-            f"train_iters={training.train_iters} and train_samples={training.train_samples} "
-            "exclude one another; keep one of them"
-        )
+        yield exclusive(f"train_iters={training.train_iters}", f"train_samples={training.train_samples}")
     if training.train_samples is not None and training.micro_batch_size >= 1 and copies is not None:
         batch = _first_batch(config, copies)
         if 1 <= training.train_samples < batch:
@@ -86,10 +84,7 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     unit = "samples" if config.schedules_by_samples else "iters"
     warmup = getattr(optimizer, f"lr_warmup_{unit}")
     if optimizer.lr_warmup_fraction is not None and warmup:
-        yield (
-            f"lr_warmup_fraction={optimizer.lr_warmup_fraction} and lr_warmup_{unit}={warmup} exclude one another; "
-            "keep one of them"
-        )
+        yield exclusive(f"lr_warmup_fraction={optimizer.lr_warmup_fraction}", f"lr_warmup_{unit}={warmup}")
     decoupled = optimizer.decoupled()
     if decoupled is not None and max(decoupled.min_lr, decoupled.lr_warmup_init) > decoupled.lr:
         yield (
@@ -114,10 +109,8 @@ def _weight_decay_problems(config: RunConfig) -> Iterator[str]:
         if value is None and changes:
             yield f"{name}=None is missing for weight_decay_incr_style={optimizer.weight_decay_incr_style}; give it"
         elif value not in (None, optimizer.weight_decay) and not changes:
-            yield (
-                f"{name}={value} has no effect with weight_decay_incr_style=constant; give --weight-decay-incr-style "
-                "linear or cosine, or remove it"
-            )
+            way_out = "give --weight-decay-incr-style linear or cosine, or remove it"
+            yield unused(name, value, "weight_decay_incr_style", "constant", way_out)
 
 
 _PHASES = tuple(f"lr_{phase}_{unit}" for unit in ("samples", "iters") for phase in ("decay", "warmup", "wsd_decay"))
@@ -146,10 +139,8 @@ def _wsd_problems(config: RunConfig, decay: int | None, unit: str) -> Iterator[s
     length = getattr(optimizer, name)
     if optimizer.lr_decay_style != "WSD":
         if length is not None:
-            yield (
-                f"{name}={length} has no effect with lr_decay_style={optimizer.lr_decay_style}; "
-                "add --lr-decay-style WSD or remove it"
-            )
+            way_out = "add --lr-decay-style WSD or remove it"
+            yield unused(name, length, "lr_decay_style", optimizer.lr_decay_style, way_out)
     elif length is None:
         yield f"{name}=None is missing for lr_decay_style=WSD; give the {_WORD[unit]} of the last phase"
     elif decay:
