@@ -3,7 +3,6 @@
 Names for Megatron Core's users are imported when they are first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megatron_core.lazy import lazy_names
@@ -13,18 +12,7 @@ if TYPE_CHECKING:
     from megatron_core.distributed import DistributedDataParallel
     from megatron_core.inference_params import InferenceParams
     from megatron_core.model_parallel_config import ModelParallelConfig
+    from megatron_core.package_info import __version__
     from megatron_core.timers import Timers
 
-_HOMES = {
-    "distributed": ("DistributedDataParallel",),
-    "inference_params": ("InferenceParams",),
-    "model_parallel_config": ("ModelParallelConfig",),
-    "package_info": ("__version__",),
-    "timers": ("Timers",),
-}
-
-
-def __getattr__(name: str) -> object:
-    if name == "mpu":
-        return import_module(f"{__name__}.parallel_state")
-    return lazy_names(__name__, _HOMES)(name)
+__getattr__ = lazy_names(__name__, __file__)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 
-def lazy_names(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
-    """A ``__getattr__`` of ``package``, whose modules ``homes`` define the names."""
+def lazy_names(package: str, file: str) -> Callable[[str], object]:
+    """A ``__getattr__`` of ``package``, whose ``file`` imports the names under ``if TYPE_CHECKING``, absolutely."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    late = (block for block in tree.body if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING")
+    imports = (node for block in late for node in block.body if isinstance(node, ast.ImportFrom))
+    homes = {name.asname or name.name: (str(node.module), name.name) for node in imports for name in node.names}
 
     def get(name: str) -> object:
-        for home, names in homes.items():
-            if name in names:
-                return getattr(import_module(f"{package}.{home}"), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, own = homes[name]
+        found = import_module(home)
+        return getattr(found, own) if hasattr(found, own) else import_module(f"{home}.{own}")
 
     return get

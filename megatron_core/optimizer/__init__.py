@@ -21,14 +21,4 @@ if TYPE_CHECKING:
         ParamWithNamePredicate,
     )
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "config_overrides": ("ParamGroupOverride", "get_mup_config_overrides", "get_standard_config_overrides"),
-        "distrib_optimizer": ("DistributedOptimizer",),
-        "factory": ("get_megatron_optimizer",),
-        "layer_wise_optimizer": ("LayerWiseDistributedOptimizer",),
-        "optimizer": ("ChainedOptimizer", "MegatronOptimizer"),
-        "optimizer_config": ("OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate"),
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -13,12 +13,4 @@ if TYPE_CHECKING:
     from megatron_core.parallel.launch import World, run_job, start_world
     from megatron_core.parallel.sharding import ShardSpec, spec_of
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "grid": ("Grid",),
-        "groups": ("Group", "LocalGroup", "ParallelGroups"),
-        "launch": ("World", "run_job", "start_world"),
-        "sharding": ("ShardSpec", "spec_of"),
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

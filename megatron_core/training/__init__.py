@@ -18,13 +18,4 @@ if TYPE_CHECKING:
     from megatron_core.training.training import get_train_valid_test_num_samples
     from megatron_core.training.utils import is_last_rank, print_rank_0, print_rank_last
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "global_vars": ("get_args", "get_timers", "get_tokenizer"),
-        "initialize": ("initialize_megatron",),
-        "program": ("evaluate_and_print_results", "get_model", "setup_model_and_optimizer", "train_step"),
-        "training": ("get_train_valid_test_num_samples",),
-        "utils": ("is_last_rank", "print_rank_0", "print_rank_last"),
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

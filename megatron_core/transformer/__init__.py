@@ -20,12 +20,4 @@ if TYPE_CHECKING:
     from megatron_core.transformer.spec_utils import ModuleSpec, build_module
     from megatron_core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "layer_context": ("TransformerBlockSubmodules", "TransformerLayerSubmodules"),
-        "module": ("MegatronModule",),
-        "spec_utils": ("ModuleSpec", "build_module"),
-        "transformer_config": ("MLATransformerConfig", "TransformerConfig"),
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -7,7 +7,4 @@ from megatron_core.lazy import lazy_names
 if TYPE_CHECKING:
     from megatron_core.models.gpt.gpt_model import GPTModel
 
-__getattr__ = lazy_names(
-    __name__,
-    {"gpt_model": ("GPTModel",)},
-)
+__getattr__ = lazy_names(__name__, __file__)
