@@ -29,30 +29,8 @@ _NOT_SUPPORTED: dict[str, object] = _TABLES["not_supported"]
 _OtherFields = make_dataclass(
     "_OtherFields", [(name, Any, field(default=value)) for name, value in (_WITHOUT_EFFECT | _NOT_SUPPORTED).items()]
 )
-_RENAMED = {
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_moe_experts": "num_experts",
-}
-_HOOKS = ("init_method", "output_layer_init_method", "embedding_init_method")
-_MLA = ("rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow", "cache_mla_latents", "mla_down_proj_fusion")
-_TRANSLATED = (
-    "mup_width_mult",
-    "activation_func",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "attention_backend",
-    *_HOOKS,
-)
-_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "cp_comm_type",
-    "moe_enable_routing_replay",
-)
+_RENAMED: dict[str, str] = _TABLES["renamed"]
+_TRANSLATED = frozenset(_TABLES["translated"].split())
 
 
 @dataclass
@@ -227,7 +205,7 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         for item in fields(type(self)):
             name, value = item.name, getattr(self, item.name)
             target = _RENAMED.get(name, name)
-            if target in values or name in _WITHOUT_EFFECT or name in (*_TRANSLATED, *_STAGES, *_MLA):
+            if target in values or name in _WITHOUT_EFFECT or name in _TRANSLATED:
                 continue
             if target in known:
                 values[target] = value

@@ -8,30 +8,13 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import convert, field_types
 from megatron_core.config.model import EXECUTION_SETTINGS
+from megatron_core.config.tables import read_table
 from megatron_core.errors import CheckpointError
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "activation_func_clamp_value": (None,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "attention_output_gate": (False,),
-    "glu_linear_offset": (0, 0.0),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_layer_pattern": (None,),
-    "moe_latent_size": (None,),
-    "no_rope_freq": (None,),
-    "qk_l2_norm": (False,),
-    "quick_geglu": (False,),
-    "softmax_type": ("vanilla",),
-    "use_mup": (False,),
-}
+_TABLES = read_table(__file__)
+NEUTRAL: dict[str, list[Any]] = _TABLES["neutral"]
 """Arguments that change what the model computes in a way that is not supported -> the values that do not."""
-RENAMED = {
-    "layernorm_epsilon": "norm_epsilon",
-    "rotary_scaling_factor": "rope_scaling_factor",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
+RENAMED: dict[str, str] = _TABLES["renamed"]
 """Their name -> our setting of the same meaning."""
 DATA = ("seq_length", "vocab_size", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
