@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.parallel.sharding import replicated
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import all_agree, tell_all
 
 COMMON = "common"
 OBJECTS = "objects"
@@ -67,7 +68,11 @@ def save(
     everywhere = {key: value for text in texts for key, value in json.loads(text).items()}
     state = {COMMON: common, OBJECTS: everywhere, "content_metadata": content_metadata}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    save_checkpoint(Save(Path(checkpoint_dir), iteration, state, rank=current().rank, ranks=ranks), pieces, _all_agree)
+    save_checkpoint(
+        Save(Path(checkpoint_dir), iteration, state, rank=current().rank, ranks=ranks),
+        pieces,
+        partial(all_agree, device=_device()),
+    )
 
 
 def load(
@@ -159,14 +164,6 @@ def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
             raise CheckpointError(f"the checkpoint has no object {value.unique_key}")
         return common[value.unique_key]
     return value if isinstance(value, Tensor) else common.get(".".join(path), value)
-
-
-def _all_agree(ok: bool) -> bool:
-    if not dist.is_initialized():
-        return ok
-    everywhere = torch.tensor([int(ok)], device=_device())
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return bool(everywhere.item())
 
 
 def _device() -> torch.device:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,17 +34,6 @@ class Rates:
     """By which gradients are multiplied first: clipping and the loss scale."""
     epsilon: float = 1e-8
     """Of AdamW."""
-
-
-class Algorithm(Protocol):
-    """A rule by which elements are updated."""
-
-    names: tuple[str, ...]
-    """Its state tensors, each as wide as the main weights."""
-
-    def update(self, parts: Sequence[Part], rates: Rates) -> None:
-        """Update the parts' ``main``, ``copy`` and ``state``; gradients may be changed, too."""
-        ...
 
 
 class AdamW:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +28,7 @@ from megatron_core.optimizer.mup import width_factors
 from megatron_core.optimizer.rounding import CHUNK, update_rounded
 from megatron_core.parallel.groups import ParallelGroups
 
-
-class LossScale(Protocol):
-    """The factor by which the loss is multiplied, and its update after an overflow."""
-
-    scale: float
-
-    def update(self, found_inf: bool) -> None:
-        """Update after a step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        ...
+LossScale = ConstantLossScale | DynamicLossScale
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,6 +41,11 @@ def tell_all(text: str, device: torch.device) -> list[str]:
     return gather_texts(text, everyone, device)
 
 
+def all_agree(ok: bool, device: torch.device) -> bool:
+    """Whether ``ok`` is True on all ranks of the job, which call this together."""
+    return not any(tell_all("" if ok else "no", device))
+
+
 def tell_from(source: int, text: str, device: torch.device) -> str:
     """The ``text`` of the rank ``source``, on all ranks of the job, which call this together."""
     if not dist.is_initialized():

@@ -82,7 +82,11 @@ def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
 
 
 class Dispatcher:
-    """What both kinds of dispatch know: which rank has which experts."""
+    """What both kinds of dispatch know: which rank has which experts.
+
+    Their ``dispatch`` brings ``x`` ``[T, h]`` to the chosen experts; ``padded``: messages and runs of rows always have
+    the length that ``routing.capacity`` allows; ``meanwhile`` is called while the rows are on their way.
+    """
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
         self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
@@ -92,13 +96,6 @@ class Dispatcher:
         self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
         """For each part of the experts the indices in the group of the ranks that have it."""
 
-    def dispatch(
-        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
-    ) -> Dispatched:
-        """Bring ``x`` ``[T, h]`` to the chosen experts; ``padded``: messages and runs of rows always have the length
-        that ``routing.capacity`` allows; ``meanwhile`` is called while the rows are on their way."""
-        raise NotImplementedError
-
 
 class AllToAll(Dispatcher):
     """Each token is sent to the ranks of its experts alone."""
@@ -106,7 +103,7 @@ class AllToAll(Dispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Dispatched:
-        """As ``Dispatcher.dispatch``; one all-to-all there, one back."""
+        """See ``Dispatcher``; one all-to-all there, one back."""
         keys = self._destinations(routing, x.device)
         slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
         tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
@@ -169,7 +166,7 @@ class AllGather(Dispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Dispatched:
-        """As ``Dispatcher.dispatch``; an all-gather there, a reduce-scatter back, and nothing ``meanwhile``."""
+        """See ``Dispatcher``; an all-gather there, a reduce-scatter back, and nothing ``meanwhile``."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)

@@ -53,12 +53,7 @@ class Experts(nn.Module):
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
         first, second = (
-            (config.num_experts, sum(pieces), config.hidden_size),
-            (
-                config.num_experts,
-                config.hidden_size,
-                ffn,
-            ),
+            (config.num_experts, *shape) for shape in ((sum(pieces), config.hidden_size), (config.hidden_size, ffn))
         )
         inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
         specs = [
