@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ Sizes = Sequence[int | None]
 Matrix = Sequence[tuple[float, float] | None]
 
 
+@dataclass(eq=False)
 class BlendedMegatronDatasetBuilder:
     """Builds data sets of class `cls`, and blends of them, for the three splits.
 
@@ -26,17 +28,12 @@ class BlendedMegatronDatasetBuilder:
     data; where torch.distributed runs and it does not, all three are None. No process waits for another.
     """
 
-    def __init__(
-        self,
-        cls: type[MegatronDataset],
-        sizes: Sizes,
-        is_built_on_rank: Callable[[], bool],
-        config: BlendedMegatronDatasetConfig,
-    ) -> None:
-        self.cls = cls
-        self.sizes = list(sizes)
-        self.is_built_on_rank = is_built_on_rank
-        self.config = config
+    cls: type[MegatronDataset]
+    sizes: Sizes
+    is_built_on_rank: Callable[[], bool]
+    config: BlendedMegatronDatasetConfig
+
+    def __post_init__(self) -> None:
         for split in Split:
             blend = self._blend_of(split)
             if blend is not None and blend[1] is not None and self.sizes[split.value] is None:

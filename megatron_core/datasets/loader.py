@@ -1,8 +1,8 @@
 """From the position in the data order to the micro-batches of one data parallel rank, with what their documents add."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -91,6 +91,7 @@ class _Step:
     length: int
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """The micro-batches of a step, as a pure function of the number of samples consumed before it.
 
@@ -102,32 +103,24 @@ class BatchLoader:
     GPU copies while it computes.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        vocab_size: int,
-        packing: Packing | None = None,
-        *,
-        num_workers: int = 1,
-        pin_memory: bool = False,
-    ) -> None:
-        if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
+    dataset: Dataset
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    vocab_size: int
+    packing: Packing | None = None
+    num_workers: int = field(default=1, kw_only=True)
+    pin_memory: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1 or not 0 <= self.data_parallel_rank < self.data_parallel_size:
             raise ConfigError(
-                f"micro_batch_size={micro_batch_size} must be at least 1, and data_parallel_rank="
-                f"{data_parallel_rank} in [0, {data_parallel_size})"
+                f"micro_batch_size={self.micro_batch_size} must be at least 1, and data_parallel_rank="
+                f"{self.data_parallel_rank} in [0, {self.data_parallel_size})"
             )
-        self._dataset: Any = dataset
-        self._is_blend = len(sources_of(dataset)) > 0
-        self._micro_batch_size = micro_batch_size
-        self._rank = data_parallel_rank
-        self._size = data_parallel_size
-        self._vocab_size = vocab_size
-        self._packing = packing
-        self._pin_memory = pin_memory
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="batch_loader") if num_workers else None
+        self._is_blend = len(sources_of(self.dataset)) > 0
+        workers = self.num_workers
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="batch_loader") if workers else None
         self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
 
     def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:
@@ -154,12 +147,13 @@ class BatchLoader:
         self._ahead = (asked, reading)
 
     def _asked(self, consumed_samples: int, num_microbatches: int, length: int | None) -> _Step:
-        return _Step(consumed_samples, num_microbatches, length or self._dataset.sequence_length)
+        return _Step(consumed_samples, num_microbatches, length or self.dataset.sequence_length)
 
     def _micro_batch(self, step: _Step, micro: int) -> Batch:
-        first = step.consumed_samples + (micro * self._size + self._rank) * self._micro_batch_size
-        indices = range(first, first + self._micro_batch_size)
-        samples: list[Any] = [self._dataset[index] for index in indices]
+        size, dataset = self.micro_batch_size, cast(Any, self.dataset)
+        first = step.consumed_samples + (micro * self.data_parallel_size + self.data_parallel_rank) * size
+        indices = range(first, first + size)
+        samples: list[Any] = [dataset[index] for index in indices]
         keys = ("tokens", "labels", "loss_mask")
         batch = {key: np.stack([sample[key][: step.length] for sample in samples]) for key in keys}
         self._check(batch["tokens"], first)
@@ -167,23 +161,23 @@ class BatchLoader:
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
         tensors["sample_index"] = torch.tensor(indices, dtype=torch.int64)
         if self._is_blend:
-            tensors["source"] = torch.tensor([self._dataset.source_of(index) for index in indices])
-        if self._packing is not None:
-            entries = self._packing.entries(batch["tokens"])
+            tensors["source"] = torch.tensor([dataset.source_of(index) for index in indices])
+        if self.packing is not None:
+            entries = self.packing.entries(batch["tokens"])
             tensors |= {name: torch.from_numpy(array) for name, array in entries.items()}
         if DOCUMENT_LENGTHS in samples[0]:  # the data set has packed its documents itself
             tensors["position_ids"] = torch.from_numpy(np.stack([sample["position_ids"] for sample in samples]))
             lengths = [torch.from_numpy(sample[DOCUMENT_LENGTHS]) for sample in samples]
             tensors[DOCUMENT_LENGTHS] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self._pin_memory else tensors
+        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self.pin_memory else tensors
 
     def _check(self, ids: np.ndarray, first: int) -> None:
         """An id past the embedding's rows reads foreign memory or stops a GPU with no word of the cause."""
         lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise DataError(
-                f"token id {wrong} in samples {first} to {first + self._micro_batch_size - 1} is not in the "
-                f"model's vocabulary of {self._vocab_size} tokens; give the tokenizer that made the data "
+                f"token id {wrong} in samples {first} to {first + self.micro_batch_size - 1} is not in the "
+                f"model's vocabulary of {self.vocab_size} tokens; give the tokenizer that made the data "
                 "with --tokenizer-model, or a larger --vocab-size"
             )

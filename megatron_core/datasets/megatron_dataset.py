@@ -1,6 +1,7 @@
 """For Megatron Core's users: the base class of the data sets that are made of one file."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_core.datasets.utils import Split
 LowLevelDataset = Any
 
 
+@dataclass(eq=False)
 class MegatronDataset(ABC, torch.utils.data.Dataset):
     """A data set over some elements (`indices`) of a file, for one split: the base of `GPTDataset` and of users' own.
 
@@ -20,21 +22,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
     num_samples: samples that are asked for at least; None for as many as one epoch has.
     """
 
-    def __init__(
-        self,
-        dataset: LowLevelDataset,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: BlendedMegatronDatasetConfig,
-    ) -> None:
-        self.dataset = dataset
-        self.dataset_path = dataset_path
-        self.indices = indices
-        self.num_samples = num_samples
-        self.index_split = index_split
-        self.config = config
+    dataset: LowLevelDataset
+    dataset_path: str | None
+    indices: np.ndarray
+    num_samples: int | None
+    index_split: Split
+    config: BlendedMegatronDatasetConfig
 
     @staticmethod
     @abstractmethod

@@ -4,6 +4,8 @@ Small gradients vanish in float16, so the loss is multiplied before backward and
 it (Micikevicius et al. 2018, section 3.2).
 """
 
+from dataclasses import dataclass
+
 from megatron_core.errors import CheckpointError, ConfigError
 
 
@@ -26,6 +28,7 @@ class ConstantLossScale:
         """Do nothing, also with the state of a dynamic scale."""
 
 
+@dataclass(eq=False)
 class DynamicLossScale:
     """A scale that grows after good steps and shrinks after overflows, like Megatron-LM's DynamicGradScaler.
 
@@ -36,30 +39,25 @@ class DynamicLossScale:
     ``found_inf`` must be the same on every rank; otherwise the ranks' scales would differ.
     """
 
-    def __init__(
-        self,
-        initial: float,
-        minimum: float,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        window: int = 1000,
-        hysteresis: int = 2,
-    ) -> None:
+    initial: float
+    minimum: float
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    window: int = 1000
+    hysteresis: int = 2
+
+    def __post_init__(self) -> None:
         """Check the settings and start at ``initial``."""
+        minimum, growth, backoff = self.minimum, self.growth_factor, self.backoff_factor
         _require(minimum > 0, f"min_loss_scale={minimum} is out of range; legal: a number above 0")
-        _require(initial >= minimum, f"initial_loss_scale={initial} is less than min_loss_scale={minimum}; raise it")
-        _require(growth_factor > 1, f"growth_factor={growth_factor} is out of range; legal: a number above 1")
-        _require(0 < backoff_factor < 1, f"backoff_factor={backoff_factor} is out of range; legal: between 0 and 1")
-        _require(window >= 1, f"loss_scale_window={window} is out of range; legal: 1, 2, 3, ...")
-        _require(hysteresis >= 1, f"hysteresis={hysteresis} is out of range; legal: 1, 2, 3, ...")
-        self.scale = float(initial)
-        self.minimum = float(minimum)
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.window = window
-        self.hysteresis = hysteresis
-        self._good_steps = 0
-        self._chances = hysteresis
+        start = f"initial_loss_scale={self.initial} is less than min_loss_scale={minimum}; raise it"
+        _require(self.initial >= minimum, start)
+        _require(growth > 1, f"growth_factor={growth} is out of range; legal: a number above 1")
+        _require(0 < backoff < 1, f"backoff_factor={backoff} is out of range; legal: between 0 and 1")
+        _require(self.window >= 1, f"loss_scale_window={self.window} is out of range; legal: 1, 2, 3, ...")
+        _require(self.hysteresis >= 1, f"hysteresis={self.hysteresis} is out of range; legal: 1, 2, 3, ...")
+        self.scale, self.minimum = float(self.initial), float(minimum)
+        self._good_steps, self._chances = 0, self.hysteresis
 
     def update(self, found_inf: bool) -> None:
         """Update after a step; ``found_inf``: whether a gradient on any rank was not finite."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ _OLD_NAMES = {
 }
 
 
+@dataclass(eq=False)
 class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of ``optimizer.param_groups``; the rule for lr is ``LearningRateSchedule``'s.
 
@@ -51,32 +53,24 @@ class OptimizerParamScheduler:
     another.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        init_lr: float,
-        max_lr: float,
-        min_lr: float,
-        lr_warmup_steps: int,
-        lr_decay_steps: int,
-        lr_decay_style: str,
-        start_wd: float,
-        end_wd: float,
-        wd_incr_steps: int,
-        wd_incr_style: str,
-        use_checkpoint_opt_param_scheduler: bool | None = True,
-        override_opt_param_scheduler: bool | None = False,
-        wsd_decay_steps: int | None = None,
-        lr_wsd_decay_style: str | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.init_lr, self.max_lr, self.min_lr = init_lr, float(max_lr), min_lr
-        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = lr_warmup_steps, lr_decay_steps, lr_decay_style
-        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
-        self.start_wd, self.end_wd = start_wd, end_wd
-        self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
-        self.override_opt_param_scheduler = override_opt_param_scheduler
-        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+    optimizer: Any
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: int
+    wd_incr_style: str
+    use_checkpoint_opt_param_scheduler: bool | None = True
+    override_opt_param_scheduler: bool | None = False
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str | None = None
+
+    def __post_init__(self) -> None:
+        self.max_lr = float(self.max_lr)
         self.num_steps = 0
         self._check()
         self.step(0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,31 +67,27 @@ def forward_backward(
         )
     if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
         raise ConfigError("adjust_tensor_shapes_fn and p2p_communicator are not supported; leave them out")
-    step = _Step(forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data)
+    iterators, chunks = (list(each) if isinstance(each, list | tuple) else [each] for each in (data_iterator, model))
+    step = _Step(forward_step_func, iterators, chunks, num_microbatches, forward_only, collect_non_loss_data)
     return step.run(seq_length, micro_batch_size)
 
 
+@dataclass
 class _Step:
     """One call of ``forward_backward``."""
 
-    def __init__(
-        self,
-        forward_step_func: ForwardStepFunction,
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
-        model: nn.Module | Sequence[nn.Module],
-        num_microbatches: int,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-    ) -> None:
-        self.forward_step_func = forward_step_func
-        self.chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-        self.iterators: list[Any] = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+    forward_step_func: ForwardStepFunction
+    iterators: list[Any]
+    chunks: list[Any]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+
+    def __post_init__(self) -> None:
         if len(self.iterators) != len(self.chunks):
             raise ConfigError(
                 f"{len(self.iterators)} data iterators for {len(self.chunks)} model chunks; give one each"
             )
-        self.num_microbatches, self.forward_only = num_microbatches, forward_only
-        self.collect_non_loss_data = collect_non_loss_data
         self.groups = parallel_state.current()
         self.stage_to_rank = round_robin_stages(self.groups.size("pp"), len(self.chunks))
         # A rank's stages may have no parameter at all: then torch's defaults apply.

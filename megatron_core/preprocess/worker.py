@@ -153,41 +153,34 @@ class Part:
     remarks: list[tuple[int, str, str]] = field(default_factory=list)
 
 
+@dataclass
 class Worker:
     """Tokenizes pieces.
 
     tokenizer: what the ids of one text of each task are compared with, in case that the backend is another one.
     """
 
-    def __init__(
-        self,
-        settings: PreprocessSettings,
-        sources: Sequence[Source],
-        limits: Limits,
-        folder: Path,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        layout: Layout,
-    ) -> None:
-        self._settings = settings
-        self._sources = sources
-        self._limits = limits
-        self._folder = folder
-        self._backend = backend
-        self._tokenizer = tokenizer
-        self._layout = layout
-        self._dropped = dropped_bytes(tokenizer)
-        self._splitter = sentence_splitter(settings.keep_newlines) if settings.split_sentences else None
+    settings: PreprocessSettings
+    sources: Sequence[Source]
+    limits: Limits
+    folder: Path
+    backend: Backend
+    tokenizer: Tokenizer
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        self._dropped = dropped_bytes(self.tokenizer)
+        self._splitter = sentence_splitter(self.settings.keep_newlines) if self.settings.split_sentences else None
 
     def run(self, pieces: Sequence[Piece]) -> list[Part]:
         """A part for each piece; DataError if the backend gives other ids than the tokenizer."""
-        compared = self._backend.name == TokenizerBackend.name
+        compared = self.backend.name == TokenizerBackend.name
         parts = []
         for piece in pieces:
             part = Part(replace(piece, block=None), raw=piece.raw)
             try:
                 for block in self._blocks(piece):
-                    batch, encoded = self._encode(block.batch(self._settings.json_keys))
+                    batch, encoded = self._encode(block.batch(self.settings.json_keys))
                     self._add(part, block, batch, encoded)
                     compared = compared or self._compare(batch, encoded[0])
             except DamagedFileError as error:
@@ -198,22 +191,22 @@ class Worker:
     def _blocks(self, piece: Piece) -> Iterable[Block]:
         if piece.damage or piece.block:
             return [piece.block] if piece.block else []
-        keys, separator = self._settings.json_keys, self._settings.separator
-        source = self._sources[piece.source]
-        return read_blocks(source, keys, separator, self._limits, self._folder, piece.start, piece.end)
+        keys, separator = self.settings.json_keys, self.settings.separator
+        source = self.sources[piece.source]
+        return read_blocks(source, keys, separator, self.limits, self.folder, piece.start, piece.end)
 
     def _encode(self, batch: Batch) -> tuple[Batch, list[Encoded]]:
         """The batch without documents that the tokenizer refuses, and the ids of each key."""
 
         def all_keys(batch: Batch) -> list[Encoded]:
-            return [encode(texts, self._backend, self._layout, self._splitter) for texts in batch.texts]
+            return [encode(texts, self.backend, self.layout, self._splitter) for texts in batch.texts]
 
         try:
             return batch, all_keys(batch)
         except MegatronError:
             wrong: dict[int, str] = {}
             for texts in batch.texts:
-                wrong |= refused(texts, self._backend)
+                wrong |= refused(texts, self.backend)
             if not wrong:
                 raise
         kept = [number for number in range(len(batch.numbers)) if number not in wrong]
@@ -224,9 +217,9 @@ class Worker:
 
     def _add(self, part: Part, block: Block, batch: Batch, encoded: list[Encoded]) -> None:
         remarks = [(number, "broken", sentence) for number, sentence in batch.broken]
-        for key, found in zip(self._settings.json_keys, encoded, strict=True):
+        for key, found in zip(self.settings.json_keys, encoded, strict=True):
             empty = np.flatnonzero(found.counts == 0).tolist()
-            where = "" if self._sources[part.piece.source].kind == "text" else f" under {key!r}"
+            where = "" if self.sources[part.piece.source].kind == "text" else f" under {key!r}"
             remarks += [(batch.numbers[number], "empty", f"has no text{where}") for number in empty]
         part.remarks += [(part.lines + number, kind, sentence) for number, kind, sentence in sorted(remarks)]
         part.lines += batch.lines
@@ -241,7 +234,7 @@ class Worker:
         for number, text in enumerate(batch.texts[0]):
             if len(text) > PROBE_CHARACTERS or not encoded.counts[number]:
                 continue
-            right = encode([text], TokenizerBackend(self._tokenizer), self._layout, self._splitter).tokens
+            right = encode([text], TokenizerBackend(self.tokenizer), self.layout, self._splitter).tokens
             first = int(encoded.counts[:number].sum())
             start = int(encoded.lengths[:first].sum(dtype=np.int64))
             if not np.array_equal(encoded.tokens[start : start + len(right)], right):

@@ -1,12 +1,12 @@
 """Writing the checkpoints of a run, before the next step or in the background."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_core.checkpoint import BackgroundSave, FolderLock, Piece, Save, Snapshot, save_checkpoint
@@ -19,7 +19,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.parallel.texts import tell_all, tell_from
+from megatron_core.parallel.texts import all_agree, tell_all, tell_from
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
@@ -28,6 +28,7 @@ LEAVE_SECONDS = 60.0
 """How long a process that ends by an error waits for its part of a checkpoint."""
 
 
+@dataclass(eq=False)
 class CheckpointSaver:
     """Writes what ``data`` and ``optimizer`` hold into the folder of ``save``. All ranks call each method together.
 
@@ -37,18 +38,15 @@ class CheckpointSaver:
     ``before_update``.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: DataParallel,
-        optimizer: Optimizer,
-        *,
-        vocab_size: int,
-        tokenizer: Tokenizer | None,
-        fp8: AmaxHistories | None = None,
-    ) -> None:
-        self.config, self.data, self.optimizer = config, data, optimizer
-        self.vocab_size, self.tokenizer, self.fp8 = vocab_size, tokenizer, fp8
+    config: RunConfig
+    data: DataParallel
+    optimizer: Optimizer
+    vocab_size: int = field(kw_only=True)
+    tokenizer: Tokenizer | None = field(kw_only=True)
+    fp8: AmaxHistories | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._agree = partial(all_agree, device=self.data.device)
         self._locks: list[FolderLock] = []
         self._is_open = False
         self._hosts: Hosts | None = None
@@ -198,10 +196,3 @@ class CheckpointSaver:
             "config": self.config.flat(),
             **compressed,
         }
-
-    def _agree(self, ok: bool) -> bool:
-        if not dist.is_initialized():
-            return ok
-        flag = torch.tensor(int(ok), device=self.data.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)

@@ -141,7 +141,7 @@ def plant(run: Run, fault: str) -> None:
 
         run.links.receive = receive_slowly  # type: ignore[method-assign]
     elif fault == "reading":
-        run.train_loader._dataset = SlowReading(run.train_loader._dataset)
+        run.train_loader.dataset = SlowReading(run.train_loader.dataset)
     elif fault == "disk":
         run.saver.try_to_save = slower(run.saver.try_to_save, 0.15)  # type: ignore[method-assign]
     elif fault == "router":

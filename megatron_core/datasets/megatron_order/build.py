@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,29 +72,22 @@ MORE = {
 }
 
 
+@dataclass(eq=False)
 class MegatronOrderedDataset:
     """The samples of one file in Megatron's order: item i is sample shuffle_index[i] of the sample index.
 
     The order is finite. DataError: an item past its end.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        order: SampleOrder,
-        options: OrderOptions,
-        split_name: str = "train",
-        pad: int = NO_PAD,
-        masked_token: int | None = None,
-    ) -> None:
-        self.sequence_length = options.sequence_length
-        self.order = order
-        self.source = indexed.path_prefix
-        self._indexed = indexed
-        self._extra_tokens = options.extra_tokens
-        self._split_name = split_name
-        self._pad = pad
-        self._masked_token = masked_token
+    indexed: IndexedDataset
+    order: SampleOrder
+    options: OrderOptions
+    split_name: str = "train"
+    pad: int = NO_PAD
+    masked_token: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sequence_length, self.source = self.options.sequence_length, self.indexed.path_prefix
 
     def __len__(self) -> int:
         return len(self.order)
@@ -105,11 +99,11 @@ class MegatronOrderedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` of [0, len)."""
-        check_place(index, len(self), self._split_name)
+        check_place(index, len(self), self.split_name)
         number = int(self.order.shuffle_index[index])
-        length, extra = self.sequence_length, self._extra_tokens
-        text = read_text(self._indexed, self.order, number, length, extra, self._pad)
-        return divide(text, extra, self._pad, self._masked_token)
+        length, extra = self.sequence_length, self.options.extra_tokens
+        text = read_text(self.indexed, self.order, number, length, extra, self.pad)
+        return divide(text, extra, self.pad, self.masked_token)
 
 
 class MegatronOrderedBlend:
