@@ -4,39 +4,15 @@ refused elsewhere."""
 import sys
 from collections.abc import Sequence
 
+from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 
-WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "--dataset-impl": ("mmap",),
-    "--lang": ("english",),
-    "--legacy-tokenizer": (),
-    "--vocab-extra-ids": ("0",),
-}
+_TABLES = read_table(__file__)
+WITHOUT_EFFECT: dict[str, list[str]] = _TABLES["without_effect"]
 """Flags, and the only values with which they change nothing here."""
-
-RENAMED = {
-    **{"--vocab": "--vocab-file", "--json-key": "--json-keys", "--tokenizer-name-or-path": "--tokenizer-model"},
-    **{"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"},
-}
+RENAMED: dict[str, str] = _TABLES["renamed"]
 """Flags, and kinds of tokenizers, that have another name here."""
-
-CONVERSATIONS = "conversations are prepared by training with --sft (docs/data.md); leave it out"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("--handler-name", "--prompt-type", "--map-keys", "--pack", "--neat-pack"), CONVERSATIONS),
-    "--chunk-size": "work is cut into parts that fit; leave it out",
-    "--overwrite-cache": "no cache is written; leave it out",
-    "--dataset-impl": "token files are always memory-mapped; leave it out, or give mmap",
-    "--lang": "sentences are cut by rules that were trained on no language; leave it out",
-    "--legacy-tokenizer": "it takes no value; leave it out",
-    "--vocab-extra-ids": "prepared ids are those of the tokenizer alone; leave it out, or give 0",
-    "--find-optimal-num-workers": "without --workers there are as many as cores; leave it out",
-    "--workers-to-check": "without --workers there are as many as cores; leave it out",
-    "--max-documents": "all documents are prepared; give a shorter file, and leave it out",
-    "--performance-dir": "the speed is printed at the end; leave it out",
-    "--tiktoken-special-tokens": "the special tokens of TikTokenizer have fixed names; leave it out",
-    "--trust-remote-code": "no code comes with a tokenizer, only its files are read; leave it out",
-    "--tokenizer-metadata": "the tokenizer's own files say everything; leave it out",
-}
+REFUSED = {flag: reason for reason, flags in _TABLES["refused"].items() for flag in flags.split()}
 """Why a flag with any other value cannot be honoured, and the way out."""
 
 
@@ -52,7 +28,7 @@ def translate(flags: Sequence[str]) -> list[str]:
         words = " ".join([flag, *values])
         if name == "--tokenizer-type":
             values = [RENAMED.get(value, value) for value in values]
-        if name in WITHOUT_EFFECT and tuple(values) == WITHOUT_EFFECT[name]:
+        if name in WITHOUT_EFFECT and values == WITHOUT_EFFECT[name]:
             dropped.append(words)
         elif name in REFUSED:
             raise ConfigError(f"{words}: {REFUSED[name]}")
