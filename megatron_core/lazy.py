@@ -23,3 +23,8 @@ def lazy_names(package: str, file: str) -> Callable[[str], object]:
         return getattr(found, own) if hasattr(found, own) else import_module(f"{home}.{own}")
 
     return get
+
+
+def names_of(home: str) -> Callable[[str], object]:
+    """A ``__getattr__`` of a module that offers the names of the module ``home``."""
+    return lambda name: getattr(import_module(home), name)

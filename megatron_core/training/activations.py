@@ -1,5 +1,5 @@
 """For Megatron-LM's users: activation functions under their former path."""
 
-from megatron_core.lazy import lazy_names
+from megatron_core.lazy import names_of
 
-__getattr__ = lazy_names("megatron_core", {"activations": ("fast_gelu", "quick_gelu", "squared_relu")})
+__getattr__ = names_of("megatron_core.activations")

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.lazy import names_of
 from megatron_core.optimizer.optimizer_config import OptimizerConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.training.global_vars import get_args
@@ -118,15 +118,4 @@ def settings_of(kind: Any, args: Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-_OF_PROGRAM = (
-    *("get_model", "get_optimizer_param_scheduler", "setup_model_and_optimizer", "train_step", "evaluate", "train"),
-    *("evaluate_and_print_results", "build_pretraining_data_loader", "build_train_valid_test_data_iterators"),
-    "pretrain",
-)
-
-
-def __getattr__(name: str) -> object:
-    """Names of ``training.program``, which imports this module."""
-    if name not in _OF_PROGRAM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("megatron_core.training.program"), name)
+__getattr__ = names_of("megatron_core.training.program")  # which imports this module

@@ -1,13 +1,5 @@
 """For Megatron Core's users: ``megatron_core.extensions.transformer_engine`` under its former path."""
 
-from megatron_core.lazy import lazy_names
+from megatron_core.lazy import names_of
 
-__getattr__ = lazy_names(
-    "megatron_core.extensions",
-    {
-        "transformer_engine": (
-            *("HAVE_TE", "SplitAlongDim", "TEColumnParallelLinear", "TEDotProductAttention", "TELinear", "TENorm"),
-            *("TELayerNormColumnParallelLinear", "TERowParallelLinear", "te_checkpoint"),
-        )
-    },
-)
+__getattr__ = names_of("megatron_core.extensions.transformer_engine")
