@@ -39,9 +39,10 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def has(self, name: str) -> bool:
-        """Whether a tensor of that name is stored."""
-        return name in self.manifest.tensors
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether a tensor of that name is stored, and of that shape if one is given."""
+        tensor = self.manifest.tensors.get(name)
+        return tensor is not None and shape in (None, tensor.shape)
 
     def verify(self, share: int = 0, shares: int = 1) -> list[str]:
         """What is wrong with the files of this caller's ``share``, of ``shares``: sizes and hashes."""

@@ -208,7 +208,7 @@ def load_state(
         reader.fill(_held_weights(data))
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh:
+        if not fresh and isinstance(reader, CheckpointReader):
             _load_compression(reader, data)
             if fp8 is not None and fp8.is_delayed:
                 _load_histories(reader, fp8)
@@ -267,14 +267,25 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _load_compression(reader: CheckpointReader | HuggingFaceReader, data: DataParallel) -> None:
-    """Errors are those of a data-parallel rank: with another number of them they are left at zero, and that is said."""
-    pieces = list(compression_pieces(data))
+def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
+    """Errors are those of a data-parallel rank: with another number of them they are left at zero, and that is said.
+    Factors are a start that other layouts and ranks of PowerSGD make anew; all ranks, because copies have to agree."""
+    if data.compressor is None:
+        return
+    kinds: dict[bool, list[Piece]] = {True: [], False: []}
+    for piece in compression_pieces(data):
+        kinds[piece.name.startswith("compression.factor")].append(piece)
+    factors, errors = kinds[True], kinds[False]
     ranks = reader.state.get("compression_ranks")
-    if ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in pieces):
-        reader.fill(pieces)
-    elif pieces and data.groups.rank == 0:
-        print(f"note: the errors of compressed gradients start at zero: the checkpoint has those of {ranks or 0} ranks")
+    has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
+    has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
+    told = tell_all(f"{has_errors:d}{has_factors:d}", data.device)
+    if any(text[0] == "0" for text in told):
+        note(f"the errors of compressed gradients start at zero: the checkpoint has those of {ranks or 0} ranks")
+        return
+    reader.fill(errors)
+    if all(text[1] == "1" for text in told):
+        reader.fill(factors)
 
 
 def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHistories) -> None:

@@ -19,6 +19,7 @@ from megatron_core.training.step import train_step
 from megatron_core.verify import trace_training
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
+from tests.parity.rows import TP2
 from tests.runs import tiny_config, tiny_run
 
 ONEBIT = {"grad_compression": "onebit-adam", "clip_grad": 0.0}
@@ -152,6 +153,22 @@ def _compressing(**settings: object) -> Run:
     train_step(run)
     assert any(error.any() for error in _errors(run))
     return run
+
+
+def _other_layout(settings: dict, root: Path) -> tuple[bool, bool]:
+    """Whether errors came from the checkpoint, and whether the next step was taken."""
+    run = tiny_run(**settings, load=str(root))
+    return any(bool(error.any()) for error in _errors(run)), not train_step(run).skipped
+
+
+OTHER = {"tp2": TP2, "another rank": {"powersgd_rank": 1}, "other buckets": {"ddp_bucket_size": 3000}}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_another_layout_goes_on_with_the_errors(case: str, tmp_path: Path) -> None:
+    settings, size = POWER | {"grad_compression_warmup_iters": 1}, 4 if case == "tp2" else 2
+    run_ranks(2, _resume, settings, tmp_path)
+    assert run_ranks(size, _other_layout, settings | OTHER[case], tmp_path) == [(True, True)] * size
 
 
 def _skip(settings: dict) -> tuple[bool, bool, bool]:
