@@ -28,6 +28,8 @@ settings.load_profile("make test")
 # Where these are set, pytest shows every difference of two unequal values, which takes hours for long ones.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
+# Help and progress are as wide as the terminal; in a narrow one their lines break elsewhere.
+os.environ["COLUMNS"] = "80"
 
 # A shell starts jobs of the background with Ctrl-C ignored, and nohup any job with SIGHUP, and so would be the programs
 # that tests start.

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.report import write_report
 from tests.datasets.files import write
+from tests.monitor.examples import step
 from tests.programs import run_program
 
 
@@ -56,6 +58,8 @@ def test_a_lock_that_can_never_be_made(tmp_path: Path) -> None:
 def test_the_report_of_a_folder_whose_name_is_no_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff\xfe")
     (tmp_path / name).mkdir()
-    (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}\n')
+    sink = JsonLinesSink(tmp_path / name / "metrics.jsonl")
+    sink.on_step(step(1))
+    sink.close()
     write_report(tmp_path / name, tmp_path / "page.html")
     assert "\\udcff\\udcfe" in (tmp_path / "page.html").read_text(encoding="utf-8")
