@@ -140,6 +140,8 @@ MODEL_FILES = {
     "Llama2Tokenizer": "tokenizer.model",
 }
 """What `transformers` calls the file of ``--tokenizer-model``."""
+CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "tokenizer.model": "LlamaTokenizer"}
+"""The class there that takes the file as it is."""
 
 
 def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
@@ -157,10 +159,12 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / (names.get(str(path)) or path.name))
     settings = folder / "tokenizer_config.json"
     tokenizer = tokenizer_of(data)
-    if tokenizer is not None and (folder / "tokenizer.json").is_file() and not settings.is_file():
+    own = [name for name in CLASSES if (folder / name).is_file()]
+    if tokenizer is not None and own and not settings.is_file():
         ids = {name: getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
-        tokens = {f"{name}_token": tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
-        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | tokens, indent=2) + "\n")
+        texts = {name: tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
+        tokens = {f"{name}_token": text for name, text in texts.items() if text}  # sentencepiece's have none
+        settings.write_text(json.dumps({"tokenizer_class": CLASSES[own[0]]} | tokens, indent=2) + "\n")
 
 
 def special_tokens(config: RunConfig) -> dict[str, int | None]:

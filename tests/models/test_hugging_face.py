@@ -23,6 +23,7 @@ from megatron_core.models.hf.reader import _vocab_size
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
 from megatron_core.training.pretrain import read_settings
 from megatron_core.training.step import train_step
@@ -30,7 +31,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
 from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import TINY, tiny_run
-from tests.tokenizers.corpus import write_gpt2_files, write_tokenizer_json
+from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +197,20 @@ def test_files_of_other_tokenizers_go_out_under_theirs(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", local_files_only=True)
     text = "don't 12345\n    two"
     assert theirs(text)["input_ids"] == GPT2BPETokenizer(vocabulary, merges).tokenize(text)
+
+
+def test_a_sentencepiece_model_goes_out_under_theirs(tmp_path: Path) -> None:
+    file = write_sentence_piece(tmp_path, keep_spaces=True)
+    tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(file), "vocab_size": None}
+    llama = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
+    run = tiny_run(**tokenizer, **llama, save=str(tmp_path / "ours"), train_iters=1)
+    run.saver.save(run.state)
+    export_hugging_face(tmp_path / "ours", tmp_path / "theirs", verify=False)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", local_files_only=True)
+    text = "don't 12345\n two  \u65e5\u672c"
+    ours = SentencePieceTokenizer(file)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.tokenize(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eos)
 
 
 def _edit(folder: Path, **changes: Any) -> None:
