@@ -1,7 +1,8 @@
 """For Megatron Core's users: the settings of ``DistributedDataParallel``."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from megatron_core.config.refused import refuse_changes, refused
 from megatron_core.errors import ConfigError
 
 
@@ -31,24 +32,20 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
     gradient_reduce_div_fusion: bool = True
-    fp8_param_gather: bool = False
-    fp4_param_gather: bool = False
-    use_megatron_fsdp: bool = False
-    use_custom_fsdp: bool = False
+    fp8_param_gather: bool = refused(False)
+    fp4_param_gather: bool = refused(False)
+    use_megatron_fsdp: bool = refused(False)
+    use_custom_fsdp: bool = refused(False)
     data_parallel_sharding_strategy: str = "no_shard"
     """no_shard, optim, optim_grads, optim_grads_params: ZeRO stages 0 to 3."""
-    outer_dp_sharding_strategy: str = "no_shard"
-    nccl_ub: bool = False
-    fsdp_double_buffer: bool = False
-    delay_wgrad_compute: bool = False
+    outer_dp_sharding_strategy: str = refused("no_shard")
+    nccl_ub: bool = refused(False)
+    fsdp_double_buffer: bool = refused(False)
+    delay_wgrad_compute: bool = refused(False)
 
     def __post_init__(self) -> None:
         """Refuse what is not supported."""
-        wrong = [
-            item.name for item in fields(self) if item.name in _REFUSED and getattr(self, item.name) != item.default
-        ]
-        if wrong:
-            raise ConfigError(f"DistributedDataParallelConfig: {', '.join(wrong)} is not supported; leave it out")
+        refuse_changes(self)
         if self.data_parallel_sharding_strategy not in _STAGES:
             raise ConfigError(
                 f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} is none of "
@@ -67,13 +64,3 @@ class DistributedDataParallelConfig:
 
 
 _STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_REFUSED = (
-    "fp8_param_gather",
-    "fp4_param_gather",
-    "use_megatron_fsdp",
-    "use_custom_fsdp",
-    "outer_dp_sharding_strategy",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "delay_wgrad_compute",
-)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_core import config
+from megatron_core.config.refused import refuse_changes, refused
 from megatron_core.errors import ConfigError
 
 
@@ -90,8 +91,8 @@ class OptimizerConfig:
     lion_beta2: float = 0.98
     muon_momentum: float = 0.95
     muon_num_ns_steps: int = 5
-    muon_scale_mode: str = "spectral"
-    muon_scalar_optimizer: str = "adam"
+    muon_scale_mode: str = refused("spectral")
+    muon_scalar_optimizer: str = refused("adam")
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
@@ -105,25 +106,21 @@ class OptimizerConfig:
     config_logger_dir: str = ""
     apply_wd_to_qk_layernorm: bool = False
     use_precision_aware_optimizer: bool = False
-    main_grads_dtype: torch.dtype = torch.float32
+    main_grads_dtype: torch.dtype = refused(torch.float32)  # noqa: RUF009
     main_params_dtype: torch.dtype = torch.float32
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    decoupled_weight_decay: bool = True
-    use_layer_wise_distributed_optimizer: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    log_num_zeros_in_grad: bool = False
-    grad_norm_skip_threshold: float = float("inf")
-    fp8_recipe: str | None = None
-    optimizer_cuda_graph: bool = False
+    decoupled_weight_decay: bool = refused(True)
+    use_layer_wise_distributed_optimizer: bool = refused(False)
+    overlap_param_gather_with_optimizer_step: bool = refused(False)
+    log_num_zeros_in_grad: bool = refused(False)
+    grad_norm_skip_threshold: float = refused(float("inf"))
+    fp8_recipe: str | None = refused(None)
+    optimizer_cuda_graph: bool = refused(False)
 
     def translated(self) -> config.OptimizerConfig:
         """This package's configuration; ConfigError for fields that are set and not supported."""
-        wrong = [
-            item.name for item in fields(self) if item.name in _REFUSED and getattr(self, item.name) != item.default
-        ]
-        if wrong:
-            raise ConfigError(f"OptimizerConfig: {', '.join(wrong)} is not supported; leave it out")
+        refuse_changes(self)
         known = {item.name for item in fields(config.OptimizerConfig)}
         if self.lr is None:
             raise ConfigError("OptimizerConfig: lr=None; give the learning rate")
@@ -138,15 +135,3 @@ class OptimizerConfig:
 
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_REFUSED = (
-    "muon_scale_mode",
-    "muon_scalar_optimizer",
-    "main_grads_dtype",
-    "decoupled_weight_decay",
-    "use_layer_wise_distributed_optimizer",
-    "overlap_param_gather_with_optimizer_step",
-    "log_num_zeros_in_grad",
-    "grad_norm_skip_threshold",
-    "fp8_recipe",
-    "optimizer_cuda_graph",
-)
