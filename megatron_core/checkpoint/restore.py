@@ -109,11 +109,11 @@ def _starts(path: Path) -> dict[str, int]:
 
 
 def open_copies(
-    folder: Path, load: str, step: int | None, *, verify: bool, device: torch.device
+    folder: Path, load: str, step: int | None, *, verify: bool, device: torch.device, sound: int | None = None
 ) -> CopiesReader | None:
     """The newest checkpoint of which the folders ``folder`` of all hosts together hold all files, of the run whose
-    checkpoints are in ``load``; None if none is newer than those, or one of those is asked for. All ranks call this
-    together.
+    checkpoints are in ``load``; None if none is newer than those, or one of those is asked for. ``sound`` is the newest
+    of those that is whole (-1: none), where that is known. All ranks call this together.
 
     What is damaged or not complete is told. Errors: ``CheckpointError`` on all ranks if a folder cannot be used.
     """
@@ -121,7 +121,7 @@ def open_copies(
     if on_disk.named:
         return None
     hosts = meet(folder, device)
-    newest = max(map(iteration_of, on_disk.folders), default=-1)
+    newest = max(map(iteration_of, on_disk.folders), default=-1) if sound is None else sound
     newest, run = json.loads(tell_from(0, json.dumps((newest, run_of(Path(load)))), device))
     saves, faults = _saves_of(folder, run, newest) if hosts.is_first else ([], [])
     for fault in filter(None, tell_all("; ".join(faults), device)):
@@ -142,7 +142,7 @@ def open_copies(
         fail_together(_lay_out(loading, manifest, own, held[hosts.own]) if hosts.is_first else "", device)
         note(f"iteration {iteration} IS LOADED FROM MEMORY, of {len(having)} of {len(held)} hosts")
         return CopiesReader(loading, hosts, held, device)
-    if newest >= 0:
+    if newest >= 0 and sound is None:
         note(f"the hosts have nothing newer in memory: the newest checkpoint in {load} is loaded")
     return None
 

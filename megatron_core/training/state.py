@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_core.checkpoint import Box, CheckpointReader, Piece, open_newest, parameter_pieces, pieces_of
-from megatron_core.checkpoint.folder import complete_iterations
+from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
@@ -131,11 +131,7 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
     settings = config.checkpoint
     reader: CheckpointReader | None = None
     if settings.load is not None:
-        load, step, local = settings.load, settings.ckpt_step, settings.local_folder
-        verify, temporary = settings.verify_checkpoint, settings.temporary_folder(load) if local is None else None
-        if local is not None:
-            reader = open_copies(local, load, step, verify=verify, device=device)
-        reader = reader or open_newest(load, step, temporary, verify=verify, device=device)
+        reader = _open_stored(settings, settings.load, device)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load_hf is not None:
@@ -172,6 +168,28 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
                 "samples and other dropout are drawn than in the run that it comes from"
             )
     return reader
+
+
+def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) -> CheckpointReader | None:
+    """The newest whole checkpoint, in the memory of the hosts or in the folder ``load``."""
+    step, local, verify = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint
+    if local is None:
+        return open_newest(load, step, settings.temporary_folder(load), verify=verify, device=device)
+    found: CheckpointReader | None = open_copies(local, load, step, verify=verify, device=device)
+    if found is not None:
+        return found
+    fault = None
+    try:
+        found = open_newest(load, step, verify=verify, device=device)
+    except CheckpointError as error:
+        fault = error
+    sound = -1 if found is None else found.manifest.iteration
+    if step is None and sound < max(map(iteration_of, find_candidates(load).folders), default=-1):
+        # Memory has nothing newer than what is damaged on disk, but perhaps than what is whole there.
+        found = open_copies(local, load, step, verify=verify, device=device, sound=sound) or found
+    if found is None and fault is not None:
+        raise fault
+    return found
 
 
 def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:

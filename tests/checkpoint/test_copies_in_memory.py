@@ -162,6 +162,21 @@ def test_if_all_hosts_are_lost_the_disk_is_taken(saved: Path) -> None:
     assert "nothing newer in memory: the newest checkpoint in" in resume(saved, 1)
 
 
+@pytest.mark.parametrize(("on_disk", "whole"), [((2,), 2), ((3,), 2), ((1, 3), 2)])
+def test_what_is_damaged_on_disk_is_taken_from_memory(on_disk: tuple[int, ...], whole: int, saved: Path) -> None:
+    """The same iteration, and one before it, whether or not the disk has an older one that is whole."""
+    if 1 not in on_disk:
+        shutil.rmtree(saved / "disk" / "iter_0000001")
+    for iteration in set(on_disk) - {1}:
+        folder = saved / "disk" / f"iter_{iteration:07d}"
+        shutil.copytree(saved / "whole" / folder.name, folder)
+        flip(folder / rank_file(0), 20_000)
+        (saved / "disk" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    told = resume(saved, whole, steps=1)
+    assert "A DAMAGED CHECKPOINT IS NOT LOADED" in told or 1 not in on_disk
+    assert f"iteration {whole} IS LOADED FROM MEMORY" in told
+
+
 def test_without_copies_a_lost_host_costs_what_was_in_memory(tmp_path: Path) -> None:
     run_ranks(2, _first_run, tmp_path, {})
     shutil.rmtree(tmp_path / "host1")
