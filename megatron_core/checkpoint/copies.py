@@ -42,8 +42,9 @@ def save_copies(
     first = hosts.is_first
     together(agree, "prepare the folder of a checkpoint", partial(save.prepare, save_id) if first else None)
     try:
-        together(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
-        reports = tell_all(save.report.read_text(), device)
+        written: list[str] = []
+        together(agree, "write its tensors of a checkpoint", lambda: written.append(_write(save, pieces)))
+        reports = tell_all(written[0], device)
         files = {rank: StoredFile(**json.loads(text)["file"]) for rank, text in enumerate(reports) if '"file"' in text}
         copies = list(_copies(save.partial, files, hosts, jump, factor))
         together(agree, "send its copies of a checkpoint", lambda: carry_out(copies, hosts.rank, device))
@@ -59,6 +60,11 @@ def save_copies(
                 remove(other)
         for unfinished in save.folder.glob(".iter_*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(save: Save, pieces: Iterable[Piece]) -> str:
+    save.write(pieces)
+    return save.report.read_text()
 
 
 def _copies(

@@ -22,6 +22,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import copies
 from megatron_core.checkpoint.folder import complete_iterations, rank_file, remove
 from megatron_core.checkpoint.hosts import Hosts
+from megatron_core.checkpoint.writer import Save
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
@@ -247,18 +248,31 @@ def killed_before_all_hosts_have_the_newest_the_one_before_is_whole(root: Path) 
     assert "ITERATION 3 IN MEMORY IS NOT COMPLETE" in resume(root, 2)
 
 
-def _fill_the_memory(root: Path) -> str:
+def _full(write_copy: Callable[..., None]) -> Callable[..., None]:
     """The second host has no room for the copies of the first, which it is still sent."""
+
+    def full(*arguments: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        write_copy(*arguments)
+
+    return full
+
+
+def _unreadable(write: Callable[..., str]) -> Callable[..., str]:
+    """What the second host has written cannot be read again."""
+
+    def unreadable(save: Save, *arguments: Any) -> str:
+        write(save, *arguments)
+        return save.folder.read_text()
+
+    return unreadable
+
+
+def _fail_on_one_host(root: Path, name: str, failing: Callable[..., Any]) -> str:
     run = begin(root, replication=True)
     train(run, 1)
     if dist.get_rank() == 1:
-        write_copy = copies._write_copy
-
-        def full(*arguments: Any) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-            write_copy(*arguments)
-
-        copies._write_copy = full
+        setattr(copies, name, failing(getattr(copies, name)))
     printed = io.StringIO()
     with redirect_stdout(printed):
         assert not run.saver.try_to_save(run.state, temporary=True)
@@ -267,9 +281,16 @@ def _fill_the_memory(root: Path) -> str:
     return printed.getvalue()
 
 
-def test_full_memory_of_another_host_is_told_and_survived(saved: Path) -> None:
-    told, _ = run_ranks(2, _fill_the_memory, saved)
-    assert "A CHECKPOINT WAS NOT WRITTEN: a rank could not send its copies" in told and "File too large" in told
+@pytest.mark.parametrize(
+    ("name", "failing", "what"),
+    [("_write_copy", _full, "send its copies"), ("_write", _unreadable, "write its tensors")],
+)
+def test_what_fails_on_another_host_is_told_and_survived(
+    name: str, failing: Callable[..., Any], what: str, saved: Path
+) -> None:
+    told, other = run_ranks(2, _fail_on_one_host, saved, name, failing)
+    assert f"A CHECKPOINT WAS NOT WRITTEN: a rank could not {what}" in told
+    assert ("File too large" if failing is _full else "Is a directory") in told + other
     assert [complete_iterations(saved / f"host{host}") for host in (0, 1)] == [[2], [2]]
 
 
