@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -21,6 +22,10 @@ def end_on_interrupt() -> None:
     """Let Ctrl-C, and libraries that cannot be loaded, end this process without a traceback while it imports, until
     ``begin_program``."""
     sys.excepthook = _say_what_is_missing
+    _end_at_once()
+
+
+def _end_at_once() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored, as under nohup
         signal.signal(signal.SIGINT, _end)
 
@@ -51,6 +56,7 @@ def begin_program() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(_end_at_once)  # before what torch does at the end, which Ctrl-C would leave with a traceback
 
 
 def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = "") -> NoReturn:

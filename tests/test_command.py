@@ -57,6 +57,18 @@ def test_every_program_begins_with_it(path: Path) -> None:
     assert "end_on_interrupt()" in ast.unparse(found[found.index(first) + 1])
 
 
+def test_ctrl_c_while_a_program_ends() -> None:
+    code = """
+import atexit, os, signal, time
+from megatron_core.command import end_on_interrupt, run_tool
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
+end_on_interrupt()
+run_tool("name", lambda: print("done"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "done\n", "")
+
+
 def _raise(error: BaseException) -> Callable[[], int]:
     def tool() -> int:
         raise error
