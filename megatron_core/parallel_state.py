@@ -127,18 +127,58 @@ def destroy_model_parallel() -> None:
     assumed.clear()
 
 
-for _name, _axes, _ranks in (
-    ("tensor_model_parallel", "tp", "that share each layer's matrices"),
-    ("pipeline_model_parallel", "pp", "that share the layers"),
-    ("context_parallel", "cp", "that share each sequence"),
-    ("tensor_and_context_parallel", "tp-cp", "that share each sequence and each layer's matrices"),
-    ("expert_model_parallel", "ep", "that share the experts of a layer"),
-    ("expert_tensor_parallel", "etp", "that share each expert's matrices"),
-    ("expert_tensor_and_model_parallel", "etp-ep", "that share the experts of a layer and each expert's matrices"),
-    ("expert_data_parallel", "edp", "that hold copies of the same experts"),
-):
-    globals().update(getters(_name, _axes, _ranks))
-_stage, _num_stages = (globals()[f"get_pipeline_model_parallel_{what}"] for what in ("rank", "world_size"))
+(
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_world_size,
+    get_tensor_model_parallel_rank,
+    set_tensor_model_parallel_world_size,
+    set_tensor_model_parallel_rank,
+) = getters("tp", "that share each layer's matrices")
+(
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_world_size,
+    get_pipeline_model_parallel_rank,
+    set_pipeline_model_parallel_world_size,
+    set_pipeline_model_parallel_rank,
+) = getters("pp", "that share the layers")
+(
+    get_context_parallel_group,
+    get_context_parallel_world_size,
+    get_context_parallel_rank,
+    set_context_parallel_world_size,
+    set_context_parallel_rank,
+) = getters("cp", "that share each sequence")
+(
+    get_tensor_and_context_parallel_group,
+    get_tensor_and_context_parallel_world_size,
+    get_tensor_and_context_parallel_rank,
+    set_tensor_and_context_parallel_world_size,
+    set_tensor_and_context_parallel_rank,
+) = getters("tp-cp", "that share each sequence and each layer's matrices")
+(
+    get_expert_model_parallel_group,
+    get_expert_model_parallel_world_size,
+    get_expert_model_parallel_rank,
+    set_expert_model_parallel_world_size,
+    set_expert_model_parallel_rank,
+) = getters("ep", "that share the experts of a layer")
+(
+    get_expert_tensor_parallel_group,
+    get_expert_tensor_parallel_world_size,
+    get_expert_tensor_parallel_rank,
+    set_expert_tensor_parallel_world_size,
+    set_expert_tensor_parallel_rank,
+) = getters("etp", "that share each expert's matrices")
+(
+    get_expert_tensor_and_model_parallel_group,
+    get_expert_tensor_and_model_parallel_world_size,
+    get_expert_tensor_and_model_parallel_rank,
+    set_expert_tensor_and_model_parallel_world_size,
+    set_expert_tensor_and_model_parallel_rank,
+) = getters("etp-ep", "that share the experts of a layer and each expert's matrices")
+get_expert_data_parallel_world_size, get_expert_data_parallel_rank = getters(
+    "edp", "that hold copies of the same experts"
+)[1:3]
 get_model_parallel_group = group_getter("tp-pp", "that hold one copy of the model")
 get_expert_tensor_model_pipeline_parallel_group = group_getter("etp-ep-pp", "that hold one copy of all experts")
 
@@ -179,13 +219,15 @@ def _pipeline_neighbour(step: int) -> int:
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank (and, unless ignored, this chunk) is the first of the pipeline."""
-    return _stage() == 0 and _chunk_is(0, ignore_virtual, vp_stage)
+    return get_pipeline_model_parallel_rank() == 0 and _chunk_is(0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank (and, unless ignored, this chunk) is the last of the pipeline."""
     last_chunk = (_virtual["size"] or 1) - 1
-    return _stage() == _num_stages() - 1 and _chunk_is(last_chunk, ignore_virtual, vp_stage)
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1 and _chunk_is(
+        last_chunk, ignore_virtual, vp_stage
+    )
 
 
 def _chunk_is(chunk: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
@@ -301,7 +343,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> Group | None
 
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank holds the table of positions."""
-    return _stage() == 0
+    return get_pipeline_model_parallel_rank() == 0
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

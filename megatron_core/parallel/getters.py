@@ -22,9 +22,9 @@ def group_getter(axes: str, ranks: str) -> Callable[..., Group | None]:
     return group
 
 
-def getters(name: str, axes: str, ranks: str) -> dict[str, Callable[..., Any]]:
-    """Megatron's functions for the group over ``axes``: ``get_NAME_group``, ``_world_size`` and ``_rank``, this rank's
-    index in it; ``set_NAME_world_size`` and ``_rank`` set these without groups, None: back to those of the groups."""
+def getters(axes: str, ranks: str) -> tuple[Callable[..., Any], ...]:
+    """Megatron's functions for the group over ``axes``: the group, its size, this rank's index in it, and two that set
+    size and index without groups, None for those of the groups."""
 
     def world_size() -> int:
         return assumed[axes, "size"] if (axes, "size") in assumed else current().group(axes).size()
@@ -42,13 +42,7 @@ def getters(name: str, axes: str, ranks: str) -> dict[str, Callable[..., Any]]:
     rank.__doc__ = f"This rank's index among the ranks {ranks}."
     set_world_size.__doc__ = f"Assume a number of the ranks {ranks}; None: that of the groups."
     set_rank.__doc__ = f"Assume an index among the ranks {ranks}; None: that of the groups."
-    return {
-        f"get_{name}_group": group_getter(axes, ranks),
-        f"get_{name}_world_size": world_size,
-        f"get_{name}_rank": rank,
-        f"set_{name}_world_size": set_world_size,
-        f"set_{name}_rank": set_rank,
-    }
+    return group_getter(axes, ranks), world_size, rank, set_world_size, set_rank
 
 
 def assume(key: tuple[str, str], value: int | None) -> None:
