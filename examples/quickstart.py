@@ -90,7 +90,7 @@ class Job:
             *MODEL, *self.tokenizer_flags(), "--data-path", f"{self.prefix}_text_document", "--split", "95,5,0",
             "--micro-batch-size", "16", "--global-batch-size", "128", "--lr", "4e-3", "--lr-warmup-iters", first // 10,
             "--lr-decay-style", "cosine", "--lr-decay-iters", last, "--min-lr", "4e-4", "--weight-decay", "0.1",
-            "--adam-beta2", "0.95", "--save", self.checkpoints, "--eval-iters", "4", "--eval-interval", "30",
+            "--adam-beta2", "0.98", "--save", self.checkpoints, "--eval-iters", "4", "--eval-interval", "30",
             "--log-interval", "20", "--tensorboard-dir", self.folder / "tensorboard",
             *(["--bf16"] if torch.cuda.is_available() else []),
         ]  # fmt: skip
