@@ -52,7 +52,7 @@ def parse_args(
 
 def _others(given: list[str]) -> dict[str, Any]:
     """Megatron-LM's flags that are no settings here, as its parser has them: None or False for those not given, and
-    ``--no-x`` and ``--disable-x`` as x, too."""
+    ``--no-x`` and ``--disable-x`` as x, too, where that is no flag."""
     values, found = {plain(flag): words for flag, words in grouped(given)}, dict[str, Any]()
     for name, flag in FLAGS.items():
         words = values.get(name)
@@ -62,7 +62,7 @@ def _others(given: list[str]) -> dict[str, Any]:
         else:
             found[name] = words is not None
             for prefix in ("no_", "disable_"):
-                if name.startswith(prefix):
+                if name.startswith(prefix) and name.removeprefix(prefix) not in FLAGS:
                     found[name.removeprefix(prefix)] = words is None
     return found
 

@@ -167,8 +167,8 @@ IN_STEPS = (
     Defect(  # C31
         "data-parallel ranks read the same samples",
         "datasets.loader:BatchLoader._micro_batch",
-        "micro * self._size + self._rank",
-        "micro * self._size",
+        "micro * self.data_parallel_size + self.data_parallel_rank",
+        "micro * self.data_parallel_size",
         "dp2",
         "C31",
     ),

@@ -32,7 +32,7 @@ def _run(folder: Path, command: str) -> str:
     """Run a command of the README in ``folder``, which looks like the repository's root; those of one Python process in
     this one."""
     python, program, *flags = shlex.split(command)
-    if python == "python" and program.endswith(".py"):
+    if python == "python" and program.endswith(".py") and "quickstart" not in program:  # which prints what others print
         result = run_program(program, *flags, cwd=folder)
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         return result.stdout
