@@ -9,7 +9,7 @@ LARGEST_TEXT = 2**24
 
 def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``. OSError, or ValueError that says what is wrong with it:
-    a named pipe, into which perhaps nobody ever writes, more than ``LARGEST_TEXT`` bytes, or no UTF-8."""
+    a named pipe (reading it would block until a process writes), more than ``LARGEST_TEXT`` bytes, or not UTF-8."""
     if Path(os.path.realpath(path)).is_fifo():  # that of <(command) has no name
         raise ValueError("it is a named pipe; give a file")
     with open(path, "rb") as file:

@@ -321,7 +321,7 @@ def test_the_rules_find_something(code: str) -> None:
 
 
 def test_packages_only_hand_names_on() -> None:
-    """Imports and a docstring; and for names that are handed on late ``__getattr__``."""
+    """Imports and a docstring; and ``__getattr__`` for names that are imported on first use."""
     found = []
     for path in LIBRARY:
         if path.name == "__init__.py":

@@ -182,9 +182,9 @@ def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:
 class BackgroundSave:
     """A checkpoint that a thread copies and writes while the ranks go on.
 
-    ``snapshot`` are this rank's pieces and what completes them, as ``Snapshot.take`` gives them: whoever changes what
-    they are copies of first calls ``wait_until_copied``. ``seconds`` is how long rank 0 waits for another rank's
-    report. Made on all ranks together, and so is ``finish``.
+    ``snapshot``: this rank's pieces and the function that completes their copies, from ``Snapshot.take``. Call
+    ``wait_until_copied`` before the tensors that they are copies of change. ``seconds``: how long rank 0 waits for the
+    report of another rank. All ranks construct it together, and call ``finish`` together.
     """
 
     def __init__(self, save: Save, snapshot: tuple[list[Piece], Callable[[], None]], agree: Agree, seconds: float):

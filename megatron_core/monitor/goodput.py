@@ -2,7 +2,7 @@
 
 What a run loses: the start of each process until its first step, the time between a process's end and the start of
 the next, steps that a resumed run repeats, steps that were skipped, saves and evaluations. The rest is ``useful``. The
-time between a run that did all its iterations and its continuation with more of them is no part of either.
+time between a run that did all its iterations and its continuation with more of them counts neither as lost nor useful.
 """
 
 from typing import Any

@@ -33,9 +33,9 @@ class CheckpointSaver:
     """Writes what ``data`` and ``optimizer`` hold into the folder of ``save``. All ranks call each method together.
 
     With ``async_save`` at most one checkpoint is being written, from one copy of this rank's part, which is made while
-    the next step runs: its update waits for that, and the next save for the whole. Whoever wants to load what was saved
-    last calls ``finish`` first, and whoever changes weights or optimizer state without it the optimizer's
-    ``before_update``.
+    the next step runs: its update waits for that, and the next save for the whole. Call ``finish`` before
+    the last checkpoint is loaded, and the optimizer's ``before_update`` before weights or optimizer state change
+    outside of a step.
     """
 
     config: RunConfig

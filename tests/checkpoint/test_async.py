@@ -65,17 +65,17 @@ def _started(folder: Path, settings: dict[str, Any]) -> Run:
 
 
 @contextmanager
-def _saving_late(run: Run, folder: Path, patience: float = 0.0) -> Iterator[None]:
+def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[None]:
     """The same saved in the background, with a copy that begins when somebody waits for it, as late as can be.
 
-    It takes up to ``patience`` seconds, less if nobody waits for it.
+    It takes up to ``most_seconds`` seconds, and ends sooner if the update waits for it.
     """
     begin, left, copy = Event(), Event(), writer._copy
 
     def late(*pieces: object) -> None:
         if current_thread() is not main_thread():
             assert begin.wait(60)
-            left.wait(patience)
+            left.wait(most_seconds)
         copy(*pieces)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,15 +106,15 @@ def _content(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
 
 
-def _save_both_ways(root: Path, kinds: list[str], patience: float) -> None:
+def _save_both_ways(root: Path, kinds: list[str], most_seconds: float) -> None:
     for kind in kinds:
         run = _started(root / kind, KINDS[kind])
-        with _saving_late(run, root / kind, patience):
+        with _saving_late(run, root / kind, most_seconds):
             train(run, 1)
 
 
-def _check(root: Path, kinds: list[str], patience: float = 0.0) -> None:
-    run_ranks(2, _save_both_ways, root, kinds, patience)
+def _check(root: Path, kinds: list[str], most_seconds: float = 0.0) -> None:
+    run_ranks(2, _save_both_ways, root, kinds, most_seconds)
     for kind in kinds:
         assert _content(root / kind / "sync") == _content(root / kind / "async"), kind
 
@@ -134,7 +134,7 @@ def test_a_late_copy_is_of_the_step_that_asked_for_it(tmp_path: Path) -> None:  
 )
 def test_a_late_copy_of_what_has_changed_is_noticed(target: str, old: str, new: str, kind: str, tmp_path: Path) -> None:
     with planted(target, old, new), pytest.raises(AssertionError, match=kind):
-        _check(tmp_path, [kind], patience=5.0 * ("_copied" in old))
+        _check(tmp_path, [kind], most_seconds=5.0 * ("_copied" in old))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -148,7 +148,7 @@ def test_a_fault_on_purpose_waits_for_the_copy(tmp_path: Path, waits: bool) -> N
 
 
 def _without_memory(root: Path) -> None:
-    """On one rank the copy fails in its thread; both learn it, nobody waits for ever, and the next save is whole."""
+    """On one rank the copy fails in its thread: an error on both ranks, no hang, and the next save is complete."""
     run = start({"num_layers": 1, "save": str(root), "async_save": True, "use_distributed_optimizer": True})
     train(run, 1)
     copy = writer._copy

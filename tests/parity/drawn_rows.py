@@ -2,7 +2,7 @@
 
 ``python -m tests.parity.drawn_rows --first 0 --count 300`` compares so many of them and prints those that do not hold.
 A row is a function of its number: settings are tried one after another, and stay if ``problems`` has nothing against
-them, so that each row is legal and many have settings that nobody would have put together.
+them, so that each row is legal and many combine settings that no test written by hand does.
 """
 
 from __future__ import annotations

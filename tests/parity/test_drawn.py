@@ -1,4 +1,4 @@
-"""Settings that nobody put together: rows that a generator draws, against one process (see ``drawn_rows``)."""
+"""Rows of settings drawn at random, against one process (see ``drawn_rows``)."""
 
 from __future__ import annotations
 

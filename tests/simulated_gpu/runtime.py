@@ -33,7 +33,7 @@ MEMORY_OF = {"isend": ((), (0,)), "irecv": ((0,), ()), **dict.fromkeys(("all_red
 class Late:
     """The handle of a collective on a stream of its own: what it writes is there once that has been waited for.
 
-    Until then that memory is NaN, and whoever changes or frees it, or what is read, has an error.
+    Until then that memory is NaN; changing or freeing it, or the inputs of the collective, is an error.
     """
 
     def __init__(self, collective: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
