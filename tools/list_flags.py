@@ -47,6 +47,9 @@ def _translated() -> list[str]:
         f"| {_flag(name)} | `{' '.join(ours)}`, unless such a flag is given, too |"
         for name, ours in megatron_flags.OVERRIDDEN_BY_FLAG.items()
     ]
+    for flag, ours in megatron_flags.VALUE_MEANS.items():
+        name, _, value = flag.partition("=")
+        rows.append(f"| `{_plain(name)} {value}` | `{' '.join(ours)}` |")
     rows += [
         f"| `{_plain(name)} {theirs}` | `{_plain(name)} {ours}` |"
         for name, values in megatron_flags.SAME_VALUE.items()

@@ -99,7 +99,7 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), AdamW for the rest."""
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the rest."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
@@ -144,10 +144,27 @@ class OptimizerConfig:
     """Share of the running mean in the direction of an update, for --optimizer lion."""
     lion_beta2: float = 0.98
     """Decay rate of the running mean of gradients, for --optimizer lion."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.9
     """Decay rate of the sum of gradients, for --optimizer muon."""
+    muon_nesterov: bool = False
+    """Nesterov momentum, for --optimizer muon."""
+    muon_split_qkv: bool = True
+    """Make queries, keys and values orthogonal separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
+    matrix."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
+    sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: float = 1.0
+    """Another factor of Muon's updates; 0.2 with the spectral one gives them the size of AdamW's (Liu et al. 2025)."""
     muon_num_ns_steps: int = 5
     """Newton-Schulz iterations, for --optimizer muon."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of the Newton-Schulz iterations, for --optimizer muon."""
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Matrix products of the Newton-Schulz iterations, for --optimizer muon: in bfloat16, in TF32 where the GPU has it,
+    or in float32. With --fp64 always in float64."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
     use_layer_wise_param_layout: bool = True
     """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
     --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""

@@ -49,7 +49,7 @@ UNREAD: tuple[tuple[str, Callable[[Values], Any], str], ...] = (
     ("--grad-compression powersgd", lambda v: v["grad_compression"] == "powersgd", "powersgd_rank"),
     (
         "--optimizer adam or muon",
-        lambda v: v["optimizer"] not in ("sgd", "lion"),
+        lambda v: v["optimizer"] == "adam" or (v["optimizer"], v["muon_scalar_optimizer"]) == ("muon", "adam"),
         "adam_beta1 adam_beta2 adam_eps",
     ),
     (
@@ -58,11 +58,16 @@ UNREAD: tuple[tuple[str, Callable[[Values], Any], str], ...] = (
         "use_precision_aware_optimizer",
     ),
     ("--optimizer sgd", lambda v: v["optimizer"] == "sgd", "sgd_momentum"),
-    ("--optimizer lion", lambda v: v["optimizer"] == "lion", "lion_beta1 lion_beta2"),
+    (
+        "--optimizer lion",
+        lambda v: v["optimizer"] == "lion" or (v["optimizer"], v["muon_scalar_optimizer"]) == ("muon", "lion"),
+        "lion_beta1 lion_beta2",
+    ),
     (
         "--optimizer muon",
         lambda v: v["optimizer"] == "muon",
-        "muon_momentum muon_num_ns_steps use_layer_wise_param_layout",
+        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "
+        "muon_coefficient_type muon_fp32_matmul_prec muon_scalar_optimizer use_layer_wise_param_layout",
     ),
     ("--lr-decay-style WSD", lambda v: v["lr_decay_style"] == "WSD", "lr_wsd_decay_style"),
     (

@@ -1,11 +1,17 @@
-"""Muon: momentum whose matrices are made orthogonal, whatever tensor parallelism and ZeRO have split them into.
+"""Muon: momentum whose matrices are made orthogonal, however tensor parallelism and ZeRO split them.
 
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration, Liu et al. 2025 (arXiv 2502.16982),
-section 2.2, for the scale, with which learning rate and weight decay are those of AdamW.
+section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are those of Megatron-LM and
+Emerging-Optimizers.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, cycle, islice, repeat
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
@@ -17,23 +23,50 @@ from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that drives singular values to about 1 fastest."""
+Coefficients = tuple[float, float, float]
+
+COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+}
+"""a, b, c of each iteration ``a x + b x x^T x + c (x x^T)^2 x``. simple: Jordan et al. 2024; quintic:
+leloykun.github.io/ponder/muon-opt-coeffs; polar_express: Amsel et al. 2025 (arXiv 2505.16932), with its safety factor.
+After the last one, polar_express repeats it; the others start again."""
 
 
 class Muon:
-    """m = mu m + g; u = g + mu m (Nesterov); w = (1 - lr wd) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u).
+    """m = mu m + g; u = m, with Nesterov g + mu m; w = (1 - lr wd) w - lr scale orthogonal(u).
 
-    It is for hidden matrices; the rest is AdamW's. Orthogonal is what ``newton_schulz`` makes of the whole stored
-    matrix (fused QKV and gate-up matrices as they are; of experts each one). Every data-parallel rank orthogonalises
-    its share of a bucket's matrices: those that lie in its shard, if none is cut (``whole_matrices``), or else every
-    nth, which ranks collect from one another before and send afterwards.
+    It is for hidden matrices; another optimizer updates the rest. ``newton_schulz`` makes the whole stored matrix
+    orthogonal (of experts each one; gate and up projection together), but the queries, keys and values (and gates) of a
+    fused QKV matrix each on their own with ``muon_split_qkv``. The scale is ``muon_extra_scale_factor`` times
+    sqrt(max(rows, columns)) (spectral), sqrt(rows / columns) (unit_rms_norm) or sqrt(max(1, rows / columns))
+    (shape_scaling) of the matrix that is made orthogonal. Megatron-LM's m is a mean, (1 - mu) times this one: the
+    directions are equal. Every data-parallel rank orthogonalises its share of a bucket's matrices: those in its shard,
+    if none is cut (``whole_matrices``), or else every nth, which ranks collect from one another before and send
+    afterwards.
     """
 
     names = ("momentum_buffer",)
 
     def __init__(self, config: OptimizerConfig, groups: ParallelGroups) -> None:
-        self.momentum, self.steps, self.groups = config.muon_momentum, config.muon_num_ns_steps, groups
+        self.config, self.groups = config, groups
 
     @staticmethod
     def whole_matrices(kind: BucketKind, shards: int) -> Rule:
@@ -44,8 +77,9 @@ class Muon:
         """Update the shard of ``bucket`` that ``part`` is; all ranks that share the bucket's tensors call this."""
         momentum = part.state["momentum_buffer"]
         grad = part.grad.mul_(rates.factor).to(momentum.dtype)
-        momentum.mul_(self.momentum).add_(grad)
-        direction = grad.add(momentum, alpha=self.momentum)
+        momentum.mul_(self.config.muon_momentum).add_(grad)
+        nesterov = self.config.muon_nesterov
+        direction = grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
         orthogonal = self._orthogonalised(bucket, direction)
         part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(orthogonal, alpha=-rates.lr)
         write_copy(part)
@@ -80,18 +114,59 @@ class Muon:
                 full[box.whole.index] = local[box.local.index]
         for axis in spec.split_axes:
             all_reduce_(full, self.groups.group(axis))
-        scale = 0.2 * max(full.shape[-2:]) ** 0.5
         part = torch.empty_like(local)
-        spec.localise(newton_schulz(full, self.steps).mul_(scale), part)
+        spec.localise(self._of_sections(full, spec.sections if self.config.muon_split_qkv else ()), part)
         return part
 
+    def _of_sections(self, full: Tensor, sections: tuple[int, ...]) -> Tensor:
+        """Scaled orthogonal directions of a matrix, or of each matrix that ``sections`` of its rows make up."""
+        if not sections:
+            return self._scaled(full)
+        columns = full.shape[-1]
+        parts = full.view(-1, sum(sections), columns).split(sections, dim=1)
+        scaled = (self._scaled(part.reshape(-1, columns)).view(part.shape) for part in parts)
+        return torch.cat(list(scaled), dim=1).view(full.shape)
 
-def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """``[..., r, c]`` with its singular values driven to about 1 (0.7 to 1.2 after 5 steps), in its own dtype."""
-    a, b, c = COEFFICIENTS
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        config, (rows, columns) = self.config, matrix.shape[-2:]
+        scale = {
+            "spectral": max(rows, columns),
+            "unit_rms_norm": rows / columns,
+            "shape_scaling": max(1.0, rows / columns),
+        }[config.muon_scale_mode] ** 0.5
+        with _float32_products(config.muon_fp32_matmul_prec):
+            orthogonal = newton_schulz(
+                matrix,
+                config.muon_num_ns_steps,
+                config.muon_coefficient_type,
+                in_bf16=config.muon_fp32_matmul_prec == "medium",
+            )
+        return orthogonal.mul_(scale * config.muon_extra_scale_factor)
+
+
+def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, in_bf16: bool = False) -> Tensor:
+    """``[..., r, c]`` with its singular values driven to about 1 (0.7 to 1.3 after 5 steps).
+
+    In the dtype of ``matrix``; with ``in_bf16`` a float32 matrix is iterated in bfloat16.
+    """
+    sets = COEFFICIENTS[coefficients]
+    endless = chain(sets, repeat(sets[-1])) if coefficients == "polar_express" else cycle(sets)
+    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    x = normalize(x, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]
+    x = x.bfloat16() if in_bf16 and x.dtype == torch.float32 else x
+    for a, b, c in islice(endless, steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if matrix.shape[-2] > matrix.shape[-1] else x).contiguous()
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if matrix.shape[-2] > matrix.shape[-1] else x).to(matrix.dtype).contiguous()
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    """Let matrix units multiply float32 matrices in TF32 with ``high``."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -90,9 +90,15 @@ class OptimizerConfig:
     lion_beta1: float = 0.95
     lion_beta2: float = 0.98
     muon_momentum: float = 0.95
+    muon_nesterov: bool = False
+    muon_split_qkv: bool = True
+    muon_scale_mode: str = "spectral"
+    muon_extra_scale_factor: float = 1.0
     muon_num_ns_steps: int = 5
-    muon_scale_mode: str = refused("spectral")
-    muon_scalar_optimizer: str = refused("adam")
+    muon_coefficient_type: str = "quintic"
+    muon_fp32_matmul_prec: str = "medium"
+    muon_tp_mode: Literal["duplicated", "distributed"] = "duplicated"
+    muon_scalar_optimizer: str = "adam"
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
@@ -131,6 +137,10 @@ class OptimizerConfig:
             if values.get(name) not in _DTYPES:
                 raise ConfigError(f"OptimizerConfig: {name}={values.get(name)} is none of {list(_DTYPES)}")
             values[name] = _DTYPES[values[name]]
+        kinds = get_type_hints(config.OptimizerConfig) | {"muon_tp_mode": get_type_hints(type(self))["muon_tp_mode"]}
+        for name, value in (values | {"muon_tp_mode": self.muon_tp_mode}).items():
+            if (legal := get_args(kinds[name])) and isinstance(legal[0], str) and value not in legal:
+                raise ConfigError(f"OptimizerConfig: {name}={value!r} is not supported; legal: {', '.join(legal)}")
         return config.OptimizerConfig(**values)
 
 

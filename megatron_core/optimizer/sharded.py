@@ -149,7 +149,7 @@ class Optimizer:
 
     def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
         muon_leaves = self.config.optimizer == "muon" and not bucket.kind.is_hidden_matrix
-        return self._algorithms["adam" if muon_leaves else self.config.optimizer]
+        return self._algorithms[self.config.muon_scalar_optimizer if muon_leaves else self.config.optimizer]
 
     def gradient_norm(self) -> Tensor:
         """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan

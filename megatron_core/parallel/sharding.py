@@ -87,6 +87,9 @@ class ShardSpec:
     """The first and the last pipeline stage both hold this tensor: its gradient is summed over both."""
     is_copy: bool = False
     """The last stage's copy of a tied tensor: trained like the first one, but never counted or saved."""
+    sections: tuple[int, ...] = ()
+    """Rows of the matrices that dim 0 holds in turn, over and over (queries, keys and values of a group); empty: it is
+    one matrix."""
 
     def __post_init__(self) -> None:
         known = dict(self.indices)
@@ -241,21 +244,26 @@ def split_fused(
 
 
 def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, index: int, size: int) -> ShardSpec:
-    """Dim 0 is, for each key-value group, its query heads, its key head and its value head, ``head_size`` rows each.
+    """Dim 0 is, for each key-value group, its query heads, perhaps as many gates, its key head and its value head,
+    ``head_size`` rows each.
 
-    With fewer groups than ranks, a group's query heads are split over ranks that all hold its key and value.
+    With fewer groups than ranks, a group's query heads are split over ranks that all hold its key and value; there are
+    no gates then.
     """
+    queries = heads // groups * head_size
+    gates = shape[0] // groups - queries - 2 * head_size
+    sections = (queries, *([gates] if gates else []), head_size, head_size)
     if groups >= size:
-        return split(shape, 0, index, size)
+        return replace(split(shape, 0, index, size), sections=sections)
     sharers = size // groups
-    group_rows, own_query = (heads // groups + 2) * head_size, heads // size * head_size
+    group_rows, own_query = queries + 2 * head_size, heads // size * head_size
     ranges = []
     for i in range(size):
         base = i // sharers * group_rows
         query = base + i % sharers * own_query
         key = base + group_rows - 2 * head_size
         ranges.append(((query, query + own_query), (key, key + 2 * head_size)))
-    return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),))
+    return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),), sections=sections)
 
 
 def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> ShardSpec:

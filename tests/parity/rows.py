@@ -135,6 +135,11 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     ),
     "mup, untied, fused loss, dp2 tp2 zero2": (4, UNTIED | FUSED_LOSS | MUP, TP2 | ZERO2),
     "muon, 1 group, dp2 tp2 zero3": (4, GQA1 | {"optimizer": "muon"}, TP2 | ZERO3),
+    "muon, whole QKV, Nesterov, 2 groups, tp4": (
+        4,
+        GQA2 | {"optimizer": "muon", "muon_split_qkv": False, "muon_nesterov": True},
+        TP4,
+    ),
     "lion, modern, dp2 tp2 sp zero2": (4, MODERN | {"optimizer": "lion"}, TP2 | SP | ZERO2),
     "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3": (
         4,
