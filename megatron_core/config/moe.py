@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "none"]
+LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "seq_sinkhorn", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,9 @@ class MoEConfig:
     moe_router_load_balancing_type: LoadBalancing = "seq_aux_loss"
     """How the load of the experts is balanced. seq_aux_loss: an auxiliary loss of each sequence, which does not depend
     on the layout. aux_loss: of each micro-batch of a rank. global_aux_loss: of all data-parallel ranks and the
-    micro-batches so far. sinkhorn: a balanced choice in training. none."""
+    micro-batches so far. sinkhorn: the choice itself is balanced over the tokens of a rank's micro-batch, in training;
+    it depends on --micro-batch-size, but not on how tensor and context parallelism cut the micro-batch (Megatron-LM
+    balances each of these ranks' tokens). seq_sinkhorn: over each sequence, the same in every layout. none."""
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the load balancing loss; 0: no such loss."""
     moe_z_loss_coeff: float | None = None

@@ -94,7 +94,7 @@ def _group_problems(experts: int, k: int, groups: int, group_topk: int) -> Itera
 
 
 def _is_sinkhorn(config: RunConfig) -> bool:
-    return config.model.moe_router_load_balancing_type == "sinkhorn"
+    return config.model.moe_router_load_balancing_type.endswith("sinkhorn")
 
 
 def _balance_problems(config: RunConfig) -> Iterator[str]:
@@ -103,20 +103,20 @@ def _balance_problems(config: RunConfig) -> Iterator[str]:
     if model.moe_aux_loss_coeff and not kind.endswith("aux_loss"):
         legal = "legal: seq_aux_loss, aux_loss, global_aux_loss"
         yield unused("moe_aux_loss_coeff", model.moe_aux_loss_coeff, "moe_router_load_balancing_type", kind, legal)
-    if kind == "sinkhorn" and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
+    if _is_sinkhorn(config) and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
         yield (
-            "moe_router_load_balancing_type=sinkhorn has its own scores and no groups; remove "
+            f"moe_router_load_balancing_type={kind} has its own scores and no groups; remove "
             "moe_router_score_function, moe_router_num_groups and moe_router_group_topk"
         )
 
 
 def _capacity_problems(config: RunConfig) -> Iterator[str]:
-    """Experts that take no more than so many tokens."""
+    """Rules for expert capacity."""
     model = config.model
     factor, kind = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
-    if factor is not None and kind == "sinkhorn":
+    if factor is not None and _is_sinkhorn(config):
         yield (
-            f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type=sinkhorn; legal: "
+            f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type={kind}; legal: "
             "seq_aux_loss, aux_loss, global_aux_loss, none"
         )
 

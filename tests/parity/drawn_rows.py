@@ -101,7 +101,7 @@ MODEL: list[tuple[float, Choices]] = [
     (0.2, on("moe_router_pre_softmax")),
     (0.3, [GROUPS]),
     (0.2, either("moe_router_topk_scaling_factor", 2.5)),
-    (0.3, either("moe_router_load_balancing_type", "sinkhorn", "none")),
+    (0.3, either("moe_router_load_balancing_type", "seq_sinkhorn", "none")),
     (0.6, either("moe_aux_loss_coeff", 0.1)),
     (0.3, either("moe_z_loss_coeff", 0.01)),
     (0.3, [BIASED]),

@@ -30,7 +30,8 @@ DEEPSEEK = SMALL | {
 }
 BY_MICRO_BATCH = {"moe_router_load_balancing_type": "aux_loss", "micro_batch_size": 2}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "micro_batch_size": 2}
-SINKHORN = SMALL | {"moe_router_load_balancing_type": "sinkhorn", "moe_input_jitter_eps": 0.1}
+SINKHORN = SMALL | {"moe_router_load_balancing_type": "seq_sinkhorn", "moe_input_jitter_eps": 0.1}
+SINKHORN_OF_MICRO_BATCHES = SMALL | {"moe_router_load_balancing_type": "sinkhorn", "micro_batch_size": 2}
 SQRT = {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 1}
 DROP = {"moe_expert_capacity_factor": 0.75}
 PADDED = DROP | {"moe_pad_expert_input_to_capacity": True}
@@ -76,6 +77,7 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "sinkhorn and jitter, tp2 sp ep2 etp1": (2, SINKHORN, TP2 | SP | EP2 | ETP1),
     "balance of micro-batches, tp2 sp": (2, MIXTRAL | BY_MICRO_BATCH, TP2 | SP),
     "balance of the global batch, tp2 sp": (2, MIXTRAL | GLOBAL, TP2 | SP),
+    "sinkhorn of micro-batches, cp2 tp2 sp ep2 etp1": (4, SINKHORN_OF_MICRO_BATCHES, CP2 | TP2 | SP | EP2 | ETP1),
     "experts, ep2, allgather": (2, MIXTRAL, EP2 | ALL_GATHER),
     "experts, tp2 etp1": (2, MIXTRAL, TP2 | ETP1),
     "experts, dp2 etp2 ep2": (4, MIXTRAL, ETP2 | EP2),

@@ -80,7 +80,7 @@ class TopKRouter(nn.Module):
         experts = self._choose(logits.detach(), tokens)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number, experts)
-        sinkhorn = self.config.moe_router_load_balancing_type == "sinkhorn"
+        sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
         probs = (sinkhorn_probabilities if sinkhorn else probabilities)(logits, experts, self.config)
         kept, capacity = self._capacity(experts, probs, tokens)
         if self.training and torch.is_grad_enabled():
@@ -106,14 +106,16 @@ class TopKRouter(nn.Module):
             first = tokens.positions[:, None, None] * config.moe_router_topk
             in_turn = first + torch.arange(config.moe_router_topk, device=logits.device)
             return (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
-        if config.moe_router_load_balancing_type == "sinkhorn" and self.training:
+        if config.moe_router_load_balancing_type.endswith("sinkhorn") and self.training:
             return self._sinkhorn_choice(logits, tokens)
         return choose(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """By sequence, so that the choice depends neither on the micro-batch nor on the layout."""
+        """Balance whole sequences, whatever tp and cp cut, each alone (seq_sinkhorn) or the micro-batch together."""
         whole, own = self._whole_sequences(logits, tokens)
-        balanced = torch.stack([sinkhorn(each) for each in whole.unbind(1)], dim=1)
+        by_sequence = self.config.moe_router_load_balancing_type == "seq_sinkhorn"
+        parts = whole.split(1 if by_sequence else whole.shape[1], dim=1)
+        balanced = torch.cat([sinkhorn(part.flatten(0, 1)).view(part.shape) for part in parts], dim=1)
         return balanced.topk(self.config.moe_router_topk).indices[own]
 
     def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:

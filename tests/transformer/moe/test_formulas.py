@@ -27,7 +27,7 @@ from megatron_core.transformer.moe import MoELayer, update_expert_biases
 from megatron_core.transformer.moe.balance import balancing_loss, z_loss
 from megatron_core.transformer.moe.choice import choose, probabilities, sinkhorn, within_capacity
 from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
-from megatron_core.transformer.moe.router import Routing
+from megatron_core.transformer.moe.router import Routing, Tokens
 from tests.defects.plant import planted
 
 N, B, E, K, H = 7, 3, 8, 2, 8
@@ -109,6 +109,26 @@ def check_sinkhorn() -> None:
     balanced = sinkhorn(_logits()[:, 0] + 50)
     torch.testing.assert_close(balanced.sum(0), torch.full((E,), 1 / E, dtype=torch.float64), rtol=1e-3, atol=0)
     torch.testing.assert_close(balanced.sum(1), torch.full((N,), 1 / N, dtype=torch.float64), rtol=1e-3, atol=0)
+
+
+MEGATRONS_CHOICE = (
+    *([[6, 7], [2, 5], [1, 7]], [[2, 1], [0, 4], [5, 4]], [[7, 6], [4, 5], [3, 1]], [[3, 6], [0, 7], [6, 5]]),
+    *([[5, 2], [7, 1], [7, 3]], [[1, 2], [0, 1], [0, 1]], [[5, 4], [4, 5], [1, 2]]),
+)
+"""The k largest of megatron-core 0.20's ``sinkhorn`` of ``_logits()`` of the whole micro-batch, ``[n, b, k]``."""
+
+
+def check_sinkhorn_of_a_micro_batch() -> None:
+    """All tokens of a micro-batch are balanced together, and with ``seq_sinkhorn`` those of each sequence."""
+    tokens = Tokens(torch.ones(N, B), torch.arange(N), N)
+    chosen = {}
+    for kind in ("sinkhorn", "seq_sinkhorn"):
+        router = _layer(moe_router_load_balancing_type=kind).router
+        torch.nn.init.eye_(router.weight)
+        chosen[kind] = router(_logits(), tokens, SequenceContext()).experts.view(N, B, K)
+    assert chosen["sinkhorn"].tolist() == list(MEGATRONS_CHOICE)
+    alone = torch.stack([sinkhorn(_logits()[:, b]).topk(K).indices for b in range(B)], dim=1)
+    assert torch.equal(chosen["seq_sinkhorn"], alone) and not torch.equal(alone, chosen["sinkhorn"])
 
 
 def check_balancing_loss() -> None:
@@ -302,6 +322,12 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
         f"{CHOICE}:sinkhorn",
         "rows[:, None] * cost * columns",
         "rows[:, None] * cost",
+    ),
+    "sinkhorn balances each sequence alone": (
+        check_sinkhorn_of_a_micro_batch,
+        "transformer.moe.router:TopKRouter._sinkhorn_choice",
+        'self.config.moe_router_load_balancing_type == "seq_sinkhorn"',
+        "True",
     ),
     "experts keep their least probable tokens": (
         check_capacity,
