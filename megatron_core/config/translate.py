@@ -118,7 +118,7 @@ class Translation:
         elif values and not entry.takes_values:
             self._switch(flag, [], values)
         elif only and set(values) <= set(only):
-            self.ignored[shown] = "the only choice"
+            self.ignored[shown] = "this is done in any case"
         elif entry.fate == "accepted":
             self.ignored[flag] = entry.reason
         elif entry.fate == "refused":

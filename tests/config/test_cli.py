@@ -219,6 +219,54 @@ def test_yarn_is_selected_as_in_megatron():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "--enable-gpt-oss --rotary-base 150000",
+            {
+                "position_embedding_type": "rope",
+                "use_rope_scaling": True,
+                "rope_scaling_type": "yarn",
+                "rope_scaling_factor": 32.0,
+                "original_max_position_embeddings": 131072,
+                "yarn_correction_range_round_to_int": False,
+                "rotary_base": 150000.0,
+            },
+        ),
+        (
+            "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
+            {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
+        ),
+        ("--optimizer dist_muon", {"optimizer": "muon", "use_distributed_optimizer": True}),
+        (
+            "--optimizer muon --muon-no-split-qkv --muon-use-nesterov --muon-tp-mode distributed",
+            {"optimizer": "muon", "muon_split_qkv": False, "muon_nesterov": True},
+        ),
+        ("--exit-signal SIGUSR1 --exit-signal-handler", {}),
+    ],
+)
+def test_a_flag_with_an_effect_in_megatron_has_it_here(text, expected):
+    assert parse(text) == RunConfig.from_flat(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("--exit-signal SIGUSR2", "SIGUSR2 writes a memory snapshot"),
+        ("--exit-signal SIGQUIT", "give one of these four"),
+        ("--no-weight-decay-cond-type other", "legal: apply_wd_to_qk_layernorm"),
+        ("--kill-switch-path stop", "send SIGTERM or SIGUSR1"),
+        ("--modelopt-enabled", "distillation and quantisation are not supported"),
+        ("--muon-tp-mode blockwise", "give duplicated or distributed"),
+        ("--megatron-fsdp-main-params-dtype auto", "main weights and gradients are float32"),
+    ],
+)
+def test_a_flag_that_would_change_the_run_is_refused(text, way_out):
+    with pytest.raises(ConfigError, match=re.escape(way_out)):
+        parse(text)
+
+
+@pytest.mark.parametrize(
     ("text", "window", "skip"),
     [
         ("--window-size 127 0", (127, 0), None),
