@@ -1,10 +1,24 @@
-"""Reading small files of text that a user names."""
+"""Reading small text, YAML and JSON files that a user names."""
 
+from __future__ import annotations
+
+import json
 import os
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 LARGEST_TEXT = 2**24
-"""Bytes of a file of settings, paths or prompts; a device may have no end."""
+"""Largest size in bytes of a file of settings, paths or prompts; a device may have no end."""
+LONGEST_NUMBER = 4300
+"""Largest number of characters of a number, Python's own limit for decimal digits."""
+MOST_VALUES = 200_000
+"""Most values in a YAML file, with the target of an alias counted at each use; they take about 2 s."""
+DEEPEST = 100
+"""Deepest nesting of lists and mappings."""
 
 
 def read_text(path: str | Path) -> str:
@@ -17,3 +31,88 @@ def read_text(path: str | Path) -> str:
     if len(data) > LARGEST_TEXT:
         raise ValueError(f"it has more than {LARGEST_TEXT} bytes")
     return data.decode()
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. ValueError: it is not valid JSON, is nested too deeply, or repeats a key."""
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, constructed from plain types only.
+
+    ValueError: it is not valid YAML, repeats a key, is nested deeper than ``DEEPEST``, has a number of more than
+    ``LONGEST_NUMBER`` characters, or has more than ``MOST_VALUES`` values.
+    """
+    try:
+        _check_events(text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(node, {})
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # of a wrong tag, as in '!!int text'
+        raise ValueError(f"a value does not fit its tag ({error})") from None
+
+
+def without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The mapping of ``pairs``; ``ValueError`` for a key that occurs twice."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} occurs twice; keep one of the two")
+        found[key] = value
+    return found
+
+
+def _check_events(text: str) -> None:
+    """Check the nesting and the number of values as written, before the parser recurses into them: libyaml has no
+    limit and overflows the stack at 100,000 levels."""
+    level = values = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        values += isinstance(event, yaml.NodeEvent)
+        if level > DEEPEST:
+            raise ValueError(_TOO_DEEP)
+        if values > MOST_VALUES:
+            raise ValueError(_TOO_MANY)
+
+
+def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Number of values in ``node``, with the target of an alias counted at each use, and its height.
+
+    ``known`` has the result of each list and mapping visited before, (0, 0) while it is being visited.
+    ValueError: ``parse_yaml`` refuses the node.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise ValueError(f"it has a number of more than {LONGEST_NUMBER} characters")
+        return 1, 0
+    if known.get(id(node)) == (0, 0):
+        raise ValueError("an alias refers to a value that contains it")
+    if id(node) not in known:
+        known[id(node)] = 0, 0
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            keys = (key.value for key, _ in children if isinstance(key, yaml.ScalarNode))
+            without_duplicates((key, None) for key in keys if key != "<<")  # which may occur again
+            children = chain.from_iterable(children)
+        sizes, heights = zip((1, 0), *(_check_node(child, known) for child in children), strict=True)
+        known[id(node)] = sum(sizes), 1 + max(heights)
+    size, height = known[id(node)]
+    if height > DEEPEST:
+        raise ValueError(_TOO_DEEP)
+    if size > MOST_VALUES:
+        raise ValueError(_TOO_MANY)
+    return size, height
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: a tenth of the time
+_TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
+_TOO_MANY = f"it has more than {MOST_VALUES:,} values, those of aliases and merge keys (<<) counted at each use"

@@ -3,16 +3,18 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_core.config import DataConfig
 from megatron_core.config.file import read_config
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import MegatronError
 from megatron_core.schedules.plan_file import read_plan
-from megatron_core.text_file import LARGEST_TEXT, read_text
+from megatron_core.text_file import LARGEST_TEXT, parse_yaml, read_text
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.chat import chat_template_of
 from tools.generate_text import read_prompts
@@ -50,3 +52,40 @@ def test_what_a_command_prints_is_read(tmp_path: Path) -> None:
     assert done.stdout == "True\n"
     (tmp_path / "file").write_text("text\n")
     assert read_text(tmp_path / "file") == "text\n"
+
+
+ALIASES = "\n".join(
+    ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{KEY: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9))]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (ALIASES.replace("KEY", "<<"), "more than 200,000 values"),
+        (ALIASES.replace("KEY", "y"), "more than 200,000 values"),
+        ("[" + "1," * 300_000 + "]", "more than 200,000 values"),
+        ("a: &a {<<: *a}", "an alias refers to a value that contains it"),
+        ("[" * 100_000, "nested deeper than 100 levels"),  # libyaml overflows the stack
+        ("- " * 5_000, "nested deeper than 100 levels"),
+        ("a0: &a0 1\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 200)), "nested deeper than 100 levels"),
+        ("lr: " + ":".join(["1"] * 1_000_000), "a number of more than 4300 characters"),  # in base 60
+        ("lr: !!bool 3", "does not fit its tag"),
+        ("lr: !!timestamp 3", "does not fit its tag"),
+        ("lr: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_would_use_up_time_or_memory_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    start = time.monotonic()
+    for setting in ("--config", "data_phases"):
+        with pytest.raises(MegatronError, match=reason) as error:
+            READERS[setting](str(path))
+        assert "\n" not in str(error.value)
+    assert time.monotonic() - start < 5
+
+
+def test_merged_keys_may_occur_again() -> None:
+    text = "a: &a {x: 1}\nb: {c: &c {<<: *a, x: 2}}\nd: {<<: *c, y: 3}"
+    assert parse_yaml(text) == yaml.safe_load(text) == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 2, "y": 3}}

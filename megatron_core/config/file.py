@@ -1,7 +1,6 @@
 """A configuration as a file: YAML or JSON, flat or nested by section."""
 
 import difflib
-import json
 import types
 import typing
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ import yaml
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
-from megatron_core.text_file import read_text
+from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 
 @cache
@@ -57,9 +56,8 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     try:
-        is_json = path.suffix == ".json"
-        loaded = json.loads(text, object_pairs_hook=_once) if is_json else _Loader(text).get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        loaded = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ConfigError(f"--config {path} is not valid {kind}: {shortened(str(error))}") from error
     if loaded is None:
@@ -69,33 +67,12 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The mapping of ``pairs``; ``ValueError`` for a key that occurs twice."""
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key} occurs twice; keep one of the two")
-        found[key] = value
-    return found
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, of which PyYAML takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping; merged keys (``<<``) may be given again."""
-        plain = [(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        _once(pair for pair in plain if pair[0] != "<<")
-        return super().construct_mapping(node, deep)
-
-
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxother = 2, MOST_SHOWN
 
 
 def _quoted(value: object) -> str:
-    """A value of a file for a message. Not all of it: a few lines of YAML that refer to one another can stand for
-    gigabytes, and Python prints no whole number of more than 4,300 digits."""
+    """The beginning of a value of a file, for a message; Python prints no integer of more than 4,300 digits."""
     try:
         return shortened(repr(value) if isinstance(value, str) else _REPR.repr(value))
     except ValueError:

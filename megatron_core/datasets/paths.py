@@ -1,17 +1,14 @@
 """From the data flags to prefixes, weights, and the shares of train, validation and test."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import yaml
-
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
-from megatron_core.text_file import read_text
+from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 NAMES = ("train", "valid", "test")
 
@@ -57,8 +54,8 @@ def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, .
     expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
     text = _text("per_split_data_args_path", path)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"per_split_data_args_path={path} is no JSON ({error}); {expected}") from None
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
@@ -72,8 +69,8 @@ def _read_phases(path: str) -> tuple[Phase, ...]:
     expected = "expected a list of {samples: N, data_path: [...]}, the last without samples"
     text = _text("data_phases", path)
     try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        content = parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"data_phases={path} is no YAML ({error}); {expected}") from None
     if not isinstance(content, list) or not content:
         raise ConfigError(f"data_phases={path} holds a {type(content).__name__}; {expected}")
