@@ -20,6 +20,9 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_BYTES = 1 << 18
 # Compressed bytes that are decompressed at once: zstd compresses zeros 17,000 to 1, which is 256 MiB then.
 COMPRESSED_BYTES = 1 << 14
+# A file that expands to more than both is refused: deflate reaches 1,030 to 1 and zstd 17,000 to 1 with repeated bytes,
+# text is compressed 3 to 10 to 1.
+EXPANDED_BYTES, EXPANSION = 1 << 22, 500
 # Output of this tool, which may be in the folder of the input.
 TOKEN_FILES = (".bin", ".idx", ".partial")
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -133,7 +136,7 @@ class Stream:
         """The next `size` bytes, fewer only at the end."""
         with self._naming_damage():
             data = self._file.read(size)
-        self.position += len(data)
+        self._advance(len(data))
         if len(data) < size:
             self._check_unchanged()
         return data
@@ -142,7 +145,7 @@ class Stream:
         """The rest of the line with its end, or its first `limit` bytes."""
         with self._naming_damage():
             data = self._file.readline(limit)
-        self.position += len(data)
+        self._advance(len(data))
         return data
 
     def skip_to(self, position: int) -> None:
@@ -152,6 +155,14 @@ class Stream:
             self.position = position
         while self.position < position and self.read(min(BUFFER_BYTES, position - self.position)):
             pass
+
+    def _advance(self, size: int) -> None:
+        self.position += size
+        if self._source.compression and self.position > max(EXPANDED_BYTES, EXPANSION * self.raw):
+            raise DamagedFileError(
+                f"{self._source.path} expands to more than {EXPANSION} times its size, as a decompression bomb does; "
+                "remove it, or decompress it yourself if its content is right"
+            )
 
     def _check_unchanged(self) -> None:
         """At the end of the content: it is the end of the file that the run has found at its start."""

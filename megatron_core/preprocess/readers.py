@@ -29,6 +29,8 @@ BINARY = {
 }
 """What files of other formats begin with."""
 MOST_ROWS = 4096
+MOST_EMPTY_ROWS, ROWS_PER_BYTE = 1 << 20, 16
+"""A Parquet file with more rows than both is refused: rows of text take a byte or more."""
 
 
 @dataclass
@@ -176,11 +178,12 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
     lines = BytesIO(data).readlines()  # in a third of the time of bytes.split
     numbers, found, broken = [], [], []
     for number, line in enumerate(lines, 1):
+        if line.isspace():  # in a hundredth of the time of parsing it
+            continue
         try:
             texts = texts_of(line, keys)
         except (ValueError, RecursionError, LookupError, TypeError) as error:
-            if line.strip():
-                broken.append((number, fault(line, keys, error)))
+            broken.append((number, fault(line, keys, error)))
             continue
         numbers.append(number)
         found.append(texts)
@@ -317,6 +320,11 @@ def parquet_blocks(
         ) from error
     with file:
         _check_columns(file.schema_arrow, keys, source.path)
+        if file.metadata.num_rows > max(MOST_EMPTY_ROWS, ROWS_PER_BYTE * source.size):
+            raise DamagedFileError(
+                f"{source.path} has {file.metadata.num_rows:,} rows in {source.size:,} bytes, as a decompression bomb "
+                "does; remove it, or write its distinct rows to a new file"
+            )
         row = 0
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)

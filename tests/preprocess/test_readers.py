@@ -262,6 +262,26 @@ def test_damaged_and_empty_streams(kind: str, tmp_path: Path) -> None:
             assert stream.read(1) == b""
 
 
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_decompression_bomb_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.{kind}"
+    path.write_bytes(compressed(kind, b"\n" * (64 << 20)))
+    start = time.monotonic()
+    with pytest.raises(DamagedFileError, match=rf"{name}\.{kind} expands to more than 500 times its size"):
+        read(path, separator="\n" * 1000)
+    path.write_bytes(compressed(kind, b"\n" * (3 << 20) + b'{"text": "abc"}\n'))
+    assert "abc" in read(path)[0][1]
+    assert time.monotonic() - start < 10
+
+
+def test_a_parquet_file_of_empty_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2_000_000, pyarrow.string())}), path)
+    with pytest.raises(DamagedFileError, match=r"a\.parquet has 2,000,000 rows in [\d,]+ bytes, as a decompression"):
+        read(path)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = write_packed(tmp_path / "a.jsonl", b"{}\n")
     source = describe(path)
