@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import signal
 import sys
@@ -12,7 +11,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn, TextIO
 
-from megatron_core.errors import MegatronError
+from megatron_core.errors import MegatronError, visible
+from megatron_core.terminal import protect_terminal
 
 INTERRUPTED = 130
 """Exit status: Ctrl-C, before there was anything to save or for the second time."""
@@ -46,14 +46,13 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
 
 
 def begin_program() -> None:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` again, and print any name of a file, whatever its bytes are; what is
-    printed to a stream that was closed before the start (``>&-``) goes nowhere."""
+    """Let Ctrl-C raise ``KeyboardInterrupt`` again, escape control characters on terminals, and discard output to a
+    stream that was closed before the start (``>&-``)."""
     sys.excepthook = sys.__excepthook__
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
+    protect_terminal()
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit.register(_end_at_once)  # before what torch does at the end, which Ctrl-C would leave with a traceback
@@ -75,7 +74,7 @@ def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = ""
     except (MegatronError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:  # Python would try to write it once more
             discard(sys.stdout)
-        sys.exit(1 if isinstance(error, BrokenPipeError) else f"{name}: {error}")
+        sys.exit(1 if isinstance(error, BrokenPipeError) else visible(f"{name}: {error}"))
     sys.exit(status)
 
 

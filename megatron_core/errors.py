@@ -10,6 +10,20 @@ MOST_SHOWN = 200
 LONGEST_WORD, LONGEST_LINE, LONGEST_MESSAGE = 300, 2_000, 20_000
 
 
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal executes or that reorder its text, except newline and tab."""
+
+
+def escaped(found: re.Match[str]) -> str:
+    r"""A control character as it stands in a Python string, such as ``\x1b``."""
+    return ascii(found[0])[1:-1]
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters other than newline and tab escaped."""
+    return CONTROL.sub(escaped, text)
+
+
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
     """``text`` for a message: of a long one the beginning, and how long it is."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
@@ -22,11 +36,12 @@ def _middle_left_out(text: str, most: int) -> str:
 
 
 class MegatronError(Exception):
-    """Base of every error the package raises on purpose; its message cuts values that are too long to read."""
+    """Base of every error the package raises on purpose; its message shortens values that are too long to read,
+    and escapes control characters."""
 
     def __str__(self) -> str:
         """The message, whatever values of a user it was made from."""
-        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: shortened(found[0]), super().__str__())
+        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: shortened(found[0]), visible(super().__str__()))
         lines = (_middle_left_out(line, LONGEST_LINE) for line in text.split("\n"))
         return _middle_left_out("\n".join(lines), LONGEST_MESSAGE)
 

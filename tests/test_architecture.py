@@ -23,6 +23,7 @@ LEVELS = {
     "errors": 0,
     "command": 0,
     "lazy": 0,
+    "terminal": 0,
     "text_file": 0,
     "schedules": 0,
     "config": 0,
@@ -70,8 +71,8 @@ LEVELS = {
     "training": 6,
     "verify": 7,
 }
-WITHIN_LEVEL_0 = {("command", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in ("errors", "text_file")}
+WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
+WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in ("errors", "terminal", "text_file")}
 # Stricter than the level alone.
 NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}

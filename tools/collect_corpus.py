@@ -23,10 +23,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
-import tyro
-
 from megatron_core.datasets.atomic_write import atomic_write, partial_path
 from megatron_core.errors import DataError
+from megatron_core.terminal import parse_flags
 
 LIBRARY_PATTERNS = ("*.py",)
 FOLDER_PATTERNS = ("*.txt", "*.md", "*.py")
@@ -106,7 +105,7 @@ def left_out(names: Sequence[str]) -> str:
 
 def main() -> NoReturn:
     """Parse the flags, run and exit."""
-    run_tool("collect_corpus", lambda: collect(tyro.cli(Settings, description=__doc__)))
+    run_tool("collect_corpus", lambda: collect(parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 import tyro
 
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.terminal import parse_flags
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
@@ -103,7 +104,7 @@ def main() -> None:
             f"{' '.join(foreign)}: flags of Megatron-LM's convert.py. Here: --from megatron (or hf) --to native "
             "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so that there is no target"
         )
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = parse_flags(Settings, description=__doc__)
     print(convert(settings))
 
 

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.terminal import parse_flags
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 LIBRARY = ("80", "90a", "100")
@@ -142,6 +141,6 @@ def main(settings: Settings) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Settings, description=__doc__)))
+        sys.exit(main(parse_flags(Settings, description=__doc__)))
     except MegatronError as error:
         sys.exit(str(error))

@@ -26,6 +26,7 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.diagnosis import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
+from megatron_core.terminal import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def diagnose_run(settings: Settings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, diagnose and exit."""
-    settings = tyro.cli(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(Settings, args=arguments, description=__doc__)
     try:
         (measure_machine if settings.machine else diagnose_run)(settings)
     except (MegatronError, OSError) as error:

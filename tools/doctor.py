@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import tyro
 
 from megatron_core.ops import native
 from megatron_core.ops.backend import LIBRARIES, OPS
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
 from megatron_core.parallel.shared_memory import host
+from megatron_core.terminal import parse_flags
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
 OPTIONAL = {
@@ -216,4 +216,4 @@ def main(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    run_tool("doctor", lambda: main(tyro.cli(Settings, description=__doc__)))
+    run_tool("doctor", lambda: main(parse_flags(Settings, description=__doc__)))

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
@@ -30,6 +28,7 @@ from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts
+from megatron_core.terminal import parse_flags
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.training.compatibility import open_model
@@ -226,7 +225,7 @@ def main() -> None:
 
 
 def _job(world: World) -> None:
-    generate_text(tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0), world)
+    generate_text(parse_flags(Settings, description=__doc__, console_outputs=world.rank == 0), world)
 
 
 if __name__ == "__main__":

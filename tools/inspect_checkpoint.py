@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
 from megatron_core.errors import CheckpointError
+from megatron_core.terminal import parse_flags
 
 MOST_LINES = 50
 """Longest list of differences without --tensors."""
@@ -193,7 +194,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def main() -> int:
     """Parse the flags and run; 1 if tensors differ."""
-    settings = tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    settings = parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     return 0 if inspect_checkpoint(settings) else 1
 
 

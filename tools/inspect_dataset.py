@@ -31,7 +31,8 @@ from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.header import get_header_path
 from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, visible
+from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.build import TokenizerFiles
 
@@ -120,6 +121,7 @@ def checked(settings: Settings, tokenizer: Tokenizer | None) -> str:
         unit_scale=True,
         desc="checking",
         leave=False,
+        file=exact(sys.stderr),
         disable=not sys.stderr.isatty(),
     ) as bar:
         found = validate(settings.prefix, vocab_size, bar.update)
@@ -233,14 +235,14 @@ def as_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if not all(0 <= i < tokenizer.vocab_size for i in ids):
         return f"(an id is not in the vocabulary; check with --validate) {' '.join(map(str, ids))}"
     # Escape control characters, which could change the terminal.
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in tokenizer.detokenize(ids))
+    return visible(tokenizer.detokenize(ids))
 
 
 def main() -> NoReturn:
     """Parse the flags, run and exit."""
     run_tool(
         "inspect_dataset",
-        lambda: inspect_dataset(tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))),
+        lambda: inspect_dataset(parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))),
     )
 
 

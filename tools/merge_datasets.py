@@ -37,7 +37,8 @@ from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.builder import refuse_existing
 from megatron_core.datasets.header import check_header_path
 from megatron_core.datasets.indexed import index_bytes
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import ConfigError, DataError, visible
+from megatron_core.terminal import exact, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +172,17 @@ def merge(settings: Settings) -> None:
     header = common_header(prefixes)
     with (
         IndexedDatasetBuilder(get_bin_path(settings.output_prefix), dtype, settings.multimodal) as builder,
-        tqdm(total=size, unit="B", unit_scale=True, mininterval=0.5, disable=not sys.stderr.isatty()) as bar,
+        tqdm(
+            total=size,
+            unit="B",
+            unit_scale=True,
+            mininterval=0.5,
+            file=exact(sys.stderr),
+            disable=not sys.stderr.isatty(),
+        ) as bar,
     ):
         for prefix in prefixes:
-            bar.set_postfix_str(Path(prefix).name, refresh=False)
+            bar.set_postfix_str(visible(Path(prefix).name), refresh=False)
             builder.add_index(prefix)
             bar.update(Path(get_bin_path(prefix)).stat().st_size)
         documents, tokens = builder.num_documents, builder.num_tokens
@@ -187,7 +195,8 @@ def merge(settings: Settings) -> None:
 def main() -> NoReturn:
     """Parse the flags, run and exit."""
     run_tool(
-        "merge_datasets", lambda: merge(tyro.cli(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+        "merge_datasets",
+        lambda: merge(parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))),
     )
 
 

@@ -40,6 +40,7 @@ from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.search import Candidate, Search, describe_layout
+from megatron_core.terminal import exact, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     began = monotonic()
     found = search.best(settings.top)
     if sys.stderr.isatty():
-        print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
+        print("\r" + " " * 78 + "\r", end="", file=exact(sys.stderr))
     if settings.json is not None:
         write_json(settings.json, found, settings.gpus)
     if settings.json == "-":
@@ -155,13 +156,13 @@ def show_progress(decided: int, total: int, best: float) -> None:
     """A line that is replaced, on a terminal."""
     if sys.stderr.isatty():
         so_far = f", best so far {best:.3g} s" if best else ""
-        print(f"\r{decided:,} of {total:,} layouts decided{so_far}", end="", file=sys.stderr, flush=True)
+        print(f"\r{decided:,} of {total:,} layouts decided{so_far}", end="", file=exact(sys.stderr), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, plan and exit."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    settings, rest = tyro.cli(Settings, args=given, description=__doc__, return_unknown_args=True)
+    settings, rest = parse_flags(Settings, args=given, description=__doc__, return_unknown_args=True)
     try:
         plan(settings, rest)
     except (MegatronError, OSError) as error:

@@ -15,6 +15,7 @@ import tyro
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.plot import plot_loss
 from megatron_core.monitor.plot_experts import plot_expert_load
+from megatron_core.terminal import parse_flags
 
 
 def main(
@@ -53,4 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_tool("plot_metrics.py", lambda: tyro.cli(main))
+    run_tool("plot_metrics.py", lambda: parse_flags(main))

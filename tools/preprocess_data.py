@@ -23,6 +23,7 @@ import tyro
 
 from megatron_core.preprocess import PreprocessSettings, preprocess
 from megatron_core.preprocess.megatron_flags import translate
+from megatron_core.terminal import parse_flags
 
 
 def main() -> NoReturn:
@@ -32,7 +33,7 @@ def main() -> NoReturn:
 
 def _run() -> None:
     given = translate(sys.argv[1:])
-    preprocess(tyro.cli(PreprocessSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    preprocess(parse_flags(PreprocessSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
 
 
 if __name__ == "__main__":

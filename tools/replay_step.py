@@ -28,6 +28,7 @@ from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
+from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
@@ -100,7 +101,7 @@ def replay(folder: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, take the step and exit."""
-    settings = tyro.cli(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(Settings, args=arguments, description=__doc__)
     try:
         return 0 if replay(Path(settings.step)) else 1
     except MegatronError as error:

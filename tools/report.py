@@ -21,6 +21,7 @@ import tyro
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.report import write_report
+from megatron_core.terminal import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, write the page and exit."""
-    settings = tyro.cli(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(Settings, args=arguments, description=__doc__)
     try:
         write_report(settings.run, settings.out, settings.compare)
     except (MegatronError, OSError) as error:

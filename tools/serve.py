@@ -21,14 +21,13 @@ import socket
 import threading
 from dataclasses import dataclass
 
-import tyro
-
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine
 from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.inference.openai import Limits, Protocol
 from megatron_core.inference.service import GenerationService
 from megatron_core.parallel import World, run_job
+from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers.chat import chat_template_of
 from megatron_core.training.compatibility import open_model
 
@@ -139,7 +138,7 @@ def main() -> None:
 
 
 def _job(world: World) -> None:
-    serve(tyro.cli(Settings, description=__doc__, console_outputs=world.rank == 0), world)
+    serve(parse_flags(Settings, description=__doc__, console_outputs=world.rank == 0), world)
 
 
 if __name__ == "__main__":

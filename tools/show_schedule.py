@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
@@ -33,6 +31,7 @@ from megatron_core.schedules.draw import chrome_trace, picture
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.schedules.trace import measured_costs, read_trace
+from megatron_core.terminal import colours, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,8 @@ def show_schedule(settings: Settings) -> None:
         found = [figures(each) for each in shown]
         write(settings.json, json.dumps(found[0] if len(found) == 1 else found, indent=2))
     if settings.json != "-":
-        print("\n\n".join(pictures(shown, one_scale=settings.measured is not None)))
+        with colours():
+            print("\n\n".join(pictures(shown, one_scale=settings.measured is not None)))
         print("".join(f"wrote {path}\n" for path in (settings.png, settings.trace, settings.json) if path), end="")
 
 
@@ -204,7 +204,7 @@ def with_bare_json(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, draw and exit."""
     given = with_bare_json(sys.argv[1:] if arguments is None else arguments)
-    settings = tyro.cli(Settings, args=given, description=__doc__)
+    settings = parse_flags(Settings, args=given, description=__doc__)
     try:
         show_schedule(settings)
     except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format

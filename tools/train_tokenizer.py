@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import sentencepiece
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
@@ -32,6 +31,7 @@ from megatron_core.datasets.atomic_write import atomic_write, make_output_folder
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.preprocess import find_inputs, read_texts
 from megatron_core.preprocess.report import counted
+from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -70,7 +70,9 @@ def texts(settings: Settings) -> Iterator[list[str]]:
     paths = find_inputs(settings.input)
     total = sum(path.stat().st_size for path in paths)
     broken, first = 0, ""
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="reading", file=exact(sys.stderr), disable=not sys.stderr.isatty()
+    ) as bar:
         for found, size, faults in read_texts(paths, settings.json_keys):
             yield found
             bar.update(size)
@@ -227,7 +229,7 @@ def nothing_to_learn(settings: Settings) -> DataError:
 
 def main() -> NoReturn:
     """Parse the flags, run and exit."""
-    run_tool("train_tokenizer", lambda: train(tyro.cli(Settings, description=__doc__)))
+    run_tool("train_tokenizer", lambda: train(parse_flags(Settings, description=__doc__)))
 
 
 if __name__ == "__main__":

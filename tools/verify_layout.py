@@ -22,6 +22,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.terminal import parse_flags
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
@@ -223,7 +224,7 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
 
 def run(args: list[str] | None = None) -> int:
     """The whole program; a user error is printed as one message."""
-    options, flags = tyro.cli(Options, prog="verify_layout.py", args=args, return_unknown_args=True)
+    options, flags = parse_flags(Options, prog="verify_layout.py", args=args, return_unknown_args=True)
     try:
         refuse_contradictions(options)
         return main(options, flags)

@@ -15,6 +15,7 @@ from megatron_core.config.run import RunConfig
 from megatron_core.config.translate import Translation, grouped
 from megatron_core.config.validate import check, numbered, without_data
 from megatron_core.errors import ConfigError
+from megatron_core.terminal import parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 # Both --x and --no-x are accepted; the help shows only the one that changes the default.
@@ -105,7 +106,7 @@ def _parse(
     defaults = defaults or RunConfig()
     defaults = defaults if model is None else RunConfig.from_flat(defaults.flat() | preset(model))
     defaults = defaults if path is None else read_config(path, defaults)
-    parsed = tyro.cli(
+    parsed = parse_flags(
         kind,
         prog=prog,
         description=_description(prog),

@@ -105,7 +105,8 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
         flag = FLAGS[name]
         what = f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else f"{flag.reason}"
         return f"Megatron-LM's {name} in {path} is not a setting here: {what}"
-    return f"{name} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
+    shown = name.replace("\n", "\\n")
+    return f"{shown} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
 
 
 def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:

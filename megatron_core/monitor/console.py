@@ -10,6 +10,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.terminal import exact
 
 LARGEST_SHARES = 4
 """Phases of a step that its line names."""
@@ -99,15 +100,18 @@ class ConsoleSink:
             self._pending = []
 
     def _print(self, text: str) -> None:
-        tqdm.write(text, file=self._out)  # lifts the bar while it prints
-        self._out.flush()
+        if self._bar is not None:
+            self._bar.clear()
+        print(text, file=self._out, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def _advance_bar(self, event: StepEvent) -> None:
         if self._bar is None:  # at the first step, where it is known how many came before this run
             self._bar = tqdm(
                 total=event.total_iterations,
                 initial=event.iteration - 1,
-                file=self._err,
+                file=exact(self._err),
                 unit="step",
                 # A terminal that does not know its width says 0, and tqdm would draw nothing.
                 ncols=shutil.get_terminal_size(fallback=(100, 24)).columns,

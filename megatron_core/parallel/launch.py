@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program, discard
-from megatron_core.errors import LayoutError, MegatronError
+from megatron_core.errors import LayoutError, MegatronError, visible
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.parallel.watchdog import Watchdog, within
@@ -302,6 +302,7 @@ def allocation_that_failed(error: Exception) -> int | None:
 def _leave(status: int, world: World | None, message: str = "") -> NoReturn:
     """Say why, and exit. With other ranks, without C++'s teardown: a thread of gloo or of the watchdog is sometimes
     still running then, which aborts a job that has completed."""
+    message = visible(message)
     if message:
         _print_once(message, world)
     if world is not None and world.watchdog is not None:

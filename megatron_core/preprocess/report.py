@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_core.preprocess.output import State
+from megatron_core.terminal import exact
 
 # Without a terminal: a log file should not have a line for every half second of a day.
 LINE_SECONDS = 10.0
@@ -43,7 +44,8 @@ class Progress:
         # The bar's own thread would only look for bars that stand still.
         tqdm.monitor_interval = 0
         settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": BAR_SECONDS}
-        self._bar = tqdm(total=total, initial=done, disable=not sys.stderr.isatty(), **settings)
+        settings |= {"file": exact(sys.stderr), "disable": not sys.stderr.isatty()}
+        self._bar = tqdm(total=total, initial=done, **settings)
 
     def update(self, done: int, documents: int, tokens: int) -> None:
         """Show how many bytes, documents and tokens are done."""

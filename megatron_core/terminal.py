@@ -1,0 +1,71 @@
+"""Printing on terminals: control characters in names and texts from files and models are shown, not executed."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from megatron_core.errors import CONTROL, escaped, visible
+
+_COLOURED = re.compile(rf"\x1b\[[0-9;]*m|{CONTROL.pattern}")
+
+
+class Terminal(io.TextIOWrapper):
+    """A text stream to a terminal that escapes control characters other than newline and tab."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        """Write to the buffer of ``stream``, which remains usable."""
+        super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
+        self.exact, self.has_colours = stream, False
+        """The stream that does not escape."""
+
+    def write(self, text: str) -> int:
+        """Write ``text``, escaped."""
+        if self.has_colours:
+            shown = _COLOURED.sub(lambda found: found[0] if len(found[0]) > 1 else escaped(found), text)
+        else:
+            shown = visible(text)
+        super().write(shown)
+        return len(text)
+
+
+def protect_terminal() -> None:
+    """Let standard output and standard error escape control characters where they are terminals; elsewhere text is
+    written exactly. Both print any file name, whatever its bytes are."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, Terminal):
+            stream.reconfigure(errors="backslashreplace")
+            if stream.isatty():
+                setattr(sys, name, Terminal(stream))
+
+
+def exact(stream: TextIO) -> TextIO:
+    """``stream`` without escapes, for progress bars, which move the cursor."""
+    found: TextIO = getattr(stream, "exact", stream)
+    return found
+
+
+@contextmanager
+def colours() -> Iterator[None]:
+    """Let colours through to terminals; other control characters remain escaped."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Terminal)]
+    for stream in streams:
+        stream.has_colours = True
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.has_colours = False
+
+
+def parse_flags(kind: Callable[..., Any], **options: Any) -> Any:
+    """``tyro.cli``, with colours in its help."""
+    import tyro  # 0.1 s, which programs without flags need not pay
+
+    with colours():
+        return tyro.cli(kind, **options)
