@@ -52,6 +52,8 @@ def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] =
         timeout=timeout,
     )
     world.prefix = groups.prefix if world.size > 1 else ""
+    if world.watchdog is not None:
+        world.watchdog.prefix = world.prefix
     set_current(groups)
     return groups
 

@@ -250,7 +250,8 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
         status, message = found
         knows = isinstance(error, RestartNeeded)  # what the other ranks do
         if status == RESTART and not knows and world is not None and world.watchdog is not None:
-            message = world.watchdog.report(message, error)
+            _report_to_torchrun(world.watchdog.report(message, error))  # which it has printed
+            _leave(status, world)
         _leave(status, world, message)
     _leave(0, world)
 
@@ -335,7 +336,7 @@ def _print_once(message: str, world: World | None) -> None:
 def _report_to_torchrun(message: str) -> None:
     """Leave the message where torchrun looks for it, so that its closing report names the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path and message:
         report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         Path(path).write_text(json.dumps(report))
 

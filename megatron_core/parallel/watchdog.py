@@ -1,8 +1,9 @@
 """Notices that a rank has failed, is lost or hangs, and lets all ranks say where they are before they end together.
 
-A thread on every rank looks at the store once a second. The first rank that fails, or that has waited for longer than
+A thread on every rank looks at the store twice a second. The first rank that fails, or that has waited for longer than
 the time limit, leaves a reason there; every rank answers with the line of Python where it is and with its last
-collectives, and the first rank prints one report of all answers. Then every rank exits, so that torchrun restarts them.
+collectives. The first rank prints the reason, with the ranks that do not answer, and then a report of all answers.
+Then every rank exits, so that torchrun restarts them.
 Nothing here waits for a store that does not answer: a stopped rank may be its host.
 """
 
@@ -21,12 +22,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_core.errors import visible
 from megatron_core.parallel.flight_recorder import RECORDER, first_difference
 
-POLL = 1.0
+POLL = 0.5
 """Seconds between looks at the store."""
-ANSWERS = 6.0
-"""Seconds in which ranks have to answer; more than ``POLL``."""
+EARLY = 1.0
+"""Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
+ANSWERS = 3.0
+"""Seconds in which ranks have to answer; more than ``EARLY``."""
 SLACK = 1.25
 """A rank without progress for this many time limits is reported, even if no collective has failed: time enough for the
 collective's own error, which says more."""
@@ -35,17 +39,22 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
-    """The result of ``action``, or ``otherwise`` if it fails or takes longer; it then goes on in a thread."""
+    """The result of ``action``, or ``otherwise`` if it fails or takes longer; it then continues in a thread."""
     found: list[Result] = []
+    _start(lambda: found.append(action())).join(seconds)
+    return found[0] if found else otherwise
+
+
+def _start(action: Callable[[], None]) -> threading.Thread:
+    """A thread that runs ``action``, which uses the store: it may fail."""
 
     def run() -> None:
-        with suppress(RuntimeError, OSError, ValueError):  # the store has gone: that is what ``otherwise`` is for
-            found.append(action())
+        with suppress(RuntimeError, OSError, ValueError):
+            action()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
-    return found[0] if found else otherwise
+    return thread
 
 
 class Watchdog:
@@ -58,6 +67,7 @@ class Watchdog:
         self.prefix, self._iteration, self._beat = "", 0, 0.0
         self._answered = self._leaving = False
         self._main = threading.main_thread().ident
+        self._host = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, iteration: int) -> None:
@@ -83,18 +93,22 @@ class Watchdog:
             within(ANSWERS, tell, otherwise=False)
 
     def report(self, reason: str, error: BaseException | None = None) -> str:
-        """``reason`` with what every rank answers, on the rank that asks first; empty on the others, once all have
-        answered. Where ``error`` was raised is where this rank is."""
+        """On the first rank that calls it, print ``reason`` with the ranks that do not answer within ``EARLY`` seconds,
+        and then where every rank is; returns both. Empty on the other ranks, once all ranks have answered.
+
+        ``error``: where it was raised is where this rank is.
+        """
         self._answered = self._leaving = True
         own = self._place()
         if error is not None:
             own["line"] = _line(traceback.extract_tb(error.__traceback__))
         answers: dict[int, dict[str, Any]] = {self._rank: own}
+        is_first: list[bool] = []  # empty as long as the store does not answer
 
-        def ask() -> bool:
-            first = self._store.add("first", 1) == 1
+        def ask() -> None:
+            is_first.append(self._store.add("first", 1) == 1)
             self._store.set(f"answer/{self._rank}", json.dumps(own))
-            if first:
+            if is_first[0]:
                 self._store.set("reason", reason)
             deadline = time.monotonic() + ANSWERS
             while time.monotonic() < deadline and len(answers) < self._size:
@@ -102,10 +116,22 @@ class Watchdog:
                     if self._store.check([f"answer/{rank}"]):
                         answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
                 time.sleep(0.05)
-            return first
 
-        first = within(ANSWERS + POLL, ask, otherwise=True)
-        return describe(reason, dict(answers), self._size) if first else ""
+        asking = _start(ask)
+        asking.join(EARLY)
+        if is_first == [False]:
+            asking.join(ANSWERS)
+            return ""
+        silent = sorted(set(range(self._size)) - set(answers))
+        if not is_first:
+            reason += f"; the job's store, hosted by {self._host}, does not answer"
+        elif silent:
+            reason += f"; no answer yet from rank {', '.join(map(str, silent))}"
+        self._print(f"{self.prefix} error: {reason}".lstrip())
+        asking.join(ANSWERS + POLL - EARLY)
+        found = describe(reason, dict(answers), self._size)
+        self._print(found.partition("\n")[2])
+        return found
 
     def _watch(self) -> None:
         while True:
@@ -120,7 +146,8 @@ class Watchdog:
                 self._answer_and_exit()
             idle = time.monotonic() - max(self._beat, RECORDER.last)
             if self._beat and idle > SLACK * self._limit:
-                self._end(self.report(f"rank {self._rank} has made no progress for {idle:.0f} s"))
+                self.report(f"rank {self._rank} has made no progress for {idle:.0f} s")
+                os._exit(self._status)
 
     def _answer_and_exit(self) -> None:
         """Say where this rank is, leave the main thread time to end in its own way, then exit."""
@@ -128,12 +155,12 @@ class Watchdog:
             self._answered = True
             self._store.set(f"answer/{self._rank}", json.dumps(self._place()))
         time.sleep(ANSWERS + POLL)
-        self._end("")
-
-    def _end(self, message: str) -> None:
-        if message:
-            print(f"{self.prefix} error: {message}".lstrip(), file=sys.stderr, flush=True)
         os._exit(self._status)
+
+    @staticmethod
+    def _print(text: str) -> None:
+        with suppress(OSError, ValueError):  # standard error is full or closed
+            print(visible(text), file=sys.stderr, flush=True)
 
     def _place(self) -> dict[str, Any]:
         """Where the main thread is, and what it has called."""

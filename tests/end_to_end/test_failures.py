@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
     assert process.returncode != 0
     report = output[output.index("error: ") :]
     assert "rank 1" in report.splitlines()[0] and "has not come within 6 s" in report.splitlines()[0]
-    assert "rank 1: in iteration 3 at megatron_core/training/faults.py" in report
+    assert "rank 1 [pp0 dp1 tp0]: in iteration 3 at megatron_core/training/faults.py" in report
     assert "time.sleep" in report
     assert "by rank 0, and not by rank 1" in report
     assert "exitcode  : 75" in report
@@ -107,10 +107,15 @@ def test_a_stopped_rank_is_reported(stopped: int, tmp_path: Path) -> None:
             assert all(rank.is_alive() for rank in ranks), [log.read_text() for log in logs]
             time.sleep(0.05)
         os.kill(ranks[stopped].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        while "error: " not in logs[1 - stopped].read_text() and time.monotonic() < began + 60:
+            time.sleep(0.05)
+        assert time.monotonic() - began < 8, "the limit and 2 s"
         ranks[1 - stopped].join(300)
         assert ranks[1 - stopped].exitcode == 75
     report = logs[1 - stopped].read_text().partition("error: ")[2]
     assert f"rank {stopped} (process {ranks[stopped].pid}) has not come within 6 s" in report.splitlines()[0]
+    assert ("no answer yet from rank 1" if stopped else "hosted by rank 0, does not answer") in report.splitlines()[0]
     assert f"rank {stopped}: no answer: its process has ended or is stopped" in report
 
 

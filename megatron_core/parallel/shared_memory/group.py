@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_core.parallel.shared_memory.host import Host, exchange_numbers, library
 from megatron_core.parallel.shared_memory.messages import Messages
-from megatron_core.parallel.shared_memory.work import KINDS, Finished, Members, Pending
+from megatron_core.parallel.shared_memory.work import KINDS, Finished, LostRankError, Members, Pending
 
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(6)
 NO_ENTRY = -1
@@ -252,9 +252,11 @@ class SharedMemoryGroup(_ProcessGroup):
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (number := post() if number < 0 else number) < 0:
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{what} over ranks {self._members.ranks}: the others have not read what this rank sent before, "
-                    + ("and its memory is full" if number < NO_ENTRY else "and no more can be under way")
+                raise LostRankError(
+                    f"{what} over ranks {self._members.ranks}: the other ranks have not read what this rank sent "
+                    f"before within {self._timeout.total_seconds():.0f} s, and "
+                    + ("its memory is full" if number < NO_ENTRY else "no more can be under way")
+                    + "; if they are only slow, raise distributed_timeout_minutes"
                 )
             time.sleep(1e-4)
         return number
