@@ -136,7 +136,7 @@ def counts(dataset: IndexedDataset) -> str:
     dtype = np.dtype(dataset.dtype)
     lines = [
         dataset.path_prefix,
-        f"  documents  {len(dataset.document_indices) - 1:,}",
+        f"  documents  {dataset.num_documents:,}",
         f"  sequences  {len(dataset):,}",
         f"  tokens     {dataset.num_tokens:,}, as {dtype.name} ({dtype.itemsize} bytes each)",
     ]

@@ -35,7 +35,7 @@ from megatron_core.datasets import (
 )
 from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.builder import refuse_existing
-from megatron_core.datasets.header import check_header_path
+from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
 from megatron_core.terminal import exact, parse_flags
@@ -110,10 +110,11 @@ def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.num
                 "all of them with the same tokenizer"
             )
         dtype = dataset.dtype
+        check_counts(read_header(prefix), prefix, dataset.num_documents, dataset.num_tokens)
         size += Path(get_bin_path(prefix)).stat().st_size
         if not multimodal and has_modes(dataset):
             raise DataError(f"{prefix} was written as multimodal, and its modes would be lost; give --multimodal")
-        closes = closes or (prefix if len(dataset.document_indices) > 1 else None)
+        closes = closes or (prefix if dataset.num_documents else None)
         open_ended = open_ended or (prefix if dataset.document_indices[-1] < len(dataset) else None)
     if closes and open_ended:
         raise DataError(

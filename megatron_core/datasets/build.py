@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from megatron_core.config import DataConfig, RunConfig, TrainingConfig
 from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset, parse_blend
-from megatron_core.datasets.header import check_tokenizer, check_vocabulary
-from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
+from megatron_core.datasets.indexed import IndexedDataset, get_idx_path
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
 from megatron_core.datasets.megatron_order import build_megatron_order
 from megatron_core.datasets.paths import DEFAULT_SPLIT, NAMES, Phase, parse_split, read_paths, split_ranges
@@ -156,6 +158,12 @@ class _Builder:
 
     def _open_file(self, prefix: str) -> IndexedDataset:
         indexed = IndexedDataset(prefix)
+        if (dtype := np.dtype(indexed.dtype)).kind == "f":
+            raise DataError(
+                f"{get_idx_path(prefix)} says that the tokens are {dtype.name}, and ids are whole numbers; copy both "
+                "files again, or prepare the data again with tools/preprocess_data.py"
+            )
+        check_counts(read_header(prefix), prefix, indexed.num_documents, indexed.num_tokens)
         if self._tokenizer is not None:
             check_tokenizer(prefix, self._tokenizer)
         elif self._data.vocab_size is not None:

@@ -151,6 +151,17 @@ def check_vocabulary(path_prefix: str, vocab_size: int) -> None:
         )
 
 
+def check_counts(header: DatasetHeader | None, path_prefix: str, documents: int, tokens: int) -> None:
+    """DataError if a token file holds other numbers of documents or tokens than its header says."""
+    for name, found in (("documents", documents), ("tokens", tokens)) if header is not None else ():
+        if getattr(header, name) != found:
+            raise DataError(
+                f"{get_header_path(path_prefix)} says {name}={getattr(header, name)}, and the files hold {found}: they "
+                "are not of one run; copy all three files again, prepare the data again with "
+                f"tools/preprocess_data.py, or {_WITHOUT}"
+            )
+
+
 _WITHOUT = "remove the file to go without the check"
 
 

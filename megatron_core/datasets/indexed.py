@@ -199,7 +199,7 @@ def _check_sequences(path: Path, index: Index) -> None:
 
 
 def _check_documents(path: Path, index: Index) -> None:
-    """The document index rises from 0; no document need be closed (one entry, 0), none may reach past the sequences."""
+    """Check that the document index rises from 0 to the last sequence; one entry, 0, means a file without documents."""
     sequences, entries = len(index.sequence_lengths), index.document_indices
     if not len(entries) or entries[0] != 0:
         first = entries[0] if len(entries) else "missing"
@@ -214,6 +214,11 @@ def _check_documents(path: Path, index: Index) -> None:
                 f"{HEADER.size + 12 * sequences + 8 * (before + wrong)}) is {part[wrong]}, expected "
                 f"{part[wrong - 1]} to {sequences}; {_AGAIN}"
             )
+    if len(entries) > 1 and entries[-1] != sequences:
+        raise DataError(
+            f"{path}: the document index (at byte {HEADER.size + 12 * sequences}) goes from 0 to {entries[-1]}, "
+            f"expected 0 to {sequences}: sequences belong to no document; {_AGAIN}"
+        )
 
 
 class IndexedDataset:
@@ -221,7 +226,8 @@ class IndexedDataset:
 
     `[i]` and `get(i)` give one sequence, `[a:b]` a list of them; a multimodal set gives (sequence, mode) and
     (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file.
-    DataError on opening: a file is missing, is no token file, is shorter than it says, or its index is not in order.
+    DataError on opening: a file is missing, is no token file, has another size than its index says, or its index is
+    not in order.
     The tokens themselves are checked by `tools/inspect_dataset.py --validate`.
     """
 
@@ -269,6 +275,11 @@ class IndexedDataset:
         """Tokens in all sequences together."""
         return int(self.sequence_pointers[-1]) // self.itemsize + int(self.sequence_lengths[-1]) if len(self) else 0
 
+    @property
+    def num_documents(self) -> int:
+        """Closed documents."""
+        return len(self.document_indices) - 1
+
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether both files of the prefix are there."""
@@ -305,15 +316,14 @@ class IndexedDataset:
             return mapping(file.fileno(), 0, access=ACCESS_READ)
 
     def _check_bin(self) -> None:
-        """Compare the token file's size with what the last sequence needs."""
-        if not len(self):
-            return
-        needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.itemsize
-        size = self._bin.stat().st_size
-        if size < needed:
+        """Compare the token file's size with the sum of the sequence lengths."""
+        needed, size = self.num_tokens * self.itemsize, self._bin.stat().st_size
+        if size != needed:
+            fault = "it is cut off" if size < needed else f"no sequence holds the bytes from {needed} on"
             raise DataError(
-                f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)}: it "
-                "is cut off, or the two files are not of one run; copy both again, or prepare the data again"
+                f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)} "
+                f"({self.num_tokens} tokens of {self.itemsize} bytes): {fault}, or the two files are not of one run; "
+                "copy both again, or prepare the data again"
             )
 
 

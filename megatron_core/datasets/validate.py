@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_core.datasets.header import get_header_path, read_header
-from megatron_core.datasets.indexed import HEADER, IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.datasets.header import check_counts, read_header
+from megatron_core.datasets.indexed import IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
 
 # Tokens that are looked at together. A block and what its checks make of it take about 30 MB; larger ones are not
@@ -50,46 +50,15 @@ def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress
             f"{get_idx_path(path_prefix)}: no token in {len(dataset)} sequences; prepare the data again from files "
             "with text"
         )
-    _check_bin_size(dataset, tokens)
-    documents = _check_documents(dataset)
     largest = _check_tokens(dataset, vocab_size, progress)
-    found = Checked(len(dataset), documents, tokens, largest, vocab_size)
-    if header is not None:
-        for name in ("documents", "tokens"):
-            if getattr(header, name) != getattr(found, name):
-                raise DataError(
-                    f"{get_header_path(path_prefix)} says {name}={getattr(header, name)}, and the files hold "
-                    f"{getattr(found, name)}: they are not of one run; {AGAIN}"
-                )
-    return found
+    check_counts(header, path_prefix, dataset.num_documents, tokens)
+    return Checked(len(dataset), dataset.num_documents, tokens, largest, vocab_size)
 
 
 def total_bytes(path_prefix: str) -> int:
     """What `progress` has counted in the end."""
     dataset = IndexedDataset(path_prefix)
     return Path(get_bin_path(path_prefix)).stat().st_size + 12 * len(dataset) + 8 * len(dataset.document_indices)
-
-
-def _check_bin_size(dataset: IndexedDataset, tokens: int) -> None:
-    path = Path(get_bin_path(dataset.path_prefix))
-    expected, size = tokens * np.dtype(dataset.dtype).itemsize, path.stat().st_size
-    if size != expected:
-        fault = "it is cut off" if size < expected else f"no sequence holds those from byte {expected} on"
-        raise DataError(
-            f"{path} has {size} bytes, expected {expected} for the {tokens} tokens of "
-            f"{get_idx_path(dataset.path_prefix)}: {fault}, or the two files are not of one run; {AGAIN}"
-        )
-
-
-def _check_documents(dataset: IndexedDataset) -> int:
-    """The documents hold all sequences, or there are none; how many there are."""
-    last = int(dataset.document_indices[-1])
-    if len(dataset.document_indices) > 1 and last != len(dataset):
-        raise DataError(
-            f"{get_idx_path(dataset.path_prefix)}: the document index (at byte {HEADER.size + 12 * len(dataset)}) goes "
-            f"from 0 to {last}, expected 0 to {len(dataset)}: sequences belong to no document; {AGAIN}"
-        )
-    return len(dataset.document_indices) - 1
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Progress) -> int:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from megatron_core.datasets.atomic_write import atomic_write, close_quietly, naming_full_disk, partial_path, sync_file
 from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
-from megatron_core.datasets.indexed import get_bin_path, get_idx_path
+from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
 from megatron_core.errors import DataError
 from megatron_core.preprocess.inputs import DamagedFileError, Source
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
@@ -203,7 +203,7 @@ class Output:
         self._sources = sources
         self._settings = settings
         self._prefixes = settings.prefixes
-        self._remarks_path = remarks
+        self._remarks_path, self._dtype = remarks, dtype
         found = work.state
         growing = [*map(partial_path, map(get_bin_path, self._prefixes)), partial_path(remarks)]
         if found is not None and not found.publishing and not all(path.exists() for path in growing):
@@ -289,6 +289,7 @@ class Output:
             self.close()
         for prefix in self._prefixes:
             publish_pair(get_bin_path(prefix), get_idx_path(prefix))
+        self._check_published()
         if partial_path(self._remarks_path).exists():
             os.replace(partial_path(self._remarks_path), self._remarks_path)
         if not self.state.remarks:
@@ -309,6 +310,22 @@ class Output:
         paths: list[str | Path] = [self._remarks_path, *map(get_idx_path, self._prefixes)]
         for path in paths:
             partial_path(path).unlink(missing_ok=True)
+
+    def _check_published(self) -> None:
+        """DataError if the published files are missing or have other sizes than those that were written."""
+        for prefix, extent in zip(self._prefixes, self.state.extents, strict=True):
+            sizes = {
+                get_bin_path(prefix): extent.tokens * DType.size(self._dtype),
+                get_idx_path(prefix): index_bytes(extent.sequences, extent.documents + 1, multimodal=False),
+            }
+            for path, size in sizes.items():
+                found = Path(path).stat().st_size if Path(path).is_file() else None
+                if found != size:
+                    there = "is missing" if found is None else f"has {found:,} bytes"
+                    raise DataError(
+                        f"{path} {there}, and this run wrote {size:,} bytes: another program removed or changed it; "
+                        "give the same command again with --overwrite to start over"
+                    )
 
     @property
     def _open_remarks(self) -> BinaryIO:

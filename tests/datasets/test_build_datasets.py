@@ -237,3 +237,25 @@ def test_megatrons_order_leaves_out_what_has_too_few_tokens(tmp_path: Path) -> N
     splits = build_datasets(**flags)
     assert splits.train is not None and splits.valid is None and splits.test is None
     assert len(splits.notes) == 2 and "the valid split has 20 tokens" in splits.notes[0]
+
+
+def test_a_header_of_other_files_is_told(tmp_path: Path) -> None:
+    prefix = write_counting(tmp_path / "a", [20] * 10)
+    for name, said in (("documents", 9), ("tokens", 199)):
+        counts = {"documents": 10, "tokens": 200, name: said}
+        header = DatasetHeader.of(NullTokenizer(300), "NullTokenizer", append_eod=False, **counts)
+        write_header(prefix, header)
+        with pytest.raises(DataError, match=rf"a\.json says {name}={said}, and the files hold .*copy all three files"):
+            build_datasets(data_path=[prefix], sequence_length=8, seed=3)
+
+
+@pytest.mark.parametrize("order", ["keyed", "megatron"])
+def test_tokens_of_a_dtype_with_fractions_are_refused(order: str, tmp_path: Path) -> None:
+    """An index with the dtype code of float32 over int32 tokens would be read as ids of 0."""
+    prefix = write_counting(tmp_path / "a", [20] * 10)
+    index = tmp_path / "a.idx"
+    content = bytearray(index.read_bytes())
+    content[17] = 7
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.idx says that the tokens are float32, and ids are whole numbers"):
+        build_datasets(data_path=[prefix], sequence_length=8, seed=3, data_order=order)

@@ -152,6 +152,19 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"has 115 bytes, expected 114 .*longer",
     ),
     "short bin": (lambda b, i: cut(b, 1), r"hand\.bin has 35 bytes, expected 36 from .*hand\.idx"),
+    "long bin": (
+        lambda b, i: Path(b).write_bytes(Path(b).read_bytes() + bytes(4)),
+        r"hand\.bin has 40 bytes, expected 36 from .*no sequence holds the bytes from 36 on",
+    ),
+    "other dtype": (lambda b, i: edit(i, 17, b"\x08"), r"sequence 1 begins at byte 12 .*, expected 6, where the"),
+    "sequences of no document": (
+        lambda b, i: Path(i).write_bytes(index_by_hand(LENGTHS, 4, [0, 2], 4)),
+        r"document index .* goes from 0 to 2, expected 0 to 4: sequences belong to no document",
+    ),
+    "tokens of no sequence": (
+        lambda b, i: Path(i).write_bytes(index_by_hand([], 4, [0], 4)),
+        r"hand\.bin has 36 bytes, expected 0 from .*hand\.idx \(0 tokens",
+    ),
     "empty bin": (lambda b, i: Path(b).write_bytes(b""), r"hand\.bin has 0 bytes, expected 36"),
     "documents": (lambda b, i: edit(i, 34 + 48 + 24, b"\x09"), r"entry 3 of the document .* is 9, expected 2 to 4"),
     "documents fall": (lambda b, i: edit(i, 34 + 48 + 8, b"\x03"), r"entry 2 of the document .* is 2, expected 3 to 4"),

@@ -164,7 +164,7 @@ def test_a_bin_file_of_another_size(tmp_path: Path) -> None:
     path = Path(get_bin_path(prefix))
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0\0\0\0")
-    with pytest.raises(DataError, match=r"a\.bin has 40 bytes, expected 36 .*no sequence holds those from byte 36 on"):
+    with pytest.raises(DataError, match=r"a\.bin has 40 bytes, expected 36 .*no sequence holds the bytes from 36 on"):
         validate(prefix)
     path.write_bytes(whole[:-1])
     with pytest.raises(DataError, match=r"a\.bin has 35 bytes, expected 36 .*cut off"):

@@ -354,3 +354,27 @@ def test_a_work_folder_that_is_damaged_is_told(name: str, content: str, tmp_path
     (tmp_path / "out.work" / name).write_text(content)
     with pytest.raises(DataError, match=r"out\.work.* (is damaged|holds an interrupted run).*remove .* to start over"):
         preprocess(settings(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["remove", "append"])
+def test_published_files_that_another_program_changed_are_told(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped while it names its files finds them as it left them, or says so."""
+    write_jsonl(tmp_path / "a.jsonl", texts(20))
+    given = settings(tmp_path)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "_check_published", stop)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(given, SMALL)
+    tokens = next(tmp_path.glob("out_*.bin"))
+    tokens.unlink() if change == "remove" else tokens.write_bytes(tokens.read_bytes() + bytes(2))
+    sentence = "is missing" if change == "remove" else "has .* bytes"
+    with pytest.raises(DataError, match=rf"\.bin {sentence}, and this run wrote .* bytes: another program"):
+        preprocess(given, SMALL)
+    preprocess(settings(tmp_path, overwrite=True), SMALL)
+    assert tokens.exists() and not (tmp_path / "out.work").exists()

@@ -189,3 +189,19 @@ def test_a_damaged_input_is_told_before_anything_is_written(tmp_path: Path) -> N
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"merge_datasets: {path} has 3 bytes, expected 4")
     assert not list(tmp_path.glob("all*"))
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    """Tokens that no sequence holds would move every later document."""
+    parts = make(tmp_path)
+    settings = Settings(input=(str(parts),), output_prefix=str(tmp_path / "all"))
+    tokens = parts / "a.bin"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole + bytes(2))
+    with pytest.raises(DataError, match=r"a\.bin has 8 bytes, expected 6 from .*a\.idx"):
+        merge(settings)
+    tokens.write_bytes(whole)
+    write_header(str(parts / "a"), replace(header(PARTS["a"]), tokens=4))
+    with pytest.raises(DataError, match=r"a\.json says tokens=4, and the files hold 3"):
+        merge(settings)
+    assert not list(tmp_path.glob("all*"))
