@@ -137,7 +137,7 @@ class BadSteps:
         self._clear()
         run.state = load_state(config, reader, run.data_parallel, run.optimizer, run.fp8)
         run.state.left_out = sorted({*run.state.left_out, *state.left_out, *bad})
-        run.state.rollbacks = state.rollbacks + 1
+        run.state.rollbacks, run.state.data = state.rollbacks + 1, state.data
         self.streak = []
         self._say(f"{what}: back to iteration {run.state.iteration}; the batches of {list(bad)} are left out")
 

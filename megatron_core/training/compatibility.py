@@ -15,6 +15,7 @@ from megatron_core.config.file import convert, field_types
 from megatron_core.config.fp8 import FP8Config
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.config.training import OptimizerConfig
+from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
 from megatron_core.models.hf.reader import CONFIG
@@ -82,13 +83,15 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Errors: ``CheckpointError``.
     """
     faults = []
-    state = {"rollbacks": 0, "left_out": [], **state}  # earlier releases had none
+    state = {"rollbacks": 0, "left_out": [], "data": [], **state}  # earlier releases had none
     for name in COUNTERS:
         if not _is_counter(state.get(name)):
             faults.append(name)
     left_out = state.get("left_out")
     if not isinstance(left_out, list) or not all(map(_is_counter, left_out)):
         faults.append("left_out")
+    if not isinstance(state["data"], list) or not all(map(is_record, state["data"])):
+        faults.append("data")
     scale, stored = state.get("loss_scale"), state.get("config")
     if not isinstance(scale, dict) or not all(isinstance(value, int | float) for value in scale.values()):
         faults.append("loss_scale")

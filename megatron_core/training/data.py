@@ -1,15 +1,21 @@
 """The data of a run: vocabulary, data sets and their batches on this rank."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
 from megatron_core.datasets.conversations import build_conversations
 from megatron_core.datasets.megatron_order import samples_wanted
+from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.texts import tell_from
 from megatron_core.tokenizers import Tokenizer
+from megatron_core.training.state import TrainState
 
 DatasetsProvider = Callable[[RunConfig, Tokenizer | None], Splits]
 """A function of your own that makes the data sets: the settings and the tokenizer, if one is named, to the splits."""
@@ -63,6 +69,18 @@ def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]
         eval_batch_size=training.eval_global_batch_size,
     )
     return dict(zip(("train", "valid", "test"), numbers, strict=True))
+
+
+def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dict[str, Any]]:
+    """Records of the files that this run reads; rank 0 prints what has changed in them since the checkpoint of
+    ``state``. None without training."""
+    if config.training.skip_train:
+        return []
+    found = json.dumps(record_sources(config.data)) if world.rank == 0 else ""
+    records = json.loads(tell_from(0, found, world.device))
+    for sentence in describe_changes(state.data, records, state.consumed_samples) if state.data and records else ():
+        note(sentence)
+    return records
 
 
 def fill_in_the_middle(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:

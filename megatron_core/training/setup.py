@@ -31,7 +31,7 @@ from megatron_core.pipeline_parallel.p2p import Links
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.training.data import DatasetsProvider, make_splits, vocabulary_size
+from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
 from megatron_core.training.driver import Trainable
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
@@ -244,6 +244,7 @@ def set_up(
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
+    state.data = compare_data(config, state, world)
     total = state.iteration + config.training.steps_left(
         groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
     )

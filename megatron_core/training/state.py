@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class TrainState:
-    """Counters of a run; position in the data is ``consumed_samples`` alone."""
+    """Counters of a run and its data; position in the data is ``consumed_samples`` alone."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -49,6 +50,8 @@ class TrainState:
     """Iterations whose batches are left out since the run went back to a checkpoint."""
     rollbacks: int = 0
     """How often it did."""
+    data: list[dict[str, Any]] = field(default_factory=list)
+    """Records of the files that the run reads, as ``datasets.sources`` makes them."""
 
 
 def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[Piece]:

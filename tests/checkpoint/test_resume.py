@@ -19,6 +19,7 @@ from megatron_core.models.gpt import model as gpt
 from megatron_core.parallel import World
 from megatron_core.training import pretrain, setup
 from tests.checkpoint.runs import SMALL, save_run, start, stored
+from tests.datasets.files import write_counting
 
 ROPE = {"num_layers": 1, "position_embedding_type": "rope", "eval_iters": 0}
 NARROW = {"norm_epsilon": 9.999999747378752e-06}  # 1e-5 in float32, as other programs store it
@@ -120,3 +121,27 @@ def test_saving_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = stored(tmp_path / "iter_0000001")
     assert torch.equal(found["columns"], columns) and torch.equal(found["rows"], wide)
     assert found["half"].dtype == torch.bfloat16 and found["half"] == 1.0
+
+
+def test_changed_data_is_told_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The same path with other content leads to other samples; the next checkpoint has the new record."""
+    files = {"mock_data": False, "split": "1,0,0", "data_path": (write_counting(tmp_path / "a", [9] * 9),)}
+    settings = ROPE | files | {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
+    run_job(settings | {"train_iters": 1})
+    run_job(settings | {"train_iters": 2})
+    assert "the data has changed" not in capsys.readouterr().out
+    write_counting(tmp_path / "a", [9] * 11)
+    run_job(settings | {"train_iters": 3})
+    told = capsys.readouterr().out
+    assert "had 9 documents, 9 sequences and 81 tokens, and has 11 documents, 11 sequences and 99 tokens: from" in told
+    assert "from sample 8 on, samples are cut and ordered anew" in told
+    run_job(settings | {"train_iters": 4})
+    assert "the data has changed" not in capsys.readouterr().out
+
+
+def test_a_record_of_data_that_no_run_wrote_is_refused(tmp_path: Path) -> None:
+    run = start(ROPE | {"save": str(tmp_path)})
+    run.state.data = [{"use": "all"}]
+    save_run(run)
+    with pytest.raises(CheckpointError, match="data cannot be what a run has written"):
+        start(ROPE | {"load": str(tmp_path)})

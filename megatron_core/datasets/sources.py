@@ -1,0 +1,225 @@
+"""The files that a run reads, with counts and hashes: a resumed run compares them with those in its checkpoint."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from xxhash import xxh3_128
+
+from megatron_core.config import DataConfig
+from megatron_core.datasets.blend import parse_blend
+from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path
+from megatron_core.datasets.paths import NAMES, read_paths
+
+BLOCK_BYTES = 1 << 16
+BLOCKS = 16
+"""Blocks of a token file that are hashed, evenly spaced from its first to its last; a smaller file is hashed whole."""
+READ_BYTES = 1 << 23
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A file of the data, as a run found it.
+
+    use: `train`, `valid` or `test`; `all` for files that --split divides; `phase N` with --data-phases. weight: as
+    given. documents, sequences, tokens: of a token file; of a file of conversations, its lines are `documents`.
+    index_hash: of the whole .idx file. token_hash: of the .bin file's size and blocks, or of the whole of a file of
+    conversations.
+    """
+
+    use: str
+    path: str
+    weight: float | None
+    documents: int
+    sequences: int
+    tokens: int
+    index_hash: str
+    token_hash: str
+
+    @property
+    def content(self) -> tuple[int, int, int, str, str]:
+        """All that a change of the file changes."""
+        return self.documents, self.sequences, self.tokens, self.index_hash, self.token_hash
+
+    @property
+    def counts(self) -> str:
+        """The counts, for messages."""
+        if not self.sequences:
+            return f"{self.documents:,} lines"
+        return f"{self.documents:,} documents, {self.sequences:,} sequences and {self.tokens:,} tokens"
+
+
+def record_sources(data: DataConfig) -> list[Record]:
+    """A record for each file of `data`, in the order of the flags; none for mock data and data sets of a script."""
+    if data.mock_data or data.dataloader_type == "external":
+        return []
+    paths = read_paths(data)
+    if paths.phases:
+        single = len(paths.phases) == 1
+        lists = [("all" if single else f"phase {n}", phase.data_path) for n, phase in enumerate(paths.phases, 1)]
+    else:
+        lists = list(zip(NAMES, paths.own, strict=True))
+    files = []
+    for use, given in lists:
+        weights, names = parse_blend(given) if given else (None, ())
+        files += [(use, path, weights and weights[n]) for n, path in enumerate(names)]
+    read = _read_conversations if data.sft else _read_tokens
+    with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
+        found = dict(
+            zip({path for _, path, _ in files}, threads.map(read, {path for _, path, _ in files}), strict=True)
+        )
+    return [asdict(DataSource(use, path, weight, *found[path])) for use, path, weight in files]
+
+
+def is_record(value: object) -> bool:
+    """Whether a value read from a checkpoint has the fields of a record, with their types."""
+    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(DataSource)}:
+        return False
+    return all(isinstance(value[each.name], cast(Any, each.type)) for each in fields(DataSource))
+
+
+def describe_changes(before: Sequence[Record], now: Sequence[Record], samples: int) -> list[str]:
+    """What has changed in the data since a checkpoint at `samples` samples, and what follows; empty if nothing has."""
+    old, new = _keyed(before), _keyed(now)
+    sentences = []
+    for is_training in (True, False):
+        changes = _Changes(
+            *({key: each for key, each in part.items() if (key[0] in NAMES[1:]) != is_training} for part in (old, new))
+        )
+        if effect := changes.effect(samples, is_training=is_training):
+            sentences.append(f"the data has changed since the checkpoint: {'; '.join(changes.facts)}: {effect}")
+        elif changes.facts:
+            sentences.append(f"the data is that of the checkpoint: {'; '.join(changes.facts)}")
+    return sentences
+
+
+Key = tuple[str, str, int]
+
+
+class _Changes:
+    """The differences between two lists of files that one use has."""
+
+    def __init__(self, old: dict[Key, DataSource], new: dict[Key, DataSource]) -> None:
+        self.facts: list[str] = []
+        self._reordered = self._reread = self._replaced = False
+        pairs = {key: key for key in old if key in new}
+        for key in (key for key in old if key not in new):
+            same = [k for k in new if k not in pairs.values() and (k[0], new[k].content) == (key[0], old[key].content)]
+            if same:
+                pairs[key] = same[0]
+                self.facts.append(f"{old[key].path} is read from {new[same[0]].path}, with the same content")
+        for key, other in pairs.items():
+            self._compare(old[key], new[other])
+        removed, added = [k for k in old if k not in pairs], [k for k in new if k not in pairs.values()]
+        self.facts += [f"{old[key].path} is not read any more" for key in removed]
+        self.facts += [f"{new[key].path} is new, with {new[key].counts}" for key in added]
+        self._reread |= bool(removed or added)
+        kept = [pairs[key] for key in old if key in pairs]
+        if kept != [key for key in new if key in kept]:
+            self.facts.append("the files are given in another order")
+            self._reread = True
+        if not removed and not added:
+            self._compare_shares([old[key] for key in pairs], [new[key] for key in pairs.values()])
+
+    def _compare(self, was: DataSource, now: DataSource) -> None:
+        if was.content[:3] != now.content[:3]:
+            self.facts.append(f"{now.path} had {was.counts}, and has {now.counts}")
+            self._reordered = True
+        elif was.index_hash != now.index_hash:
+            self.facts.append(f"{now.path} has as many tokens, in sequences of other lengths")
+            self._reordered = True
+        elif was.token_hash != now.token_hash:
+            unit = "tokens in sequences of the same lengths" if now.sequences else "text in as many lines"
+            self.facts.append(f"{now.path} has other {unit}")
+            self._replaced = True
+
+    def _compare_shares(self, old: Sequence[DataSource], new: Sequence[DataSource]) -> None:
+        before, now = _shares(old), _shares(new)
+        for source, was, share in zip(new, before, now, strict=True):
+            if was != share:
+                self.facts.append(f"{source.path} had {_shown(was)} of its blend, and has {_shown(share)}")
+                self._reread = True
+
+    def effect(self, samples: int, *, is_training: bool) -> str:
+        """What the changes do to the samples; empty if nothing."""
+        if not (self._reordered or self._reread or self._replaced):
+            return ""
+        if not is_training:
+            return "the losses of this evaluation do not compare with those before the checkpoint"
+        if self._reordered:
+            return (
+                f"from sample {samples:,} on, samples are cut and ordered anew, so that text that was trained on may "
+                "come again and other text may not come in this epoch"
+            )
+        if self._reread:
+            return (
+                f"from sample {samples:,} on, each file goes on at another of its samples, so that some may come again "
+                "and others may not come in this epoch"
+            )
+        return f"the order of samples is the same, and from sample {samples:,} on they have the new text"
+
+
+def _keyed(records: Sequence[Record]) -> dict[Key, DataSource]:
+    """Sources by use, path and, for a file that is named twice, its number."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = {}
+    for source in (DataSource(**record) for record in records):
+        seen[source.use, source.path] += 1
+        found[source.use, source.path, seen[source.use, source.path]] = source
+    return found
+
+
+def _shares(sources: Sequence[DataSource]) -> list[float | None]:
+    """The share of each source in the blend of its use; None where sizes decide."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for source in sources:
+        totals[source.use] += source.weight or 0.0
+    return [None if each.weight is None else round(each.weight / totals[each.use], 9) for each in sources]
+
+
+def _shown(share: float | None) -> str:
+    return "a share by size" if share is None else f"{share:.4%}"
+
+
+Read = tuple[int, int, int, str, str]
+
+
+def _read_tokens(prefix: str) -> Read:
+    """Counts and hashes of a token file that was opened before, so that its index is sound."""
+    index, tokens = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
+    with index.open("rb") as file:
+        _, _, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
+    size = tokens.stat().st_size
+    return entries - 1, sequences, size // DType.size(code), _hash_whole(index), _hash_blocks(tokens, size)
+
+
+def _read_conversations(path: str) -> Read:
+    """Lines and hash of a file of conversations."""
+    with open(path, "rb") as file:
+        lines = sum(1 for line in file if line.strip())
+    return lines, 0, 0, "", _hash_whole(Path(path))
+
+
+def _hash_whole(path: Path) -> str:
+    found = xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _hash_blocks(path: Path, size: int) -> str:
+    found = xxh3_128(size.to_bytes(8, "little"))
+    starts: Sequence[int] = range(0, size, BLOCK_BYTES)
+    if len(starts) > BLOCKS:
+        starts = [(size - BLOCK_BYTES) * n // (BLOCKS - 1) for n in range(BLOCKS)]
+    with path.open("rb") as file:
+        for start in starts:
+            file.seek(start)
+            found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()
