@@ -12,8 +12,9 @@ from megatron_core.config.file import field_types, read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.presets import preset
 from megatron_core.config.run import RunConfig
-from megatron_core.config.translate import Translation, grouped
-from megatron_core.config.validate import check, numbered, without_data
+from megatron_core.config.translate import Translation, grouped, plain
+from megatron_core.config.unused import unread_settings
+from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import parse_flags
 
@@ -118,6 +119,22 @@ def _parse(
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
+
+
+def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
+    """Print one note about flags that give a setting its default value and have no effect in ``config``.
+
+    Other values without effect are refused, or named when the training starts.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not _is_first_rank() or any(problems(config, world_size)):
+        return  # what cannot be used is an error
+    values, defaults = config.flat(), RunConfig().flat()
+    flags = Translation.of(list(sys.argv[1:] if args is None else args), _types(_TrainingCommandLine)).flags
+    given = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
+    same = [name for name in values if name in given and values[name] == defaults[name] and values[name] is not False]
+    if unread := unread_settings(config, world_size, device="", names=same):
+        print(f"note: without effect here: {unread}", file=sys.stderr)
 
 
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:

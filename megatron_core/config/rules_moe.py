@@ -39,6 +39,11 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"moe_layer_freq={pattern} must be one number n (layers 0, n, 2n, ... have experts), or 1 (experts) or 0 "
             f"(dense) for each of num_layers={model.num_layers}"
         )
+    elif not model.expert_layers:
+        yield (
+            f"num_experts={model.num_experts} has no effect with moe_layer_freq={pattern}, which gives no layer "
+            "experts; write a 1 for each layer with experts, or remove --num-experts"
+        )
     shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
     if model.moe_shared_expert_overlap and shared is not None and model.moe_token_dispatcher_type != "alltoall":
         yield (

@@ -10,9 +10,10 @@ import torch
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
-from megatron_core.config.cli import DryRun, parse_command_line, write_config
+from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line, write_config
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
+from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.unused import unread_settings
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
@@ -37,6 +38,7 @@ def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, 
     """The configuration of the command line, or of ``args``, over that of the checkpoint or of the model of Hugging
     Face if it asks for that; and whether to describe a rank instead of training."""
     config, dry = _read_settings(prog, args)
+    note_unread_flags(config, args)
     return with_stored_schedule(config), dry
 
 
@@ -103,6 +105,8 @@ def introduce(run: Run) -> None:
     print(f"kernels: {kernels(run)}")
     if run.fp8 is not None:
         print(describe_fp8(run.config))
+    if run.config.optimizer.optimizer_offload_dir is not None:
+        print(f"optimizer state and main weights: {describe_offload(run.config.optimizer)}")
     if not run.config.training.skip_train:
         print(describe_memory(run))
     if run.world.size > 1:
@@ -114,6 +118,12 @@ def introduce(run: Run) -> None:
     sys.stdout.flush()
     if run.config.checkpoint.save and not run.config.training.skip_train:
         keep_config(run.config, Path(run.config.checkpoint.save))
+
+
+def describe_offload(optimizer: OptimizerConfig) -> str:
+    """Where ``optimizer_offload_dir`` keeps the optimizer state."""
+    share = f"{optimizer.optimizer_offload_fraction:.0%}"
+    return f"{share} in files of {optimizer.optimizer_offload_dir}, which have no names and end with the process"
 
 
 def kernels(run: Run) -> str:
@@ -135,8 +145,13 @@ def notes(run: Run) -> Iterator[str]:
             "elastic=True: nodes that come later would wait in vain for torchrun's store; start torchrun on all nodes "
             "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
-    if unread := unread_settings(run.config):
+    if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
+    if run.fp8 is not None and fp8.fp64:
+        yield (
+            f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes all "
+            "else in float64; use both only to compare layouts, and otherwise remove one of them"
+        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:

@@ -24,6 +24,7 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | {"moe_expert_capacity_factor": 0.0}, 1, ("moe_expert_capacity_factor=0.0", "above 0")),
     ({"num_experts": 4}, 1, ("disable_bias_linear=False", "--disable-bias-linear", "--add-qkv-bias")),
     (MOE | {"moe_layer_freq": (0,)}, 1, ("moe_layer_freq=(0,)", "1 or more")),
+    (MOE | {"moe_layer_freq": (0, 0)}, 1, ("num_experts=4 has no effect", "moe_layer_freq=(0, 0)", "write a 1")),
     (MOE | {"moe_layer_freq": (0, 1, 1)}, 1, ("moe_layer_freq=(0, 1, 1)", "num_layers=2")),
     (
         MOE | {"moe_shared_expert_gate": True},

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.config import RunConfig
+from megatron_core.config.rules_ranges import NEEDS
 from megatron_core.config.unused import UNREAD, unread_settings
 from megatron_core.config.validate import problems
+from megatron_core.training.pretrain import read_settings
 from tests.runs import TINY, tiny_config
 
 NAMES = sorted({name for _, _, names in UNREAD for name in names.split()})
@@ -34,7 +36,90 @@ HARMLESS = {
     "no_save_optim": True,
     "max_rollbacks": 9,
     "timing_log_option": "max",
+    "split": "9,1,0",
+    "data_order": "megatron",
+    "num_dataset_builder_threads": 4,
+    "overlap_grad_reduce": True,
+    "use_distributed_optimizer": True,
+    "zero_stage": 2,
+    "grad_reduce_in_bf16": True,
+    "ddp_reduce_scatter_with_fp32_accumulation": True,
+    "ddp_bucket_size": 1000,
+    "rank_order": "tp-dp-pp-cp-ep",
+    "optimizer_cpu_offload": True,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True,
+    "expert_tensor_parallel_size": 1,
+    "lr_warmup_init": 1e-4,
 }
+TOGETHER: list[tuple[dict, str]] = [
+    ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True (without a GPU)"),
+    (
+        {"optimizer_cpu_offload": True, "optimizer_offload_dir": "d"},
+        "optimizer_cpu_offload=True (with --optimizer-offload-dir)",
+    ),
+    (
+        {"num_experts": 4, "disable_bias_linear": True, "moe_router_load_balancing_type": "aux_loss"},
+        "moe_router_load_balancing_type=aux_loss (without --moe-aux-loss-coeff X)",
+    ),
+    (
+        {"num_experts": 4, "disable_bias_linear": True, "moe_token_dispatcher_type": "allgather"},
+        "moe_token_dispatcher_type=allgather (without experts split over ranks)",
+    ),
+    (
+        {"num_experts": 4, "disable_bias_linear": True, "moe_ffn_hidden_size": 16, "ffn_hidden_size": 32},
+        "ffn_hidden_size=32 (with experts of --moe-ffn-hidden-size in every layer)",
+    ),
+    (
+        {"window_size": (4, 0), "window_attn_skip_freq": (0, 0)},
+        "window_size=(4, 0), window_attn_skip_freq=(0, 0) (without a layer with the window)",
+    ),
+    (
+        {"fp8_format": "hybrid", "fp8_amax_history_len": 16},
+        "fp8_amax_history_len=16 (without --fp8-amax-compute-algo max)",
+    ),
+    (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2, "weight_decay": 0.5},
+        "weight_decay=0.5 (without --weight-decay-incr-style constant)",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe_act", "mla_up_proj")},
+        "recompute_modules=moe_act (without --num-experts N); "
+        "recompute_modules=mla_up_proj (without --multi-latent-attention)",
+    ),
+    ({"eval_iters": 0, "train_data_path": ("a",), "mock_data": False, "test_data_path": ("b",)}, "test_data_path=b"),
+    (
+        {"mock_data": True, "eod_mask_loss": True, "tokenizer_type": "NullTokenizer"},
+        "eod_mask_loss=True (without token",
+    ),
+    ({"load": "x", "finetune": True, "no_load_optim": True}, "no_load_optim=True (with --finetune)"),
+    ({"skip_train": True, "save": "x", "clip_grad": 0.5}, "clip_grad=0.5, save=x (with --skip-train)"),
+]
+ALWAYS = """
+    num_layers hidden_size num_attention_heads group_query_attention max_position_embeddings position_embedding_type
+    normalization apply_layernorm_1p norm_epsilon norm_placement qk_layernorm attention_output_gate swiglu geglu
+    squared_relu disable_bias_linear mtp_num_layers parallel_residual untie_embeddings_and_output_weights
+    scale_embeddings softmax_scale attn_logit_softcapping final_logit_softcapping hidden_dropout attention_dropout
+    attention_backend kernel_backend cross_entropy_loss_fusion init_method_std embedding_init_method_std
+    make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    distributed_timeout_minutes micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
+    train_iters train_samples skip_train eval_iters seed bf16 fp16 fp64 deterministic_mode seq_length num_workers
+    dataloader_type seq_length_warmup mock_data reset_attention_mask tokenizer_type vocab_size hf_model_type load_hf
+    fp8_format fim_data sft check_for_nan_in_loss_and_grad inject_fault
+    log_interval metrics_file tensorboard_dir wandb_project mlflow_experiment log_params_norm log_num_zeros_in_grad
+    log_norms_by_layer progress trace_pipeline record_times timing_log_level log_straggler profile prometheus_file
+    poison_buffers pipeline_schedule pipeline_plan
+"""
+"""Settings that no other setting makes idle."""
+REFUSED = """
+    rotary_seq_len_interpolation_factor use_rope_scaling recompute_method recompute_num_layers recompute_modules
+    hierarchical_context_parallel_sizes expert_model_parallel_size pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank zero3_param_offload_dir num_distributed_optimizer_instances data_path
+    data_args_path train_data_path per_split_data_args_path data_phases elastic non_persistent_local_ckpt_dir
+    replication load
+"""
+"""Settings without effect that ``rules_*`` refuse, or that exclude the setting that would make them idle."""
 WITH_EFFECT = (
     {"position_embedding_type": "rope", "rotary_percent": 0.5, "use_rope_scaling": True, "rope_scaling_factor": 4.0},
     {"multi_latent_attention": True, "rotary_base": 5e5},
@@ -44,6 +129,10 @@ WITH_EFFECT = (
     {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     {"vocab_file": "v.json", "merge_file": "m.txt"},
     {"eval_iters": 1, "eval_interval": 100},
+    {"fp8_format": "hybrid", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+    {"disable_bias_linear": True, "add_qkv_bias": True},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
+    {"optimizer_offload_dir": "d"},
 )
 
 
@@ -52,6 +141,37 @@ def test_a_setting_without_effect_is_accepted_and_named(name: str) -> None:
     config = tiny_config(**{"eval_iters": 0, name: HARMLESS[name]})
     assert not list(problems(config, 1))
     assert unread_settings(config).startswith(f"{name}=") and " (without " in unread_settings(config)
+
+
+@pytest.mark.parametrize(("settings", "told"), TOGETHER)
+def test_settings_that_make_each_other_idle_are_named(settings: dict, told: str) -> None:
+    config = tiny_config(**settings)
+    assert not list(problems(config, 1))
+    assert told in unread_settings(config)
+
+
+def test_settings_of_several_ranks_are_read_on_several_ranks() -> None:
+    several = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "rank_order": "dp-tp-pp-cp-ep"}
+    assert unread_settings(tiny_config(**several), 2) == "" != unread_settings(tiny_config(**several), 1)
+    assert "(without several data-parallel" in unread_settings(tiny_config(**several, tensor_model_parallel_size=2), 2)
+    assert unread_settings(tiny_config(optimizer_cpu_offload=True), 1, "cuda") == ""
+
+
+def test_every_setting_is_accounted_for() -> None:
+    """A new setting has to say what it needs, or that it always has an effect."""
+    needs = {name for names in NEEDS.values() for name in names.split()}
+    known = [*ALWAYS.split(), *REFUSED.split()]
+    assert len(set(known)) == len(known) and not set(known) & ({*NAMES} | needs)
+    assert {*known, *NAMES, *needs} == RunConfig().flat().keys()
+
+
+def test_flags_with_their_default_values_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    run, topk = ["--mock-data", "--vocab-size", "64", "--train-iters", "1"], ["--moe-router-topk", "2"]
+    read_settings("p", [*run, *topk, "--fp8-wgrad", "--no-swiglu", "--lr", "1e-3"])
+    told = "note: without effect here: moe_router_topk=2 (without --num-experts N); fp8_wgrad=True (without --fp8-form"
+    assert capsys.readouterr().err.startswith(told)
+    read_settings("p", [*run, *topk, "--num-experts", "4", "--disable-bias-linear"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("settings", WITH_EFFECT)

@@ -11,6 +11,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_fp8 import describe_fp8
 from megatron_core.training.loop import report_fp8
+from megatron_core.training.pretrain import notes
 from megatron_core.training.state import load_state, open_checkpoint
 from megatron_core.training.step import evaluate
 from megatron_core.verify.ragged import RaggedDataset
@@ -26,6 +27,13 @@ DELAYED = {
     "num_layers": 2,
 }
 NAME = "fp8.amax_history.decoder.layers.1.mlp.linear_fc2"
+
+
+def test_fp8_with_float64_is_noted() -> None:
+    """Layouts are compared so; whoever wants one of the two learns that both are on."""
+    told = [note for note in notes(start(DELAYED)) if "fp64" in note]
+    assert len(told) == 1 and told[0].startswith("fp8_format=hybrid rounds the matrices of linear layers to FP8")
+    assert not [note for note in notes(start(DELAYED | {"fp64": False})) if "fp64" in note]
 
 
 def _save(folder: Path) -> list[tuple[float, float]]:
