@@ -11,11 +11,21 @@ from megatron_core.errors import LayoutError
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
+from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_texts, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
+
+
+def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the model's parameters by name, from a model without memory."""
+    parallel = ModelParallelConfig(
+        params_dtype=torch.float32, perform_initialization=False, device=torch.device("meta")
+    )
+    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel, groups=ParallelGroups.single())
+    return {name: spec_of(parameter).global_shape for name, parameter in model.named_global_parameters()}
 
 
 def build_stages(

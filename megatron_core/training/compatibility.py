@@ -17,7 +17,7 @@ from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.config.training import OptimizerConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
+from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
 
@@ -183,7 +183,8 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
     Errors: ``CheckpointError`` where there is none.
     """
     if (Path(load) / CONFIG).is_file():
-        return HuggingFaceReader(load), RunConfig.from_flat(RunConfig().flat() | settings_of_folder(load))
+        weights = HuggingFaceReader(load)
+        return weights, weights.config
     reader = open_newest(load, step, device=torch.device("cpu"))
     if reader is None:
         raise CheckpointError(

@@ -14,13 +14,12 @@ from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, p
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
-from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
-from megatron_core.models.hf import HuggingFaceReader, architecture_for, settings_of_folder, write_hugging_face
+from megatron_core.models.build import global_shapes
+from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_hugging_face
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.boxes import Box
-from megatron_core.parallel.sharding import spec_of
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.compatibility import stored_config
@@ -38,14 +37,9 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     -> as ``compare_logits``, 0.0 without ``verify``.
     """
     check_empty(save)
-    config = RunConfig.from_flat(RunConfig().flat() | settings_of_folder(source))
-    length = config.model.max_position_embeddings or config.data.seq_length
-    faults = list(problems(without_data(replace(config, data=replace(config.data, seq_length=length))), world_size=1))
-    if faults:
-        raise CheckpointError(f"{source / 'config.json'}: {'; '.join(faults)}")
     with HuggingFaceReader(source) as reader:
+        config = reader.config
         shapes = global_shapes(config, reader.state["vocab_size"])
-        reader.check_complete(shapes)
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0
         write_native(reader, config, shapes, save, dtype or reader.dtype())
@@ -247,15 +241,6 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
-
-
-def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The global shapes of the model's parameters by name, from a model without memory."""
-    parallel = ModelParallelConfig(
-        params_dtype=torch.float32, perform_initialization=False, device=torch.device("meta")
-    )
-    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel)
-    return {name: spec_of(parameter).global_shape for name, parameter in model.named_global_parameters()}
 
 
 def read_whole(

@@ -17,7 +17,7 @@ from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.unused import unread_settings
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
-from megatron_core.models.hf import settings_of_folder
+from megatron_core.models.hf import config_of_folder
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
@@ -45,8 +45,7 @@ def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, 
 def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
     config, dry = parse_command_line(args, prog=prog)
     if config.checkpoint.load_hf is not None and not config.checkpoint.use_checkpoint_args:
-        settings = settings_of_folder(config.checkpoint.load_hf)
-        return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
+        return parse_command_line(args, prog=prog, defaults=config_of_folder(config.checkpoint.load_hf))
     if not config.checkpoint.use_checkpoint_args:
         return config, dry
     folder = find_checkpoint(config.checkpoint.load or ".", config.checkpoint.ckpt_step)

@@ -102,6 +102,16 @@ def test_files_of_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same(model, imported(tmp_path / "ours"))
 
 
+def test_integers_in_place_of_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(GPT, biases=True)
+    weights, name = weights_of(model), "decoder.layers.1.mlp.linear_fc2.weight"
+    write_rank_files(
+        tmp_path / "theirs", weights | {name: weights[name].to(torch.int8)}, named(GPT, model, monkeypatch)
+    )
+    with pytest.raises(CheckpointError, match=rf"{name} has the dtype torch\.int8; weights must be F64"):
+        import_megatron(tmp_path / "theirs", tmp_path / "ours")
+
+
 def weights_of(model: GPTModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_global_parameters()}
 

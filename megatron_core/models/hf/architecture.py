@@ -8,6 +8,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.config.tables import read_table
 from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.keys import check_keys
 from megatron_core.models.hf.tensors import Source
 
 Settings = dict[str, Any]
@@ -50,6 +51,7 @@ class Architecture:
 
     def settings(self, theirs: Settings) -> Settings:
         """Our model settings of a config.json; ``CheckpointError`` for what has no counterpart."""
+        check_keys(theirs)
         present = self.assumed | {self.aliases.get(key, key): value for key, value in theirs.items()}
         theirs = {key: value for key, value in present.items() if value is not None}
         self._check(theirs, present)
@@ -76,11 +78,6 @@ class Architecture:
         missing = [key for key, ours in self.keys.items() if key not in theirs and ours not in OPTIONAL]
         if missing:
             raise CheckpointError(f"config.json has no {', '.join(missing)}; {self.model_type} models need it")
-        for key in self.keys.keys() & theirs:
-            if isinstance(theirs[key], bool) or not isinstance(theirs[key], int | float):
-                fault(key, theirs[key], "it has to be a number")
-            if self.keys[key] == "num_attention_heads" and theirs[key] < 1:
-                fault(key, theirs[key], "it has to be 1 or more")
 
     def config_json(self, config: ModelConfig) -> Settings:
         """Their configuration of a model of ours, without what a ``ModelConfig`` does not say."""

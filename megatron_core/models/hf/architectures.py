@@ -121,9 +121,7 @@ def _gemma_settings(theirs: Settings) -> Settings:
     pattern = 2 if theirs["model_type"] == "gemma2" else theirs.get("sliding_window_pattern", 6)
     kinds = ["sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(theirs["num_hidden_layers"])]
     theirs = {"layer_types": kinds, **theirs}
-    if (scalar := theirs["query_pre_attn_scalar"]) <= 0:
-        fault("query_pre_attn_scalar", scalar, "it has to be positive")
-    scale = {"softmax_scale": scalar**-0.5}
+    scale = {"softmax_scale": theirs["query_pre_attn_scalar"] ** -0.5}
     if theirs["model_type"] == "gemma2":
         return _with_window(theirs) | scale
     by_kind: Settings = theirs.get("rope_parameters") or {}

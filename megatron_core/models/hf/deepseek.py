@@ -17,7 +17,8 @@ def _deepseek_settings(theirs: Settings) -> Settings:
     rope = rope_of(theirs)
     if rope.get("mscale_all_dim") and not (rope.get("rope_type", rope.get("type")) == "yarn" and rope.get("mscale")):
         fault("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn with mscale beside it")
-    layers, dense = theirs["num_hidden_layers"], theirs.get("first_k_dense_replace", 3)
+    layers = theirs["num_hidden_layers"]
+    dense = min(theirs.get("first_k_dense_replace", 3), layers)
     limits, k = theirs["topk_group"] < theirs["n_group"], theirs["num_experts_per_tok"]
     if limits and k != 2 * theirs["topk_group"]:
         raise CheckpointError(

@@ -13,7 +13,8 @@ from megatron_core.checkpoint import CheckpointReader, Piece
 from megatron_core.checkpoint.writer import write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import Architecture
-from megatron_core.models.hf.reader import CONFIG, INDEX, WEIGHTS
+from megatron_core.models.hf.files import INDEX, WEIGHTS
+from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.boxes import Box
 
 Shapes = Mapping[str, tuple[int, ...]]

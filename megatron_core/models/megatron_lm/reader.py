@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import Piece
+from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
@@ -56,8 +57,15 @@ class MegatronReader:
         for piece in pieces:
             for part in self._parts.get(piece.name.removeprefix("model."), ()):
                 common = piece.box.intersect(part.box)
-                if common is not None:
-                    piece.memory[common.within(piece.box)] = part.read()[common.within(part.box)].to(piece.memory)
+                if common is None:
+                    continue
+                values = part.read()
+                if values.dtype not in TORCH_DTYPES.values():
+                    raise CheckpointError(
+                        f"{self.folder}: {piece.name} has the dtype {values.dtype}; weights must be "
+                        f"{', '.join(TORCH_DTYPES)}. Save the model with such weights: quantized ones are not read"
+                    )
+                piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
 
     def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
         """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other."""

@@ -1,0 +1,140 @@
+"""The JSON and safetensors files in a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.texts import listed
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ROWS_AT_ONCE = 4096
+"""Rows that are in memory while two tensors are compared."""
+
+
+class TensorFiles:
+    """The open safetensors files of a folder.
+
+    ``transformers`` reads ``model.safetensors`` if there is one, and the files of the index if not; so does this.
+    Errors: ``CheckpointError`` for files that are missing, damaged or not those of the index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, safe_open] = {}
+        self._open = ExitStack()
+        try:
+            self._where = self._find()
+        except CheckpointError:
+            self.close()
+            raise
+        self.names = set(self._where)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+        self._files.clear()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, which must be one of floating-point weights."""
+        found = self._slice(name).get_dtype()
+        if found not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self._where[name]}: {name} has the dtype {found}; weights must be {', '.join(TORCH_DTYPES)}. Save "
+                "the model with such weights: quantized ones, and integers in place of weights, are not read"
+            )
+        return TORCH_DTYPES[found]
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor."""
+        try:
+            return self._slice(name)[index]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from None
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values."""
+        shape = self.shape(one)
+        if shape != self.shape(other):
+            return False
+        blocks = (slice(at, at + ROWS_AT_ONCE) for at in range(0, shape[0] if shape else 1, ROWS_AT_ONCE))
+        return all(
+            torch.equal(self.read(one, (block,)[: len(shape)]), self.read(other, (block,)[: len(shape)]))
+            for block in blocks
+        )
+
+    def _find(self) -> dict[str, Path]:
+        """The file of every tensor, those included that the index does not name."""
+        path, index = self.folder / WEIGHTS, self.folder / INDEX
+        if path.is_file():
+            return dict.fromkeys(self._file(path).keys(), path)
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model with transformers' "
+                "save_pretrained, which writes safetensors (pickled weights are not read)"
+            )
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict):
+            kind = type(named).__name__
+            raise CheckpointError(
+                f"{index}: weight_map must be an object of tensors and files, not {kind}; copy it again"
+            )
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name, file in named.items():
+            by_file[self._inside(name, file)].append(name)
+        found, further = dict[str, Path](), dict[str, Path]()
+        for path, names in by_file.items():
+            stored = set(self._file(path).keys())
+            absent = [name for name in names if name not in stored]
+            if absent:
+                raise CheckpointError(
+                    f"{index} names {path.name} for {listed(absent)}, which it does not hold; copy both again"
+                )
+            found |= dict.fromkeys(names, path)
+            further |= dict.fromkeys(stored - named.keys(), path)
+        return further | found
+
+    def _inside(self, name: str, file: object) -> Path:
+        index = self.folder / INDEX
+        if not isinstance(file, str):
+            raise CheckpointError(f"{index} names {file!r} for {name}; it must be the name of a file")
+        if not file or Path(file).name != file or file == "..":
+            raise CheckpointError(f"{index} names the file {file!r}, which is not in the same folder")
+        return self.folder / file
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._where[name]).get_slice(name)
+
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._files:
+            try:
+                self._files[path] = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, ValueError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}; copy the file again") from None
+        return self._files[path]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; give the folder of a downloaded model of Hugging Face") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
