@@ -41,7 +41,7 @@ class Settings:
     ckpt_step: int | None = None
     """Iteration to inspect; default the latest."""
     verify: bool = False
-    """First compare the size and hash of every file; report all faults and exit with status 1."""
+    """First compare the size and hash of every file; report all faults and exit with status 1. --diff always does."""
     tensors: bool = False
     """List every tensor, with its shape, dtype and files; with --diff, every difference."""
     diff: str | None = None
@@ -60,16 +60,17 @@ def open_reader(folder: str, step: int | None) -> CheckpointReader:
 def inspect_checkpoint(settings: Settings) -> bool:
     """Print what the settings ask for; -> whether everything that was compared is equal."""
     with open_reader(settings.checkpoint, settings.ckpt_step) as reader:
-        if settings.verify:
-            print(verified(reader), end="\n\n")
         if settings.diff is None:
+            if settings.verify:
+                print(verified(reader), end="\n\n")
             print("\n".join(contents(reader)))
             if settings.tensors:
                 print("\n" + "\n".join(tensor_lines(reader)))
             return True
         with open_reader(settings.diff, settings.ckpt_step) as other:
+            checked = [verified(each) for each in (reader, other)]  # a flipped bit is damage, not a difference
             if settings.verify:
-                print(verified(other), end="\n\n")
+                print("\n\n".join(checked), end="\n\n")
             return compared(reader, other, None if settings.tensors else MOST_LINES)
 
 

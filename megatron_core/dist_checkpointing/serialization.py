@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, Piece, Save, find_checkpoint, pieces_of, save_checkpoint
+from megatron_core.checkpoint import (
+    CheckpointReader,
+    Piece,
+    Save,
+    find_checkpoint,
+    open_newest,
+    pieces_of,
+    save_checkpoint,
+)
 from megatron_core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -85,13 +93,22 @@ def load(
 ) -> dict[str, Any]:
     """The same nested dict with loaded values; the memory of every tensor in it is filled in place.
 
+    All ranks call it together, and first compare the hashes of the files.
     ``strict`` is always so: CheckpointError for a tensor that is not stored, or that has another shape.
     """
     _refuse(common_strategy=common_strategy)
     if not isinstance(sharded_strategy, TorchDistLoadShardedStrategy | None):
         _refuse(sharded_strategy=sharded_strategy)
+    stored = open_newest(str(checkpoint_dir), None, device=_device())
+    if stored is None:
+        raise CheckpointError(_absent(checkpoint_dir))
+    return load_from(stored, sharded_state_dict)
+
+
+def load_from(stored: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """As ``load``, from an open checkpoint, which this closes."""
     parts = built(sharded_state_dict)
-    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+    with stored as reader:
         reader.fill(piece for path, value in _walk(parts, ()) for piece in _pieces(path, value))
         filled = _filled(parts, (), reader.state.get(COMMON, {}) | reader.state.get(OBJECTS, {}))
         return dict(apply_factory_merges(filled, sharded_state_dict))
@@ -116,8 +133,12 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
 def _folder(checkpoint_dir: str | Path) -> Path:
     folder = find_checkpoint(str(checkpoint_dir))
     if folder is None:
-        raise CheckpointError(f"{checkpoint_dir} has no complete checkpoint; name the folder that save was given")
+        raise CheckpointError(_absent(checkpoint_dir))
     return folder
+
+
+def _absent(checkpoint_dir: str | Path) -> str:
+    return f"{checkpoint_dir} has no complete checkpoint; name the folder that save was given"
 
 
 def _refuse(**given: Any) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core import dist_checkpointing
-from megatron_core.checkpoint import find_checkpoint
+from megatron_core.checkpoint import open_newest
 from megatron_core.checkpoint.folder import TRACKER, iteration_folder
+from megatron_core.dist_checkpointing.serialization import load_from
 from megatron_core.errors import CheckpointError
 from megatron_core.models.gpt.gpt_model import GPTModel
+from megatron_core.parallel import World
 from megatron_core.training.global_vars import get_args
 from megatron_core.training.utils import print_rank_0
 from megatron_core.transformer.module import sharded
@@ -97,12 +99,15 @@ def load_checkpoint(
     """Fill chunks, optimizer and scheduler (None: not there) from the folder ``get_args()`` names, and set the samples
     consumed in ``get_args()``: (iteration, floating point operations).
 
-    (0, 0) for a folder without a checkpoint, and with --finetune, which loads weights alone. CheckpointError: there is
-    none with --exit-on-missing-checkpoint, or it is of another model or optimizer.
+    The hashes of the files are compared first, and an older checkpoint takes the place of a damaged one. (0, 0) for a
+    folder without a checkpoint, and with --finetune, which loads weights alone. CheckpointError: there is none with
+    --exit-on-missing-checkpoint, or it is of another model or optimizer.
     """
     args = get_args()
-    folder = find_checkpoint(getattr(args, load_arg), args.ckpt_step)
-    if folder is None:
+    verify = getattr(args, "verify_checkpoint", True)
+    device = World.from_environment().device
+    stored = open_newest(getattr(args, load_arg), args.ckpt_step, verify=verify, device=device)
+    if stored is None:
         if args.exit_on_missing_checkpoint or not strict:
             raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} holds no checkpoint")
         print_rank_0(f"{load_arg}={getattr(args, load_arg)!r} HOLDS NO CHECKPOINT: weights are not loaded")
@@ -112,7 +117,7 @@ def load_checkpoint(
     counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
     scheduler = opt_param_scheduler if goes_on else None
     state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
-    state = dist_checkpointing.load(state | {"num_floating_point_operations_so_far": 0}, folder)
+    state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
     if reads_optimizer:
         optimizer.load_state_dict(state["optimizer"])
     elif optimizer is not None:

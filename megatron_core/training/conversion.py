@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, parameter_pieces
+from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, open_newest, parameter_pieces
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
@@ -99,20 +99,22 @@ def export_hugging_face(
     """Write the checkpoint in ``load`` as a folder of Hugging Face, with the tokenizer's files that it keeps.
 
     ``dtype`` defaults to that of the stored weights, ``model_type`` to the architecture that the model came from. The
-    folder is complete, and with ``verify`` computes the same logits, or is not there. -> as ``import_hugging_face``.
+    folder is complete, and with ``verify`` computes the same logits, or is not there. The sizes and hashes of the
+    checkpoint's files are compared first, as in training. -> as ``import_hugging_face``.
     """
-    found = find_checkpoint(str(load), step)
-    if found is None:
-        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
+    stored = open_newest(str(load), step, device=torch.device("cpu"))
+    if stored is None:
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    found = stored.folder
     config = stored_config(found)
     architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
     incomplete = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     try:
         incomplete.mkdir(parents=True)
-        with CheckpointReader(found) as reader:
+        with stored as reader:
             kept = stored_dtype(reader) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
             write_hugging_face(reader, incomplete, architecture, model, dtype=kept, further=special_tokens(config))
