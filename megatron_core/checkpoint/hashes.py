@@ -119,12 +119,24 @@ def _share(files: Mapping[str, StoredFile], share: int, shares: int) -> Iterable
             yield name, file
 
 
-def _fault(folder: Path, name: str, expected: StoredFile) -> str | None:
-    path = inside(folder, name)
+def wrong_sizes(folder: Path, files: Mapping[str, StoredFile]) -> list[str]:
+    """A sentence for each of ``files`` that is absent or has another size; their content is not read."""
+    return [fault for name, file in files.items() if (fault := _wrong_size(inside(folder, name), file))]
+
+
+def _wrong_size(path: Path, expected: StoredFile) -> str | None:
     try:
         size = path.stat().st_size
-        if size != expected.size:
-            return f"{path} has {size} bytes instead of {expected.size}"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if size == expected.size else f"{path} has {size} bytes instead of {expected.size}"
+
+
+def _fault(folder: Path, name: str, expected: StoredFile) -> str | None:
+    path = inside(folder, name)
+    if fault := _wrong_size(path, expected):
+        return fault
+    try:
         return None if content_hash(path) == expected.hash else f"{path} is not what was written: its hash differs"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"

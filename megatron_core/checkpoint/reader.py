@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, Piece
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
-from megatron_core.checkpoint.hashes import damaged_files, inside
+from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed, tell_all
@@ -193,10 +193,39 @@ def open_newest(
         refused.append("; ".join(faults))
         if not candidates.named:
             note(f"A DAMAGED CHECKPOINT IS NOT LOADED: {refused[-1]}")
-    if not refused:
-        return None
-    none_whole = "" if candidates.named else f"load={load!r} has no whole checkpoint: "
-    raise CheckpointError(f"{none_whole}{'; '.join(refused)}; name another folder, or another iteration by --ckpt-step")
+    return _none_whole(load, candidates, refused)
+
+
+def find_newest(load: str, step: int | None, temporary: Path | None = None, *, verify: bool = True) -> Path | None:
+    """As ``open_newest``, by this process alone: the folder whose manifest and files beside the tensors are whole.
+
+    Of the files with tensors the sizes are compared. Their hashes take the time of a read of the whole checkpoint;
+    ``open_newest`` compares them on all ranks together.
+    """
+    candidates = _candidates(load, step, temporary)
+    refused: list[str] = []
+    for folder in candidates.folders:
+        try:
+            manifest = Manifest.read(folder / MANIFEST)
+        except CheckpointError as error:
+            refused.append(str(error))
+            continue
+        of_tensors = {box.file for tensor in manifest.tensors.values() for box in tensor.boxes}
+        others = {name: file for name, file in manifest.files.items() if name not in of_tensors}
+        faults = []
+        if verify:
+            faults = [*wrong_sizes(folder, manifest.files), *damaged_files(folder, others)]
+        if not faults:
+            return folder
+        refused.append("; ".join(dict.fromkeys(faults)))
+    return _none_whole(load, candidates, refused)
+
+
+def _none_whole(load: str, candidates: Candidates, refused: list[str]) -> None:
+    """``CheckpointError`` with what is wrong with every candidate; nothing if there was none."""
+    if refused:
+        where = "" if candidates.named else f"load={load!r} has no whole checkpoint: "
+        raise CheckpointError(f"{where}{'; '.join(refused)}; name another folder, or another iteration by --ckpt-step")
 
 
 def _candidates(load: str, step: int | None, temporary: Path | None) -> Candidates:

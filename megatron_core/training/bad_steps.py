@@ -132,7 +132,7 @@ class BadSteps:
         if state.rollbacks >= self._settings.max_rollbacks:
             raise MegatronError(f"{what}, after {state.rollbacks} times back to a checkpoint. {_WAYS_OUT}")
         config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
-        reader = open_checkpoint(config, run.world.device)
+        reader, _ = open_checkpoint(config, run.world.device)
         assert reader is not None, "it was found above"
         self._clear()
         run.state = load_state(config, reader, run.data_parallel, run.optimizer, run.fp8)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_newest
+from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
-from megatron_core.config import DataConfig, ModelConfig, RunConfig
+from megatron_core.checkpoint.reader import note
+from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from megatron_core.config.file import convert, field_types
 from megatron_core.config.fp8 import FP8Config
 from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
@@ -52,6 +53,11 @@ NUMBERS = (
 """Settings that decide which numbers follow in training, and neither the model nor the schedule."""
 FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
 """All others change the function, whatever settings may be added: another value would load and give nonsense."""
+TOKENS = (
+    *("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+    *("tiktoken_pattern", "tiktoken_num_special_tokens"),
+)
+"""Settings of the data that ``--use-checkpoint-args`` takes."""
 
 
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
@@ -195,26 +201,68 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
     """The model, the sequence length and the tokenizer of ``config``, and for all the rest the defaults."""
-    names = ("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-    kept = (*names, "tiktoken_pattern", "tiktoken_num_special_tokens")
     model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION_SETTINGS})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
-    return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in kept}))
+    return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in TOKENS}))
+
+
+def settings_folder(settings: CheckpointConfig) -> Path | None:
+    """The checkpoint from which ``use_checkpoint_args`` and ``use_checkpoint_opt_param_scheduler`` take settings.
+
+    It is the newest one whose manifest and tokenizer are whole. If its tensors are damaged, the run loads an older one,
+    and ``with_settings_of`` takes the settings from that. Errors: ``CheckpointError`` if none is whole.
+    """
+    if settings.load is None:
+        return None
+    temporary = settings.temporary_folder(settings.load) if settings.local_folder is None else None
+    return find_newest(settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint)
 
 
 def with_stored_schedule(config: RunConfig) -> RunConfig:
     """``config`` with learning rate, weight decay and their schedules of the checkpoint that it loads, if
     ``use_checkpoint_opt_param_scheduler`` asks for that and there is one."""
-    settings = config.checkpoint
-    if settings.load is None or not settings.use_checkpoint_opt_param_scheduler:
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
-    folder = find_checkpoint(settings.load, settings.ckpt_step)
+    folder = settings_folder(config.checkpoint)
     if folder is None:
         return config
-    stored = stored_config(folder).optimizer
-    names = [part.name for part in fields(stored) if part.name.startswith(SCHEDULE)]
-    return replace(config, optimizer=replace(config.optimizer, **{name: getattr(stored, name) for name in names}))
+    return RunConfig.from_flat(config.flat() | _schedule(stored_config(folder)))
+
+
+def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
+    """``config`` with the settings of the checkpoint in ``folder``, where it has those of another checkpoint.
+
+    Settings that flags or --config have changed stay.
+    """
+    source = settings_folder(config.checkpoint) if _takes_settings(config.checkpoint) else None
+    if source is None or source == folder:
+        return config
+    current = config.flat()
+    before, after = (_taken(stored_config(each), config.checkpoint) for each in (source, folder))
+    changed = {name: after[name] for name in before if current[name] == before[name] != after[name]}
+    if changed:
+        note(f"these settings are taken from {folder}, which is loaded: {listed(list(changed))}")
+    return RunConfig.from_flat(current | changed)
+
+
+def _takes_settings(settings: CheckpointConfig) -> bool:
+    return settings.use_checkpoint_args or settings.use_checkpoint_opt_param_scheduler
+
+
+def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
+    """The settings that a run takes from a checkpoint."""
+    found: dict[str, Any] = {}
+    if settings.use_checkpoint_args:
+        again = model_and_tokenizer(stored)
+        found |= {name: getattr(again.model, name) for name in FUNCTION + TRAINING_SETTINGS + SIZES}
+        found |= {name: getattr(again.data, name) for name in TOKENS}
+    return found | (_schedule(stored) if settings.use_checkpoint_opt_param_scheduler else {})
+
+
+def _schedule(stored: RunConfig) -> dict[str, Any]:
+    names = [part.name for part in fields(stored.optimizer) if part.name.startswith(SCHEDULE)]
+    return {name: getattr(stored.optimizer, name) for name in names}
 
 
 def _equal(stored: Any, current: Any) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line, write_config
 from megatron_core.config.partition import describe
@@ -26,7 +25,12 @@ from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.shared_memory import backend as shared_memory
-from megatron_core.training.compatibility import model_and_tokenizer, stored_config, with_stored_schedule
+from megatron_core.training.compatibility import (
+    model_and_tokenizer,
+    settings_folder,
+    stored_config,
+    with_stored_schedule,
+)
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_splits, train
 from megatron_core.training.memory_report import describe_memory
@@ -48,10 +52,10 @@ def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun
         return parse_command_line(args, prog=prog, defaults=config_of_folder(config.checkpoint.load_hf))
     if not config.checkpoint.use_checkpoint_args:
         return config, dry
-    folder = find_checkpoint(config.checkpoint.load or ".", config.checkpoint.ckpt_step)
+    folder = settings_folder(config.checkpoint)
     if config.checkpoint.load is not None and folder is None and dry.dry_run:
         return config, dry  # its warnings say that the folder is absent
-    if config.checkpoint.load is None or folder is None:
+    if folder is None:
         raise ConfigError(f"use_checkpoint_args=True: load={config.checkpoint.load!r} holds no checkpoint")
     return parse_command_line(args, prog=prog, defaults=model_and_tokenizer(stored_config(folder)))
 
@@ -82,7 +86,7 @@ def pretrain(
         if world.rank == 0:
             introduce(run)
             sinks = build_sinks(
-                config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=config.flat()
+                config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=run.config.flat()
             )
         sinks = [LenientSink(sink) for sink in sinks]
         try:

@@ -10,6 +10,7 @@ import torch
 from megatron_core import parallel_state
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
+from megatron_core.config.validate import check
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
@@ -215,7 +216,10 @@ def set_up(
         poison.turn_on()
     if config.training.deterministic_mode:
         use_deterministic_kernels()
-    checkpoint = open_checkpoint(config, world.device)
+    checkpoint, loaded = open_checkpoint(config, world.device)
+    if loaded != config:
+        check(loaded, world.size)
+        config = loaded
     validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))

@@ -27,6 +27,7 @@ from megatron_core.training.compatibility import (
     check_state,
     moved_end,
     schedule_changes,
+    with_settings_of,
 )
 
 CPU = torch.device("cpu")
@@ -125,11 +126,14 @@ def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Ite
         yield Piece(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
-def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> CheckpointReader | HuggingFaceReader | None:
-    """The checkpoint that ``config.checkpoint`` names, of the model of ``config``; None without one.
+def open_checkpoint(
+    config: RunConfig, device: torch.device = CPU
+) -> tuple[CheckpointReader | HuggingFaceReader | None, RunConfig]:
+    """The checkpoint that ``config.checkpoint`` names, of the model of ``config`` (None without one), and ``config``.
 
-    A damaged one is refused; where ``load`` named the folder of all, the newest good one takes its place, and rank 0
-    says so. All ranks call this together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
+    A damaged one is refused; where ``load`` named the folder of all, the newest whole one takes its place, and rank 0
+    says so. Settings that ``config`` takes from the checkpoint are then those of that one. All ranks call this
+    together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
     settings = config.checkpoint
     reader: CheckpointReader | None = None
@@ -140,15 +144,17 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
     if reader is None and settings.load_hf is not None:
         weights = HuggingFaceReader(settings.load_hf)
         check_same_model(asdict(weights.model), config)
-        return weights
+        return weights, config
     if reader is None:
         if settings.load is not None and settings.needs_checkpoint:
             raise CheckpointError(
                 f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
                 "without --exit-on-missing-checkpoint, --finetune and --ckpt-step"
             )
-        return None
+        return None, config
     stored = check_state(reader.state, reader.folder)
+    if not isinstance(reader, CopiesReader):  # of the same run, without a tokenizer
+        config = with_settings_of(config, reader.folder)
     check_same_model(stored, config)
     if not settings.finetune and not config.training.skip_train:
         changes = schedule_changes(stored, config)
@@ -170,7 +176,7 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> Checkpoint
                 f"seed={config.training.seed}, but the checkpoint was trained with seed={seed}: from here on other "
                 "samples and other dropout are drawn than in the run that it comes from"
             )
-    return reader
+    return reader, config
 
 
 def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) -> CheckpointReader | None:

@@ -108,7 +108,7 @@ def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[s
     save_run(run)
     train(run, 2)
     resumed = start(narrow | {"load": str(folder)})
-    reader = open_checkpoint(resumed.config)
+    reader, _ = open_checkpoint(resumed.config)
     assert reader is not None
     run.state = load_state(resumed.config, reader, run.data_parallel, run.optimizer, run.fp8)
     found = []
