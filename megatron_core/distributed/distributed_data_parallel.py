@@ -77,7 +77,10 @@ class DistributedDataParallel(MegatronModule):
         return (whole_in_shards if whole else in_order)(shards, self.ddp_config.pad_buckets_for_high_nccl_busbw)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's; the first one after ``finish_grad_sync`` begins a new step."""
+        """The module's; the first one after ``finish_grad_sync`` begins a new step. ConfigError while weights, or in
+        training gradients, are offloaded."""
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.check_resident(gradients=torch.is_grad_enabled())
         if self._step_is_over and torch.is_grad_enabled():
             self.zero_grad_buffer()
         return self.module(*inputs, **kwargs)
@@ -132,6 +135,22 @@ class DistributedDataParallel(MegatronModule):
         """Wait for parameters that are on their way, before a checkpoint is saved."""
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.free_overlap_buffers()
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Free the memory of all gradients until ``restore_grad_buffers``, as between steps; their values are lost."""
+        if synchronize and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.offload_to_cpu(move_params=False)
+        if empty_cache and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Give all gradients memory again; they are zero."""
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.reload_from_cpu(move_params=False)
+        if synchronize and torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def broadcast_params(self) -> None:
         """Make all copies equal to that of the first data-parallel rank."""

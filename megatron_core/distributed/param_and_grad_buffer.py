@@ -81,7 +81,12 @@ class _ParamAndGradBucket:
 
 
 class _ParamAndGradBuffer:
-    """Buckets with one dtype and one data-parallel group, numbered as if they lay one after another."""
+    """Buckets with one dtype and one data-parallel group, one after another in one flat tensor.
+
+    ``param_data`` and ``grad_data`` may be offloaded: ``storage().resize_(0)`` frees the memory of all buckets, and
+    the size before gives it back. Sharding strategies that free gradients or weights themselves have no flat tensor
+    for these; reading it is a ConfigError.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets: list[_ParamAndGradBucket] = []
@@ -98,6 +103,81 @@ class _ParamAndGradBuffer:
         self.data_parallel_group: Group = buckets[0].dp_group
         self.data_parallel_world_size = self.data_parallel_group.size()
         self.param_dtype, self.grad_dtype = buckets[0].weights.dtype, buckets[0].grads.dtype
+        self._grad_data = None if buckets[0].splits_grads else self._join_grads()
+        self._param_data = None if buckets[0].splits_weights else self._join_weights()
+        self._sizes = {"param_data": 0, "grad_data": 0}
+        self._param_data_cpu: torch.Tensor | None = None
+
+    def _join_grads(self) -> torch.Tensor:
+        """Move the gradients, which are zero yet, into one flat tensor."""
+        for view in self.buckets:
+            view.bucket.grads.untyped_storage().resize_(0)  # there is never room for both
+        device = self.buckets[0].bucket.grads.device
+        flat = torch.zeros(self.numel, dtype=self.grad_dtype, device=device)
+        for view in self.buckets:
+            view.bucket.grads = flat[view.offset : view.offset + view.bucket.weights.numel()]
+            for parameter, (start, stop) in view.param_to_index.items():
+                parameter.main_grad = view.bucket.grads[start:stop].view_as(parameter)  # type: ignore[attr-defined]
+        return flat
+
+    def _join_weights(self) -> torch.Tensor:
+        flat = torch.cat([view.bucket.weights for view in self.buckets])
+        for view in self.buckets:
+            view.bucket.weights = flat[view.offset : view.offset + view.bucket.weights.numel()]
+            for parameter, (start, stop) in view.param_to_index.items():
+                parameter.data = view.bucket.weights[start:stop].view_as(parameter)
+        return flat
+
+    @property
+    def param_data(self) -> torch.Tensor:
+        """The flat weights of all buckets."""
+        return self._flat("weights", self._param_data)
+
+    @property
+    def grad_data(self) -> torch.Tensor:
+        """The flat gradients of all buckets, before they are reduced."""
+        return self._flat("gradients", self._grad_data)
+
+    @staticmethod
+    def _flat(what: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise ConfigError(
+                f"data_parallel_sharding_strategy frees the {what} itself, so that a buffer has no flat tensor of them;"
+                " use no_shard or optim to offload them"
+            )
+        return tensor
+
+    def check_resident(self, *, gradients: bool) -> None:
+        """ConfigError where weights, or with ``gradients`` these, are offloaded."""
+        needed = {"param_data": self._param_data, "grad_data": self._grad_data if gradients else None}
+        for name, tensor in needed.items():
+            if tensor is not None and not tensor.untyped_storage().nbytes():
+                raise ConfigError(
+                    f"{name} of a buffer is offloaded (its storage has size 0); give it its memory back before forward"
+                )
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Move the weights to the CPU and drop the gradients, so that both free their memory."""
+        if move_params and self.param_data.untyped_storage().nbytes():
+            self._param_data_cpu = self.param_data.cpu().clone()
+            self._free("param_data")
+        if move_grads and self.grad_data.untyped_storage().nbytes():
+            self._free("grad_data")
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Bring back what ``offload_to_cpu`` has freed; gradients are zero."""
+        if move_params and self._param_data_cpu is not None and not self.param_data.untyped_storage().nbytes():
+            self.param_data.untyped_storage().resize_(self._sizes["param_data"])
+            self.param_data.copy_(self._param_data_cpu)
+            self._param_data_cpu = None
+        if move_grads and self._sizes["grad_data"] and not self.grad_data.untyped_storage().nbytes():
+            self.grad_data.untyped_storage().resize_(self._sizes["grad_data"])
+            self.grad_data.zero_()
+
+    def _free(self, name: str) -> None:
+        storage = getattr(self, name).untyped_storage()
+        self._sizes[name] = storage.nbytes()
+        storage.resize_(0)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply this rank's reduced gradients."""

@@ -144,6 +144,59 @@ def test_buckets_as_buffers() -> None:
     assert run_ranks(2, buffers) == [expected] * 2
 
 
+def trained(strategy: str, offload: bool) -> list[torch.Tensor]:
+    """Three steps; between them weights and gradients leave memory as programs of reinforcement learning do it."""
+    parallel_state.initialize_model_parallel()
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=40)
+    ddp = DistributedDataParallel(None, settings, model())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [ddp])
+    (buffer,) = ddp.buffers
+    sizes = [(t, t.storage().size()) for t in (buffer.param_data, buffer.grad_data)]
+    assert [size for _, size in sizes] == [buffer.numel] * 2 and len(buffer.buckets) > 1
+    for _ in range(3):
+        if offload:
+            kept = buffer.param_data.clone()
+            for tensor, _ in sizes:
+                tensor.storage().resize_(0)
+            assert all(p.untyped_storage().nbytes() == 0 for p in ddp.parameters())
+            with pytest.raises(ConfigError, match="param_data of a buffer is offloaded"):
+                ddp(torch.ones(2, 6))
+            for tensor, size in sizes:
+                tensor.storage().resize_(size)
+            buffer.param_data.copy_(kept)
+            buffer.grad_data.zero_()
+            ddp.offload_grad_buffers()
+            with pytest.raises(ConfigError, match="grad_data of a buffer is offloaded"):
+                ddp(torch.ones(2, 6))
+            ddp.restore_grad_buffers()
+            buffer.offload_to_cpu()
+            assert buffer.param_data.storage().size() == buffer.grad_data.storage().size() == 0
+            buffer.reload_from_cpu()
+        ddp(torch.ones(2, 6)).square().sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.module.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_weights_and_gradients_leave_memory_between_steps(strategy: str) -> None:
+    for ours, expected in zip(run_ranks(2, trained, strategy, True), run_ranks(2, trained, strategy, False)):
+        assert all(map(torch.equal, ours, expected))
+
+
+def without_flat_tensors() -> None:
+    parallel_state.initialize_model_parallel()
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    (buffer, *_) = DistributedDataParallel(None, settings, model()).buffers
+    for name, what in (("param_data", "weights"), ("grad_data", "gradients")):
+        with pytest.raises(ConfigError, match=f"frees the {what} itself.*use no_shard or optim"):
+            getattr(buffer, name)
+
+
+def test_what_is_freed_anyway_has_no_flat_tensor() -> None:
+    run_ranks(2, without_flat_tensors)
+
+
 def stepped(overrides: Any) -> list[torch.Tensor]:
     parallel_state.initialize_model_parallel()
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(), model())
