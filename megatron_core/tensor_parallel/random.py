@@ -94,6 +94,8 @@ class CudaRNGStatesTracker:
         """What ``model_parallel_cuda_manual_seed`` was last called with."""
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
+        self.forks: list[str] = []
+        """Names of the states that ``fork`` is using, the outermost first."""
 
     def is_initialized(self) -> bool:
         """Whether any state was added."""
@@ -105,8 +107,13 @@ class CudaRNGStatesTracker:
         self._seeds.clear()
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the states by name."""
+        """A copy of the states by name; that of a ``fork`` in progress as it is now."""
+        self._store_state_in_use()
         return dict(self._states)
+
+    def _store_state_in_use(self) -> None:
+        if self.forks:
+            self._states[self.forks[-1]] = _get_state()
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Replace all states."""
@@ -126,17 +133,23 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Use the state ``name`` inside the context, and keep its final value for the next time."""
+        """Use the state ``name`` inside the context, and keep its final value for the next time.
+
+        Forks may be nested: a state that an outer fork is using continues in the inner one, and the outer one continues
+        after it, so that no number is drawn twice.
+        """
         if name not in self._states:
             known = ", ".join(self._states) or "none; call model_parallel_cuda_manual_seed first"
             raise ConfigError(f"there is no generator state {name!r}; known: {known}")
         outside = _get_state()
+        self._store_state_in_use()
         _set_state(self._states[name])
+        self.forks.append(name)
         try:
             yield
         finally:
-            self._states[name] = _get_state()
-            _set_state(outside)
+            self._states[self.forks.pop()] = _get_state()
+            _set_state(self._states.get(self.forks[-1], outside) if self.forks else outside)
 
 
 _TRACKER = CudaRNGStatesTracker()
@@ -214,18 +227,20 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """
     if distribute_saved_activations:
         raise ConfigError("distribute_saved_activations=True is not supported; use sequence_parallel")
-    before = _TRACKER.get_states()
+    before, forks = _TRACKER.get_states(), list(_TRACKER.forks)
     passes: list[None] = []
 
     def run(*inputs: Any) -> Any:
-        now = _TRACKER.get_states()
         passes.append(None)
         if len(passes) == 1:
             return function(*inputs)
+        now, forks_now = _TRACKER.get_states(), _TRACKER.forks
         _TRACKER.set_states(before)
+        _TRACKER.forks = list(forks)
         try:
             return function(*inputs)
         finally:
+            _TRACKER.forks = forks_now
             _TRACKER.set_states(now)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

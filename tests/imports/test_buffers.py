@@ -180,7 +180,8 @@ def trained(strategy: str, offload: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_weights_and_gradients_leave_memory_between_steps(strategy: str) -> None:
-    for ours, expected in zip(run_ranks(2, trained, strategy, True), run_ranks(2, trained, strategy, False)):
+    found, kept = (run_ranks(2, trained, strategy, offload) for offload in (True, False))
+    for ours, expected in zip(found, kept, strict=True):
         assert all(map(torch.equal, ours, expected))
 
 

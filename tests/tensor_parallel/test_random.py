@@ -10,6 +10,12 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 SAMPLES, LENGTH, CHANNELS = 4, 64, 64
 EVERYONE = torch.arange(SAMPLES)
@@ -112,3 +118,52 @@ def test_large_coordinates() -> None:
     kept = _keep(samples=EVERYONE + 2**40)
     assert abs(kept.double().mean() - 0.5) < 0.02
     assert not torch.equal(kept, _keep())
+
+
+def drawn(name: str, count: int) -> Tensor:
+    """The first numbers of a state, from a generator of its own."""
+    seeds = {"a": 11, "b": 22}
+    return torch.rand(count, generator=torch.Generator().manual_seed(seeds[name]))
+
+
+def test_nested_forks_draw_no_number_twice() -> None:
+    tracker = CudaRNGStatesTracker()
+    for name, seed in (("a", 11), ("b", 22)):
+        tracker.add(name, seed)
+    with tracker.fork("a"):
+        parts = [torch.rand(3)]
+        with tracker.fork("b"):
+            others = [torch.rand(2)]
+            with tracker.fork("a"):
+                parts.append(torch.rand(3))
+                kept = tracker.get_states()
+            others.append(torch.rand(2))
+        parts.append(torch.rand(3))
+    with tracker.fork("a"):
+        parts.append(torch.rand(3))
+    assert torch.equal(torch.cat(parts), drawn("a", 12))
+    assert torch.equal(torch.cat(others), drawn("b", 4))
+    tracker.set_states(kept)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(6), drawn("a", 12)[6:])
+
+
+def test_recomputation_within_a_fork_sees_the_same_numbers() -> None:
+    model_parallel_cuda_manual_seed(5)
+    tracker, seen = get_cuda_rng_tracker(), list[Tensor]()
+
+    def noisy(x: Tensor) -> Tensor:
+        with tracker.fork("expert-parallel-rng"), tracker.fork("model-parallel-rng"):
+            seen.append(torch.rand(4))
+        seen.append(torch.rand(4))
+        return x * seen[-1] * seen[-2]
+
+    x = torch.ones(4, requires_grad=True)
+    with tracker.fork("model-parallel-rng"):
+        torch.rand(4)
+        y = checkpoint(noisy, False, x)
+        after = torch.rand(4)
+    y.sum().backward()
+    assert len(seen) == 4 and torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))
+    whole = torch.rand(16, generator=torch.Generator().manual_seed(5 + 2718))
+    assert torch.equal(torch.cat([*seen[:2], after]), whole[4:])
