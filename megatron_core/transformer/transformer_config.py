@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.rules_layout import RECOMPUTABLE
 from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 from megatron_core.model_parallel_config import ModelParallelConfig
@@ -30,6 +31,7 @@ _OtherFields = make_dataclass(
     "_OtherFields", [(name, Any, field(default=value)) for name, value in (_WITHOUT_EFFECT | _NOT_SUPPORTED).items()]
 )
 _RENAMED: dict[str, str] = _TABLES["renamed"]
+_DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 _TRANSLATED = frozenset(_TABLES["translated"].split())
 
 
@@ -121,6 +123,10 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
         if self.kv_channels is None and self.num_attention_heads:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         self.num_query_groups = self.num_query_groups or self.num_attention_heads
+        self.recompute_modules = ["core_attn"] if self.recompute_modules is None else list(self.recompute_modules)
+        if self.moe_layer_recompute:
+            self.recompute_granularity = "selective"
+            self.recompute_modules = list(dict.fromkeys([*self.recompute_modules, "moe"]))
         if self.num_moe_experts is not None:
             self.moe_ffn_hidden_size = self.moe_ffn_hidden_size or self.ffn_hidden_size
         if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
@@ -179,6 +185,12 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
             ),
             f"recompute_granularity={self.recompute_granularity!r} is none of full, selective": (
                 self.recompute_granularity not in (None, "full", "selective")
+            ),
+            f"recompute_modules={self.recompute_modules} has modules that are none of {', '.join(RECOMPUTABLE)}": (
+                set(self.recompute_modules or ()) - set(RECOMPUTABLE)
+            ),
+            f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} is none of {', '.join(_DISPATCHERS)}": (
+                self.moe_token_dispatcher_type not in _DISPATCHERS
             ),
             f"recompute_method={self.recompute_method!r} is none of uniform, block": (
                 self.recompute_method not in (None, "uniform", "block")
@@ -251,6 +263,8 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
             "moe_layer_freq": (freq,) if isinstance(freq, int) else tuple(freq),
             "window_attn_skip_freq": (skip,) if isinstance(skip, int) else skip and tuple(skip),
             "moe_router_dtype": self.moe_router_dtype or "fp32",
+            "moe_token_dispatcher_type": "allgather" if self.moe_token_dispatcher_type == "allgather" else "alltoall",
+            "recompute_modules": tuple(self.recompute_modules or ()),
             "recompute_method": self.recompute_method or ("block" if self.recompute_granularity == "full" else None),
         }
 

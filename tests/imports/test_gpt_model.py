@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_core import config as config_package
 from megatron_core import parallel_state
+from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron_core.models.gpt import GPTModel
@@ -23,6 +26,7 @@ from megatron_core.models.gpt.gpt_layer_specs import (
 from megatron_core.packed_seq_params import PackedSeqParams
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.transformer import transformer_config
 from megatron_core.transformer.identity_op import IdentityOp
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
@@ -264,3 +268,52 @@ def test_masks_and_forms_of_gelu() -> None:
     scores = attention_mask_func(torch.zeros(2, 2), get_default_causal_mask(2))
     assert scores.tolist() == [[0.0, -10000.0], [0.0, 0.0]]
     assert config(activation_func=openai_gelu).model_config().openai_gelu
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        {"moe_layer_recompute": True, "num_moe_experts": 4},
+    ],
+)
+def test_selective_recompute_gives_the_same_gradients(settings: dict[str, Any]) -> None:
+    experts = settings.get("num_moe_experts")
+    spec = get_gpt_layer_local_spec(num_experts=experts)
+    kept, dropped = (gpt(config(**{"num_moe_experts": experts} | more), spec) for more in ({}, settings))
+    wanted = settings.get("recompute_modules", ["core_attn", "moe"] if experts else ["core_attn"])
+    assert dropped.config.recompute_modules == wanted
+    for model in (kept, dropped):
+        model(IDS, labels=IDS).sum().backward()
+    for ours, expected in zip(dropped.parameters(), kept.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=0, atol=1e-12)
+
+
+def test_modules_to_recompute_are_checked() -> None:
+    assert config().recompute_modules == ["core_attn"]
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['attention'\] has modules that are none of core_attn"):
+        config(recompute_modules=["attention"])
+
+
+def test_the_configuration_takes_what_the_launcher_takes() -> None:
+    tables = read_table(transformer_config.__file__)
+    flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
+    accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
+    assert "moe_enable_deepep" in accepted
+    # Positions of images, which position_embedding_type="mrope" asks for.
+    assert accepted & set(tables["not_supported"]) == {"mrope_section"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None},
+        {"cuda_graph_impl": "local", "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        {"mamba_state_dim": 64, "qk_clip_alpha": 0.4, "fp4_recipe": "custom"},  # of features that are off
+    ],
+)
+def test_settings_of_transport_and_of_other_features_change_nothing(settings: dict[str, Any]) -> None:
+    spec = get_gpt_layer_local_spec(num_experts=4)
+    models = [gpt(config(num_moe_experts=4, **more), spec) for more in ({}, settings)]
+    torch.testing.assert_close(*(model(IDS) for model in models), rtol=0, atol=1e-12)
