@@ -40,7 +40,7 @@ def parse_args(
     if extra_args_provider is not None:
         parser = extra_args_provider(ArgumentParser(add_help=False, allow_abbrev=False))
         extra, given = parser.parse_known_args(given)
-    config, _ = read_settings(Path(sys.argv[0]).name, given)
+    config, _ = read_settings(Path(sys.argv[0]).name, given, stored_schedule=False)  # load_checkpoint has it
     args = Namespace(**_others(given) | config.flat() | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()

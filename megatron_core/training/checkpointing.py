@@ -10,6 +10,7 @@ from megatron_core.checkpoint.folder import TRACKER, iteration_folder
 from megatron_core.dist_checkpointing.serialization import load_from
 from megatron_core.errors import CheckpointError
 from megatron_core.models.gpt.gpt_model import GPTModel
+from megatron_core.optimizer.optimizer import param_group_identifier_keys
 from megatron_core.parallel import World
 from megatron_core.training.global_vars import get_args
 from megatron_core.training.utils import print_rank_0
@@ -79,6 +80,24 @@ def save_checkpoint(
     print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
 
 
+_SCHEDULES = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def _copy_schedules(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """Give ``others`` the schedules of ``groups``, which are alike otherwise; of several alike the order of their
+    learning rates decides."""
+
+    def key(group: dict[str, Any]) -> tuple[Any, ...]:
+        rest = [name for name in param_group_identifier_keys if name not in _SCHEDULES]
+        fixed = tuple(repr(group.get(name, group.get(f"pre_{name}"))) for name in (*rest, "default_config"))
+        return (*fixed, group["max_lr"])
+
+    ours, theirs = sorted(groups, key=key), sorted(others, key=key)
+    if [key(group)[:-1] for group in ours] == [key(group)[:-1] for group in theirs]:
+        for source, target in zip(ours, theirs, strict=True):
+            target.update({name: source[name] for name in _SCHEDULES if name in source})
+
+
 def _state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
     state: dict[str, Any] = {f"model{number}": sharded(chunk) for number, chunk in enumerate(unwrap_model(model))}
     for name, part in (("optimizer", optimizer), ("opt_param_scheduler", scheduler)):
@@ -96,12 +115,15 @@ def load_checkpoint(
     checkpointing_context: Any = None,
     **others: Any,
 ) -> tuple[int, int]:
-    """Fill chunks, optimizer and scheduler (None: not there) from the folder ``get_args()`` names, and set the samples
-    consumed in ``get_args()``: (iteration, floating point operations).
+    """Load chunks, optimizer and scheduler (None: absent) from the folder in ``get_args()``, and set its consumed samples.
 
-    The hashes of the files are compared first, and an older checkpoint takes the place of a damaged one. (0, 0) for a
-    folder without a checkpoint, and with --finetune, which loads weights alone. CheckpointError: there is none with
-    --exit-on-missing-checkpoint, or it is of another model or optimizer.
+    Returns (iteration, floating point operations): (0, 0) for a folder without a checkpoint, and with --finetune, which
+    loads only weights. The hashes of the files are compared first; if the newest checkpoint is damaged, an older one is
+    loaded. If learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps the program's
+    and --use-checkpoint-opt-param-scheduler takes the stored ones.
+
+    Raises CheckpointError if there is no checkpoint with --exit-on-missing-checkpoint, if it is of another model or
+    optimizer, or if schedules differ without one of the two flags.
     """
     args = get_args()
     verify = getattr(args, "verify_checkpoint", True)
@@ -118,12 +140,19 @@ def load_checkpoint(
     scheduler = opt_param_scheduler if goes_on else None
     state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
     state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
-    if reads_optimizer:
-        optimizer.load_state_dict(state["optimizer"])
-    elif optimizer is not None:
-        optimizer.reload_model_params()
     if scheduler is not None:
         scheduler.load_state_dict(state["opt_param_scheduler"])
+    if reads_optimizer:
+        saved = state["optimizer"]["state"]["param_groups"]
+        if args.override_opt_param_scheduler:
+            _copy_schedules(optimizer.param_groups, saved)
+        elif args.use_checkpoint_opt_param_scheduler:
+            _copy_schedules(saved, optimizer.param_groups)
+        optimizer.load_state_dict(state["optimizer"])
+        if scheduler is not None:
+            scheduler.step(0)  # the optimizer has brought the rates of the step that was saved
+    elif optimizer is not None:
+        optimizer.reload_model_params()
     if not goes_on:
         return 0, 0
     args.consumed_train_samples = state["consumed_train_samples"]

@@ -38,12 +38,18 @@ from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
-def read_settings(prog: str, args: list[str] | None = None) -> tuple[RunConfig, DryRun]:
+def read_settings(
+    prog: str, args: list[str] | None = None, *, stored_schedule: bool = True
+) -> tuple[RunConfig, DryRun]:
     """The configuration of the command line, or of ``args``, over that of the checkpoint or of the model of Hugging
-    Face if it asks for that; and whether to describe a rank instead of training."""
+    Face if it asks for that; and whether to describe a rank instead of training.
+
+    Without ``stored_schedule`` ``use_checkpoint_opt_param_scheduler`` is left to the caller, whose checkpoints have no
+    configuration.
+    """
     config, dry = _read_settings(prog, args)
     note_unread_flags(config, args)
-    return with_stored_schedule(config), dry
+    return with_stored_schedule(config) if stored_schedule else config, dry
 
 
 def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:

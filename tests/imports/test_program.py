@@ -160,6 +160,21 @@ def test_a_program_trains_as_one_process_and_goes_on_from_its_checkpoint(
     np.testing.assert_allclose(more, expected[2:], rtol=0, atol=1e-9)
 
 
+def test_a_resumed_program_takes_one_of_two_schedules(alone: Any, tmp_path: Path) -> None:
+    """With another learning rate, weight decay and minimum; the rates against the formula."""
+    run_ranks(1, job, str(tmp_path), "")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    changed = f"--load {tmp_path} --lr 0.04 --min-lr 0.001 --weight-decay 0.2"
+    stored, *_ = run_ranks(1, job, str(tmp_path / "a"), f"{changed} --use-checkpoint-opt-param-scheduler")[0]
+    np.testing.assert_allclose(stored, alone[0][2:], rtol=0, atol=1e-9)
+    given, *_ = run_ranks(1, job, str(tmp_path / "b"), f"{changed} --override-opt-param-scheduler")[0]
+    # Warm-up ends after step 1, the linear decay after step 4; printed are the rates after steps 3 and 4.
+    expected = [0.001 + (0.04 - 0.001) * (1 - (step - 1) / (4 - 1)) for step in (3, 4)]
+    np.testing.assert_allclose([rate for *_, rate in given], expected, rtol=1e-12)
+    with pytest.raises(Exception, match=r"max_lr=0.04, but the checkpoint has 0.01; set override_opt_param_scheduler"):
+        run_ranks(1, job, str(tmp_path / "c"), changed)
+
+
 def test_a_resumed_program_goes_on_in_its_validation_data(tmp_path: Path) -> None:
     whole = run_ranks(1, job, str(tmp_path), "--eval-interval 2")[0][1]
     assert len(set(whole)) == len(whole) == 3
