@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
@@ -68,6 +71,23 @@ class ProcessGroupCollection:
         if wrong:
             raise ConfigError(f"Invalid process groups requested: {wrong}; legal: {', '.join(_GETTERS)}")
         return cls(**{name: _GETTERS[name]() for name in wanted if name in _GETTERS})
+
+
+def check_groups(pg_collection: Any, names: Iterable[str], user: str) -> None:
+    """ConfigError where a group of ``pg_collection`` has other ranks than that of the current layout, which is used."""
+    for name in names if pg_collection is not None else ():
+        group, own = getattr(pg_collection, name, None), _GETTERS[name]()
+        if group is not None and own is not None and _ranks(group) != _ranks(own):
+            raise ConfigError(
+                f"{user}: pg_collection.{name} has the ranks {_ranks(group)}, but the current layout's group has "
+                f"{_ranks(own)}; initialize_model_parallel must make the groups that pg_collection has"
+            )
+
+
+def _ranks(group: Any) -> list[int]:
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank() if dist.is_initialized() else 0]
 
 
 ModelCommProcessGroups = ProcessGroupCollection

@@ -18,6 +18,7 @@ from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.process_groups_config import check_groups
 from megatron_core.transformer.module import MegatronModule, sharded
 
 
@@ -48,8 +49,7 @@ class DistributedDataParallel(MegatronModule):
     ) -> None:
         super().__init__(config)
         groups = current()
-        if pg_collection is not None and getattr(pg_collection, "dp_cp", None) not in (None, groups.group("dp-cp")):
-            raise ConfigError("pg_collection: its groups must be those of the current layout; leave it out")
+        check_groups(pg_collection, ("dp", "dp_cp", "expt_dp"), "DistributedDataParallel")
         self.module, self.ddp_config, self._groups = module, ddp_config, groups
         keys = [] if full_param_layout is None else full_param_layout.layouts
         self._whole_matrices = any(key.is_managed_by_layer_wise_optimizer for key in keys)

@@ -9,6 +9,7 @@ from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron_core.optimizer.optimizer import MegatronOptimizer
 from megatron_core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron_core.process_groups_config import check_groups
 
 
 def get_megatron_optimizer(
@@ -24,6 +25,7 @@ def get_megatron_optimizer(
     ``config_overrides`` are settings of single parameters, by default ``get_standard_config_overrides(config)``.
     ConfigError: a model without the wrapper, or overrides that disagree.
     """
+    check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
     if dump_param_to_param_group_map:
         raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; leave it out")
     if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):

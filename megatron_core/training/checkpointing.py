@@ -115,12 +115,12 @@ def load_checkpoint(
     checkpointing_context: Any = None,
     **others: Any,
 ) -> tuple[int, int]:
-    """Load chunks, optimizer and scheduler (None: absent) from the folder in ``get_args()``, and set its consumed samples.
+    """Load chunks, optimizer and scheduler (None: absent) from the folder in ``get_args()``; set its consumed samples.
 
     Returns (iteration, floating point operations): (0, 0) for a folder without a checkpoint, and with --finetune, which
     loads only weights. The hashes of the files are compared first; if the newest checkpoint is damaged, an older one is
-    loaded. If learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps the program's
-    and --use-checkpoint-opt-param-scheduler takes the stored ones.
+    loaded. If learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps those of the
+    program and --use-checkpoint-opt-param-scheduler takes the stored ones.
 
     Raises CheckpointError if there is no checkpoint with --exit-on-missing-checkpoint, if it is of another model or
     optimizer, or if schedules differ without one of the two flags.

@@ -34,7 +34,7 @@ class TransformerBlock(nn.Module):
         self, context: LayerContext, layers: Sequence[int], *, final_norm: bool, layer_specs: LayerSpecs = layer_spec
     ) -> None:
         super().__init__()
-        self.config = context.config
+        self.config = self.model_config = context.config
         self.layers = Layers(
             {
                 str(layer): TransformerLayer(context.of_layer(layer), layer, layer_specs(context.config, layer))
@@ -51,7 +51,7 @@ class TransformerBlock(nn.Module):
         layers = list(self.layers)
         if not layers and self.final_layernorm is None:
             return hidden.clone()  # the pipeline frees outputs and inputs separately: they must not share memory
-        for run, recompute in recompute_runs(self.config, len(layers)):
+        for run, recompute in recompute_runs(self.model_config, len(layers)):
 
             def forward_run(x: Tensor, run: range = run) -> Tensor:
                 for i in run:
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
                 return x
 
             run_layers = recomputed(forward_run) if recompute and self.training else forward_run
-            if self.training and run.start < self.config.cpu_offloading_num_layers:
+            if self.training and run.start < self.model_config.cpu_offloading_num_layers:
                 run_layers = offloaded(run_layers, [layers[i] for i in run])
             hidden = run_layers(hidden)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)

@@ -14,7 +14,7 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.identity_op import IdentityOp
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import MLP, MLPSubmodules
@@ -59,9 +59,11 @@ class TransformerBlockSubmodules:
     layer_norm: Any = None
 
 
-def layer_context(config: TransformerConfig, model: ModelConfig, pg_collection: Any = None) -> LayerContext:
+def layer_context(
+    config: TransformerConfig, model: ModelConfig, pg_collection: Any = None, tp_group: Any = None
+) -> LayerContext:
     """What layers of ``model`` are built from, in the current layout or with the groups of ``pg_collection``."""
-    tp_group = getattr(pg_collection, "tp", None)
+    tp_group = getattr(pg_collection, "tp", None) or tp_group
     groups = current() if tp_group is None or tp_group is current_tp() else ParallelGroups.single()
     options = replace(config.parallel_options(), perform_initialization=False)
     cp = groups.context if groups.size("cp") > 1 else WHOLE_SEQUENCES
@@ -91,7 +93,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     if not isinstance(parts, TransformerLayerSubmodules):
         raise ConfigError(f"{spec!r} is no specification of a transformer layer; see get_gpt_layer_local_spec")
     for part in (parts.self_attention, parts.mlp):
-        _check_submodules(model, part)
+        check_submodules(model, getattr(part, "submodules", None))
     own = layer_spec(model, number)
     changes: dict[str, Any] = {}
     has_experts = _is_ours(parts.mlp, MoELayer)
@@ -102,10 +104,14 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
                 f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq} says otherwise; "
                 "use get_gpt_decoder_block_spec, or give both the same"
             )
+    elif _extends_ours(parts.mlp, MoELayer):
+        changes["mlp"] = _built(config, parts.mlp)
     else:
         changes["mlp"] = _foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
         changes["auxiliary_losses"] = ()
-    if get_module(parts.self_attention) is not SelfAttention:
+    if _extends_ours(parts.self_attention, SelfAttention):
+        changes["self_attention"] = _built(config, parts.self_attention)
+    elif not _is_ours(parts.self_attention, SelfAttention):
         call = lambda module, hidden, context: module(hidden, attention_mask=context.attention_mask)  # noqa: E731
         changes["self_attention"] = _foreign(config, parts.self_attention, call)
     for name, after in (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")):
@@ -125,6 +131,17 @@ def _is_ours(part: Any, *kinds: type) -> bool:
     return own and (not kinds or issubclass(module, kinds))
 
 
+def _extends_ours(part: Any, *kinds: type) -> bool:
+    """Whether a part is a caller's class that extends one of these with Megatron's arguments, whose ``forward`` takes
+    what a model passes, too."""
+    module = get_module(part)
+    return isinstance(module, type) and issubclass(module, kinds) and not _is_ours(part)
+
+
+def _built(config: TransformerConfig, spec: Any) -> Callable[[LayerContext, int], nn.Module]:
+    return lambda context, number: build_module(spec, config=config, layer_number=number + 1)
+
+
 def _normalizes(spec: Any) -> bool:
     """Whether the first projection of attention or of an MLP has the norm before it, so that the layer names none."""
     parts = getattr(spec, "submodules", None)
@@ -132,9 +149,8 @@ def _normalizes(spec: Any) -> bool:
     return getattr(get_module(first), "normalizes_input", False)
 
 
-def _check_submodules(model: ModelConfig, spec: Any) -> None:
+def check_submodules(model: ModelConfig, parts: Any) -> None:
     """ConfigError for parts of attention or of an MLP that would not be used: a caller's own, other norms of heads."""
-    parts = getattr(spec, "submodules", None)
     if not isinstance(parts, SelfAttentionSubmodules | MLPSubmodules | MoESubmodules):
         return
     for name, part in vars(parts).items():
@@ -194,9 +210,12 @@ def sequence_context(
     attention_mask: Tensor | None,
     rotary_pos_emb: Tensor | None,
     sample_index: Tensor | None,
+    padding_mask: Tensor | None = None,
+    *,
+    documents: PackedDocuments | None = None,
 ) -> SequenceContext:
     """What layers need to know of ``hidden`` ``[s, b, h]``; ``rotary_pos_emb`` ``[s, 1, 1, r]`` are Megatron's angles,
-    each twice."""
+    each twice. ``padding_mask`` ``[b, s]`` is True for padding."""
     split = context.split
     length = hidden.shape[0] * (split.tp_size if split.sequence_parallel else 1)
     positions = split.positions(length * split.cp_size, hidden.device)
@@ -208,7 +227,9 @@ def sequence_context(
     return SequenceContext(
         rotary=rotary,
         attention_mask=attention_mask,
+        documents=documents,
         sample_index=sample_index,
         positions=positions,
         residual_positions=split.residual(positions),
+        token_mask=None if padding_mask is None else (~padding_mask.bool()).transpose(0, 1).to(hidden.dtype),
     )

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.transformer.multi_token import (
-    MultiTokenPredictionBlock as MultiTokenPredictionBlock,
-)
+from megatron_core.parallel.current import current
+from megatron_core.transformer import multi_token
+from megatron_core.transformer.exported import ExportedModule, adopt, refuse
+from megatron_core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
+from megatron_core.transformer.layer_spec import auxiliary_loss_names
 from megatron_core.transformer.multi_token import (
     MultiTokenPredictionLayer as MultiTokenPredictionLayer,
 )
+from megatron_core.transformer.stages import draw_weights
+from megatron_core.transformer.transformer_config import TransformerConfig
+from megatron_core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 
 
 @dataclass
@@ -23,6 +28,95 @@ class MultiTokenPredictionBlockSubmodules:
     """The specifications of these layers; they are made as the model's last layer is."""
 
     layer_specs: list[Any] = field(default_factory=list)
+
+
+class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPredictionBlock):
+    """The layers that predict 2, 3, ... tokens ahead; ``spec`` is that of ``get_gpt_mtp_block_spec``."""
+
+    stands_for = multi_token.MultiTokenPredictionBlock
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: Any,
+        vp_stage: int | None = None,
+        pg_collection: Any = None,
+        mtp_layer_pattern: str | None = None,
+        mtp_num_depths: int = 0,
+        hybrid_submodules: Any = None,
+        mamba_submodules: Any = None,
+        name: str | None = None,
+    ) -> None:
+        refuse(
+            "MultiTokenPredictionBlock",
+            mtp_layer_pattern=mtp_layer_pattern,
+            hybrid_submodules=hybrid_submodules,
+            mamba_submodules=mamba_submodules,
+        )
+        parts = getattr(spec, "submodules", spec)
+        if not config.mtp_num_layers or not isinstance(parts, MultiTokenPredictionBlockSubmodules):
+            raise ConfigError(
+                f"MultiTokenPredictionBlock: mtp_num_layers={config.mtp_num_layers} with {spec!r}; set mtp_num_layers, "
+                "and take the specification from get_gpt_mtp_block_spec"
+            )
+        model = config.model_config()
+        layer_spec = parts.layer_specs[0]
+        specs = layer_specs_of(config, getattr(getattr(layer_spec, "submodules", None), "mtp_model_layer", layer_spec))
+        context = layer_context(config, model, pg_collection)
+        multi_token.MultiTokenPredictionBlock.__init__(self, context, 1, specs, own_embedding=False)
+        self._loss_names = auxiliary_loss_names(model, specs)
+        self.expert_layers = model.expert_layers
+        adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, SampleNumbers(current()))
+        draw_weights(self, context.seed, "mtp.")
+
+    _loss_names: tuple[str, ...] = ()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        padding_mask: Tensor | None = None,
+        context: Any = None,
+        context_mask: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Any = None,
+        rotary_pos_sin: Any = None,
+        attention_bias: Any = None,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        extra_block_kwargs: Any = None,
+        embedding: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """Hidden states ``[s, b, h]`` of the model -> ``[(1 + n) s, b, h]``: these, and those of each depth, for
+        ``process_mtp_loss``. ``embedding(input_ids=, position_ids=)`` is the model's."""
+        refuse(
+            "MultiTokenPredictionBlock.forward",
+            context=context,
+            context_mask=context_mask,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            attention_bias=attention_bias,
+            inference_params=inference_params,
+            sequence_len_offset=sequence_len_offset,
+            extra_block_kwargs=extra_block_kwargs,
+        )
+        if embedding is None:
+            raise ConfigError("MultiTokenPredictionBlock.forward: embedding=None; pass the model's embedding")
+        outputs: list[Tensor] = [hidden_states]
+        passed = self.sequence(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, padding_mask)
+        per_token = self.config.calculate_per_token_loss
+        passed = self.with_losses(self.context, self._loss_names, hidden_states, passed, per_token=per_token)
+        cp_group = self.context.cp.whole
+        for layer in self.layers:
+            input_ids, position_ids = (
+                roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)[0]  # type: ignore[misc]
+                for x in (input_ids, position_ids)
+            )
+            outputs.append(layer(embedding(input_ids=input_ids, position_ids=position_ids), outputs[-1], passed))
+        return torch.cat(outputs)
 
 
 def roll_tensor(

@@ -303,7 +303,8 @@ def test_a_batch_of_a_context_parallel_rank() -> None:
 
 def test_parts_of_specifications_have_their_classes() -> None:
     parts = get_gpt_layer_local_spec(num_experts=4).submodules
-    assert Router is type(gpt(config(num_moe_experts=4), get_gpt_layer_local_spec(4)).decoder.layers["0"].mlp.router)
+    model = gpt(config(num_moe_experts=4), get_gpt_layer_local_spec(4))
+    assert isinstance(model.decoder.layers["0"].mlp.router, Router)
     assert parts.mlp.module is MoELayer and isinstance(parts.mlp.submodules, MoESubmodules)
     dense = get_gpt_layer_local_spec().submodules
     assert dense.mlp.submodules == MLPSubmodules(ColumnParallelLinear, RowParallelLinear)

@@ -8,25 +8,35 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_core.enums import ModelType as ModelType
 from megatron_core.errors import ConfigError
+from megatron_core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron_core.models.common.language_module.language_module import LanguageModule
 from megatron_core.models.gpt import model
 from megatron_core.packed_seq_params import PackedSeqParams
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.process_groups_config import ProcessGroupCollection
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer import router_replay
-from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses, MicroBatchAuxiliaryLosses
-from megatron_core.transformer.layer_context import SampleNumbers, layer_specs_of
+from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
+from megatron_core.transformer.exported import adopt, refuse
+from megatron_core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
+from megatron_core.transformer.loss_collector import LossCollector, keep_expert_biases_in_fp32
 from megatron_core.transformer.module import sharded
 from megatron_core.transformer.moe.router_replay import RouterReplay
+from megatron_core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron_core.transformer.spec_utils import ModuleSpec
 from megatron_core.transformer.stages import stage_layers
+from megatron_core.transformer.transformer_block import TransformerBlock
 from megatron_core.transformer.transformer_config import TransformerConfig
+from megatron_core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
+
+_CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_PARTS, MultiTokenPredictionBlock)
 
 
-class GPTModel(model.GPTModel):
+class GPTModel(LossCollector, LanguageModule, model.GPTModel):
     """``model.GPTModel`` built from a ``TransformerConfig`` and a layer's specification, see ``layer_specs_of``.
 
     The layers are those of this pipeline rank and of chunk ``vp_stage``. Weights and dropout depend on the seed of
@@ -66,7 +76,6 @@ class GPTModel(model.GPTModel):
             "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
             # A training loop of this package counts them over the whole batch; the caller's has no place for them.
             "global_aux_loss": config.num_moe_experts and config.moe_router_load_balancing_type == "global_aux_loss",
-            "moe_router_enable_expert_bias": config.num_moe_experts and config.moe_router_enable_expert_bias,
         }
         if wrong := [name for name, value in refused.items() if value]:
             raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
@@ -89,7 +98,8 @@ class GPTModel(model.GPTModel):
         )
         groups, specs = current(), layer_specs_of(config, transformer_layer_spec)
         _check_stages(config, groups)
-        super().__init__(
+        model.GPTModel.__init__(
+            self,
             own,
             vocab_size,
             max_sequence_length,
@@ -102,17 +112,17 @@ class GPTModel(model.GPTModel):
             seed=current_seed(),
             layer_specs=specs,
         )
-        self.config = config
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output, self.vp_stage = parallel_output, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.samples, self._context_group = SampleNumbers(groups), groups.group("cp")
         self._loss_names = auxiliary_loss_names(own, specs)
-        self.auxiliary_loss_scale: float | Tensor = 1.0
-        """What the gradients of losses that layers add are multiplied by; the schedule sets it, as the main loss's."""
-        self.auxiliary_losses: AuxiliaryLosses | None = None
-        """Those of the last micro-batch of the training; ``totals`` has their values on this rank."""
+        self.expert_layers = own.expert_layers
+        adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), self.samples)
+        keep_expert_biases_in_fp32(self)
         self._replay = None
         if config.moe_enable_routing_replay:
             self._replay = _Replay({n: RouterReplay() for n in stage_layers(config, vp_stage) if own.has_experts(n)})
@@ -131,25 +141,35 @@ class GPTModel(model.GPTModel):
         *,
         inference_params: Any = None,
         loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
         sample_index: Tensor | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]`` (this rank's part of it with
         ``parallel_output``); ``[s, b, h]`` before the last stage.
 
         A mask is ``[b, 1, s, s]``, True where a query must not see a key; None is causal, and faster.
-        ``packed_seq_params`` says where documents lie. ``sample_index`` ``[b]`` keys dropout; by default sequences are
-        counted as they come.
+        ``packed_seq_params`` says where documents lie. ``padding_mask`` ``[b, s]`` is True for tokens that do not count
+        in losses and loads of experts, by default those whose ``loss_mask`` is 0. ``sample_index`` ``[b]`` keys
+        dropout; by default sequences are counted as they come.
         """
-        refused = (decoder_input, inference_context, extra_block_kwargs, inference_params)
-        if any(value is not None for value in refused):
-            raise ConfigError("decoder_input, inference_context and extra_block_kwargs are not supported; leave out")
+        refuse(
+            "GPTModel.forward",
+            decoder_input=decoder_input,
+            inference_context=inference_context if inference_params is None else inference_params,
+            extra_block_kwargs=extra_block_kwargs,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )
         if sample_index is None and self.training:
             sample_index = self.samples.take(len(input_ids), input_ids.device)
         documents = None
         if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
             length = input_ids.shape[1] * self.split.cp_size
             documents, attention_mask = packed_seq_params.document_lengths(len(input_ids), length), None
-        auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, documents)
+        counted = loss_mask if padding_mask is None else ~padding_mask.bool()
+        auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, counted, documents)
         self._gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
         output: Tensor = super().forward(
             input_ids,
@@ -158,7 +178,7 @@ class GPTModel(model.GPTModel):
             labels=labels,
             sample_index=sample_index,
             document_lengths=documents,
-            loss_mask=loss_mask,
+            loss_mask=counted,
             router_replay=self._replay,
             auxiliary_losses=auxiliary,
             later=later,
@@ -166,12 +186,17 @@ class GPTModel(model.GPTModel):
         return output if labels is None or not self.post_process else output.contiguous()
 
     def _auxiliary(
-        self, input_ids: Tensor, labels: Tensor | None, loss_mask: Tensor | None, documents: Any
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        counted: Tensor | None,
+        documents: Any,
     ) -> tuple[MicroBatchAuxiliaryLosses | None, LaterTokens | None]:
-        """What collects the losses that layers add, as means over this micro-batch, and the labels of multi-token
-        prediction; None outside of the training. With ``calculate_per_token_loss`` the caller divides by all tokens in
-        the end, so that the mean counts once for each token of the micro-batch."""
-        if not self._loss_names or not self.training or not torch.is_grad_enabled():
+        """A place for the losses that layers add, as means over this micro-batch, and the labels of multi-token
+        prediction; None outside of the training."""
+        adds = self._loss_names or self.model_config.moe_router_enable_expert_bias
+        if not adds or not self.training or not torch.is_grad_enabled():
             return None, None
         mask = torch.ones_like(input_ids, dtype=torch.float32) if loss_mask is None else loss_mask
         depths, later = self.model_config.mtp_num_layers or 0, None
@@ -180,18 +205,17 @@ class GPTModel(model.GPTModel):
             if documents is not None:
                 whole["document_lengths"] = pad_sequence([torch.tensor(own) for own in documents], batch_first=True)
             later = LaterTokens.of(whole, depths, SequenceSplit(), input_ids.device)
-        tokens = mask.sum(dtype=torch.float64)
+        tokens = (mask if counted is None else counted).sum(dtype=torch.float64)
         all_reduce_(tokens, self._context_group)
-        self.auxiliary_losses = AuxiliaryLosses(
+        collected = self.collect_losses(
+            self.model_config,
             self._loss_names,
             sequences=len(input_ids),
-            tokens=tokens.clamp_min(1.0),
+            tokens=tokens,
+            per_token=self.config.calculate_per_token_loss,
             counts={} if later is None else self._counts(later),
-            loss_scale=self.auxiliary_loss_scale * (tokens if self.config.calculate_per_token_loss else 1.0),
-            expert_layers=self.model_config.expert_layers,
-            num_experts=self.model_config.num_experts or 0,
         )
-        return self.auxiliary_losses.of_micro_batch(0), later
+        return collected, later
 
     def _counts(self, later: LaterTokens) -> dict[str, Tensor]:
         sums = later.masks.sum((1, 2), dtype=torch.float64).clamp_min(1.0)
@@ -203,10 +227,6 @@ class GPTModel(model.GPTModel):
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """The weight that embeds tokens and, when tied, scores them."""
         return self._shared_weight()
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict`` under Megatron's name."""
-        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
