@@ -74,7 +74,7 @@ def built(state_dict: Any) -> Any:
     """A copy of nested dicts and lists in which factories have become what they build."""
     if isinstance(state_dict, ShardedTensorFactory):
         return state_dict.build()
-    if isinstance(state_dict, list):
+    if isinstance(state_dict, list | tuple):
         return [built(value) for value in state_dict]
     return {k: built(v) for k, v in state_dict.items()} if isinstance(state_dict, dict) else state_dict
 
@@ -90,7 +90,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
         return x2.merge_fn(x1)
     if not _holds_factory(x2):
         return x1
-    if isinstance(x2, list):
+    if isinstance(x2, list | tuple):
         return [apply_factory_merges(a, b, (*key, i)) for i, (a, b) in enumerate(zip(x1, x2, strict=True))]
     if missing := [name for name in x2 if name not in x1]:
         raise CheckpointError(f"what was loaded has no {'.'.join(map(str, (*key, missing[0])))}")
@@ -98,7 +98,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 
 
 def _holds_factory(value: Any) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return isinstance(value, ShardedTensorFactory) or any(map(_holds_factory, inside))
 
 

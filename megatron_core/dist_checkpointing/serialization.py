@@ -65,8 +65,7 @@ def save(
         _refuse(sharded_strategy=sharded_strategy)
     items = list(_walk(built(sharded_state_dict), ()))
     pieces = [piece for path, value in items for piece in _pieces(path, value)]
-    others = ShardedTensor | Tensor | LocalNonpersistentObject | ShardedObject
-    common = {".".join(path): value for path, value in items if not isinstance(value, others)}
+    common = {".".join(path): value for path, value in items if not isinstance(value, _LEAVES)}
     objects = {v.unique_key: v.data for _, v in items if isinstance(v, ShardedObject) and is_main_replica(v.replica_id)}
     try:
         json.dumps(common)
@@ -148,12 +147,31 @@ def _refuse(**given: Any) -> None:
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dicts and of lists that hold tensors."""
-    if isinstance(value, dict):
-        for name, item in value.items():
+    """The leaves of nested dicts, and of lists that hold tensors or objects at any depth."""
+    if isinstance(value, dict) or _holds_leaves(value):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _walk(item, (*path, str(name)))
     else:
         yield path, value
+
+
+_LEAVES = ShardedTensor | Tensor | LocalNonpersistentObject | ShardedObject
+
+
+def _holds_leaves(value: Any) -> bool:
+    """Whether a list is more than a JSON value."""
+    if not isinstance(value, list | tuple):
+        return False
+    return any(isinstance(leaf, _LEAVES) for leaf in _nested(value))
+
+
+def _nested(value: Any) -> Iterator[Any]:
+    """Everything in nested dicts, lists and tuples."""
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested(item)
+    else:
+        yield value
 
 
 def _pieces(path: tuple[str, ...], value: Any) -> Iterator[Piece]:
@@ -176,8 +194,10 @@ def _pieces(path: tuple[str, ...], value: Any) -> Iterator[Piece]:
 def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         return {name: _filled(item, (*path, str(name)), common) for name, item in value.items()}
+    if _holds_leaves(value):
+        return [_filled(item, (*path, str(i)), common) for i, item in enumerate(value)]
     if isinstance(value, ShardedTensor):
-        return value.data
+        return value.data.view(value.local_shape[value.prepended :])
     if isinstance(value, LocalNonpersistentObject):
         return value.unwrap()
     if isinstance(value, ShardedObject):

@@ -27,6 +27,8 @@ class ShardedTensor:
     allow_shape_mismatch: bool = False
     flattened: tuple[tuple[int, ...], int, int] | None = None
     """``data`` is elements first ... stop - 1 of the flattened local tensor: (its shape, first, stop)."""
+    prepended: int = 0
+    """Leading dimensions of size 1 that the caller's tensor does not have."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,9 +71,23 @@ class ShardedTensor:
 
     @classmethod
     def from_rank_offsets(
-        cls, key: str, data: Tensor, *rank_offsets: tuple[int, int, int], replica_id: int | tuple[int, ...] = 0
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: int | tuple[int, ...] = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """``rank_offsets`` are triples (dimension, index of this part, number of equal parts)."""
+        """``rank_offsets`` are triples (dimension, index of this part, number of equal parts).
+
+        ``prepend_axis_num`` dimensions stand before those of ``data``, one element of each on this rank, such as a
+        layer's number; dimensions count from the first of these.
+        """
+        if flattened_range is not None:
+            raise LayoutError(f"{key}: flattened_range={flattened_range} is not supported; leave it out")
+        data = data.view((1,) * prepend_axis_num + tuple(data.shape))
         shape, splits, indices = list(data.shape), [], []
         for dim, index, count in rank_offsets:
             if not 0 <= index < count:
@@ -81,7 +97,8 @@ class ShardedTensor:
             ranges = tuple(((i * extent, (i + 1) * extent),) for i in range(count))
             splits.append(Split(dim, f"dim{dim}", ranges))
             indices.append((f"dim{dim}", index))
-        return cls(key, data, ShardSpec(tuple(shape), tuple(splits), tuple(indices)), replica_id)
+        spec = ShardSpec(tuple(shape), tuple(splits), tuple(indices))
+        return cls(key, data, spec, replica_id, allow_shape_mismatch, prepended=prepend_axis_num)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """This rank's part of the global tensor of which every rank has narrowed its part alike: in a list."""

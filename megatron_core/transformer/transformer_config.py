@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_layout import RECOMPUTABLE
 from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
@@ -102,8 +103,8 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
     moe_router_group_topk: int | None = None
     moe_router_topk_scaling_factor: float | None = None
     moe_router_dtype: str | None = None
-    moe_router_load_balancing_type: str = "aux_loss"
-    moe_aux_loss_coeff: float = 0.0
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_aux_loss_coeff: float | list[float] = 0.0
     moe_z_loss_coeff: float | None = None
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
@@ -263,10 +264,28 @@ class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc
             "moe_layer_freq": (freq,) if isinstance(freq, int) else tuple(freq),
             "window_attn_skip_freq": (skip,) if isinstance(skip, int) else skip and tuple(skip),
             "moe_router_dtype": self.moe_router_dtype or "fp32",
+            **self._balancing(),
             "moe_token_dispatcher_type": "allgather" if self.moe_token_dispatcher_type == "allgather" else "alltoall",
             "recompute_modules": tuple(self.recompute_modules or ()),
             "recompute_method": self.recompute_method or ("block" if self.recompute_granularity == "full" else None),
         }
+
+    def _balancing(self) -> dict[str, Any]:
+        """The type of load balancing and its coefficient; of several types one may have an effect."""
+        types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        types = [types] if isinstance(types, str) else list(types)
+        coefficients = [coefficients] if isinstance(coefficients, int | float) else list(coefficients)
+        given = f"moe_router_load_balancing_type={types} with moe_aux_loss_coeff={coefficients}"
+        if len(types) != len(coefficients):
+            raise ConfigError(f"{given}: give one coefficient for each type")
+        if wrong := [kind for kind in types if kind not in get_args(LoadBalancing)]:
+            raise ConfigError(f"{given}: {wrong[0]!r} is none of {', '.join(get_args(LoadBalancing))}")
+        pairs = list(zip(types, coefficients, strict=True))
+        active = [(kind, c) for kind, c in pairs if kind == "sinkhorn" or (c and kind != "none")] or pairs[:1]
+        if len(active) > 1:
+            raise ConfigError(f"{given}: a model has one of them; set the coefficients of the others to 0")
+        kind, coefficient = active[0]
+        return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
 
     def _activation(self) -> dict[str, bool]:
         function = self.activation_func

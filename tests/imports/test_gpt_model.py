@@ -154,6 +154,12 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
             lambda: gpt(config(num_moe_experts=4, moe_router_load_balancing_type="global_aux_loss")),
             "global_aux_loss is",
         ),
+        (
+            lambda: gpt(config(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[1, 2])),
+            r"moe_router_load_balancing_type=\['aux_loss', 'seq_aux_loss'\].* one of them; set the coefficients",
+        ),
+        (lambda: gpt(config(moe_router_load_balancing_type=["none"] * 2)), "give one coefficient for each type"),
+        (lambda: gpt(config(moe_router_load_balancing_type="aux")), "'aux' is none of seq_aux_loss, aux_loss"),
         (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
         (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
         (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
@@ -317,3 +323,17 @@ def test_settings_of_transport_and_of_other_features_change_nothing(settings: di
     spec = get_gpt_layer_local_spec(num_experts=4)
     models = [gpt(config(num_moe_experts=4, **more), spec) for more in ({}, settings)]
     torch.testing.assert_close(*(model(IDS) for model in models), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("types", "coefficients"), [(["aux_loss"], [0.1]), (["aux_loss"], 0.1), (["none", "aux_loss"], [0.0, 0.1])]
+)
+def test_types_of_load_balancing_as_a_list(types: list[str], coefficients: Any) -> None:
+    given = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    listed = {"moe_router_load_balancing_type": types, "moe_aux_loss_coeff": coefficients}
+    gradients = []
+    for settings in (given, listed):
+        model = gpt(config(num_moe_experts=4, add_bias_linear=False, **settings), get_gpt_layer_local_spec(4))
+        model(IDS, labels=IDS).sum().backward()
+        gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
+    assert torch.equal(*gradients)

@@ -62,6 +62,58 @@ def test_factories_and_objects_of_two_ranks(tmp_path: Path) -> None:
     assert found == [([0.0, 1.0, 2.0, 3.0], "n0", "n", 0.5), ([10.0, 11.0, 12.0, 13.0], "n1", "n", 0.5)]
 
 
+def stacked(fill: float) -> dict[str, Any]:
+    """A gated matrix as Megatron Core's factory stores it, in two parts of one tensor, and layers below one key."""
+    rank = torch.distributed.get_rank()
+
+    def gated(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        gate, value = data.chunk(2)
+        both = (gate, (0, rank, 4)), (value, (0, rank + 2, 4))
+        return [ShardedTensor.from_rank_offsets(key, part, place, replica_id=replica_id) for part, place in both]
+
+    fused = (torch.arange(4.0) + 10 * rank) * fill
+    rows, place = [torch.full((2,), fill * (i + 1)) for i in range(3)], (1, rank, 2)
+    layers = [
+        ShardedTensor.from_rank_offsets("layers.w", row, (0, i, 3), place, prepend_axis_num=1)
+        for i, row in enumerate(rows)
+    ]
+    return {
+        "fused": ShardedTensorFactory("fused", fused, gated, torch.cat),
+        "layers": layers,
+        "mixed": ({"t": torch.full((2,), fill)}, [ShardedObject("o", rank if fill else None, (2,), (rank,)), fill]),
+        "plain": [[1, 2], {"a": [3]}],
+    }
+
+
+def lists_written_and_read(folder: str) -> Any:
+    parallel_state.initialize_model_parallel(2)
+    dist_checkpointing.save(stacked(1.0), folder)
+    back = dist_checkpointing.load(stacked(0.0), folder)
+    whole = ShardedTensor.from_rank_offsets("fused", torch.zeros(8))
+    layers = ShardedTensor.from_rank_offsets("layers.w", torch.zeros(3, 4))
+    dist_checkpointing.load({"both": [whole, layers]}, folder)
+    mixed, (o, number) = back["mixed"]
+    return (
+        back["fused"].tolist(),
+        [layer.tolist() for layer in back["layers"]],
+        (mixed["t"].tolist(), o, number),
+        back["plain"],
+        whole.data.tolist(),
+        layers.data.tolist(),
+    )
+
+
+def test_lists_of_tensors_objects_and_factories(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, lists_written_and_read, str(tmp_path))):
+        fused, layers, mixed, plain, whole, rows = found
+        assert fused == [10.0 * rank + i for i in range(4)]
+        assert layers == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+        assert mixed == ([1.0, 1.0], rank, 1.0)
+        assert plain == [[1, 2], {"a": [3]}]
+        assert whole == [0.0, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0]  # all gates before all values
+        assert rows == [[i + 1.0] * 4 for i in range(3)]
+
+
 def test_factories_in_nested_dicts() -> None:
     def doubled(key: str, data: torch.Tensor, *_: Any) -> list[torch.Tensor]:
         return [data, 2 * data]

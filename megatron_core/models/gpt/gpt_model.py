@@ -75,7 +75,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             "mtp_block_spec without mtp_num_layers": mtp_block_spec is not None and not config.mtp_num_layers,
             "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
             # A training loop of this package counts them over the whole batch; the caller's has no place for them.
-            "global_aux_loss": config.num_moe_experts and config.moe_router_load_balancing_type == "global_aux_loss",
+            "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
         }
         if wrong := [name for name, value in refused.items() if value]:
             raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
