@@ -10,12 +10,15 @@ import torch
 class Operator:
     """``torch.ops.megatron_core.<name>``, implemented by the decorated function.
 
-    torch.compile takes the operator with the autograd rule of torch.library. Every other call goes through an
-    ``autograd.Function`` of the same rule, as torch.func's transforms refuse those of torch.library.
+    torch.compile takes the operator with the autograd rule of torch.library. In inference mode a call runs the
+    function directly: the dispatcher and autograd cost 0.1 ms a call, as much as a kernel on 16 tokens. Every other
+    call goes through an ``autograd.Function`` of the same rule, as torch.func's transforms refuse those of
+    torch.library.
     """
 
     def __init__(self, implementation: Callable, name: str) -> None:
         self._name, self._differentiable = f"megatron_core::{name}", True
+        self._implementation = implementation
         self._operator = define(name)(implementation)
         self._signature = inspect.signature(implementation)
 
@@ -52,6 +55,8 @@ class Operator:
         return refuse
 
     def __call__(self, *arguments: Any) -> Any:
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            return self._implementation(*arguments)
         direct = torch.compiler.is_compiling() or not (self._differentiable or torch.is_grad_enabled())
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
 

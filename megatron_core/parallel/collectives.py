@@ -23,6 +23,8 @@ from megatron_core.parallel.meter import METER, Waited
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Collective = Callable[[Tensor, Group], Tensor]
+
 
 class Done:
     """The handle of a collective that needed no communication."""
@@ -204,7 +206,7 @@ def _part(extent: int, group: Group) -> int:
     return extent // group.size()
 
 
-def _on_last(op: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor, Group], Tensor]:
+def _on_last(op: Collective) -> Collective:
     """The same collective along the last dim."""
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
@@ -236,54 +238,62 @@ class _Pair(torch.autograd.Function):
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 
+def _paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
+    """``forward_op(x, group)``; autograd records ``backward_op`` if gradients are enabled."""
+    if not torch.is_grad_enabled():
+        return forward_op(x, group)
+    result: Tensor = _Pair.apply(x, group, forward_op, backward_op)
+    return result
+
+
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradient over the group."""
-    return _Pair.apply(x, group, _identity, _sum)
+    return _paired(x, group, _identity, _sum)
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; backward is the identity."""
-    return _Pair.apply(x, group, _sum, _identity)
+    return _paired(x, group, _sum, _identity)
 
 
 def scatter_channels(x: Tensor, group: Group) -> Tensor:
     """This rank's part of the last dim; backward gathers."""
-    return _Pair.apply(x, group, _split_last, _gather_last)
+    return _paired(x, group, _split_last, _gather_last)
 
 
 def gather_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward takes this rank's part."""
-    return _Pair.apply(x, group, _gather_last, _split_last)
+    return _paired(x, group, _gather_last, _split_last)
 
 
 def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
-    return _Pair.apply(x, group, _gather_last, _reduce_scatter_last)
+    return _paired(x, group, _gather_last, _reduce_scatter_last)
 
 
 def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split the last dim; backward gathers."""
-    return _Pair.apply(x, group, _reduce_scatter_last, _gather_last)
+    return _paired(x, group, _reduce_scatter_last, _gather_last)
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """This rank's part of dim 0; backward gathers."""
-    return _Pair.apply(x, group, _split_first, _gather_first)
+    return _paired(x, group, _split_first, _gather_first)
 
 
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
     """Gather dim 0; backward reduce-scatters, or takes this rank's part if the gradient is whole on every rank."""
-    return _Pair.apply(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
+    return _paired(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
 
 
 def exchange_parts(x: Tensor, group: Group) -> Tensor:
     """``[size, ...]``: part i goes to rank i, and part i of the result is from rank i; backward does the same."""
-    return _Pair.apply(x, group, _all_to_all, _all_to_all)
+    return _paired(x, group, _all_to_all, _all_to_all)
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
-    return _Pair.apply(x, group, _reduce_scatter_first, _gather_first)
+    return _paired(x, group, _reduce_scatter_first, _gather_first)
 
 
 class _ExchangeRows(torch.autograd.Function):

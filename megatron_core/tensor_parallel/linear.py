@@ -52,7 +52,10 @@ def parallel_linear(
     that is collecting (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
     selects the operation that adds to ``main_grad``. ``fp8`` computes the matrix products, if given.
     """
-    return _ParallelLinear.apply(x, weight, bias, comm, backend, fp8, torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    if fp8 is None and not training:
+        return nn.functional.linear(gather_input(x, comm), weight, bias)
+    return _ParallelLinear.apply(x, weight, bias, comm, backend, fp8, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
