@@ -65,7 +65,7 @@ class Settings(GenerationLayout):
     """Seed for sampling; the same for every prompt."""
     logprobs: int | None = None
     """Also print the logarithm of each token's probability, and so many of the most likely tokens with theirs."""
-    max_batch_size: int = 8
+    max_batch_size: int = 32
     """Largest number of prompts that are generated together."""
     ckpt_step: int | None = None
     """Iteration to load; default the latest."""

@@ -50,7 +50,7 @@ class Settings(GenerationLayout):
     """Name of the model in answers; default the folder's."""
     chat_template: str | None = None
     """File of a chat template in Jinja's language; default the one that came with the tokenizer."""
-    max_batch_size: int = 8
+    max_batch_size: int = 32
     """Largest number of texts that are generated together."""
     max_waiting: int = 64
     """Largest number of texts that wait for their turn; further requests are refused with status 429."""

@@ -1,9 +1,9 @@
 """Continuous batching: requests join and leave the batch between two tokens (Yu et al. 2022, Orca)."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count, islice
 from typing import Literal
 
 import torch
@@ -68,7 +68,7 @@ class _Running:
 class Engine:
     """Generates for all submitted requests, at most ``max_batch_size`` at a time; every rank calls the same methods.
 
-    A step computes the prompts of requests that join, at most ``max_prompt_tokens`` with padding unless one alone is
+    A step computes the prompts of requests that join, at most ``max_prompt_tokens`` together unless one alone is
     longer, or else one token for each request of the batch. Results do not depend on what else is in the batch.
     """
 
@@ -76,7 +76,7 @@ class Engine:
         self,
         generator: Generator,
         *,
-        max_batch_size: int = 8,
+        max_batch_size: int = 32,
         max_length: int | None = None,
         max_prompt_tokens: int = 4096,
     ) -> None:
@@ -150,11 +150,14 @@ class Engine:
         first, rows = (len(self._rows), joining) if joining else (0, self._rows)
         if not rows:
             return []
-        tokens: list[Sequence[int]] = [each.request.prompt if joining else [each.last] for each in rows]
         self._rows = self._rows + joining
-        whole = bool(joining) and any(each.request.score_prompt for each in joining)
-        logits = self.generator.forward(tokens, self._cache, first, all_logits=whole)
-        found = self._progress(rows, tokens, logits, whole)
+        whole = any(each.request.score_prompt for each in joining)
+        if joining:
+            prompts = [each.request.prompt for each in joining]
+            logits = self.generator.start_sequences(prompts, self._cache, all_logits=whole)
+        else:
+            logits = self.generator.extend_sequences([each.last for each in rows], self._cache)
+        found = self._progress(rows, logits, whole)
         for row, each in reversed(list(enumerate(found, first))):
             if each.finished is not None:
                 self._remove(row)
@@ -163,10 +166,10 @@ class Engine:
     def _joining(self) -> list[_Running]:
         """Requests whose prompts are computed together now."""
         found: list[_Running] = []
-        longest = 0
+        tokens = 0
         while self._waiting and len(self._rows) + len(found) < self.max_batch_size:
-            longest = max(longest, len(self._waiting[0].request.prompt))
-            if found and longest * (len(found) + 1) > self.max_prompt_tokens:
+            tokens += len(self._waiting[0].request.prompt)
+            if found and tokens > self.max_prompt_tokens:
                 break
             found.append(self._waiting.popleft())
         return found
@@ -177,24 +180,30 @@ class Engine:
         if row < len(self._rows):
             self._rows[row] = last
 
-    def _progress(
-        self, rows: list[_Running], tokens: list[Sequence[int]], logits: Tensor | None, whole: bool
-    ) -> list[Progress]:
-        """Choose the next tokens on the last stage, and tell the other ranks."""
+    def _progress(self, rows: list[_Running], logits: Tensor | None, whole: bool) -> list[Progress]:
+        """Choose the next tokens on the last stage, and send them to the other ranks.
+
+        ``logits`` has a row for each request, or if ``whole`` for each token of their prompts, request by request.
+        """
+        counts = [len(each.request.prompt) if whole else 1 for each in rows]
         most = max((each.request.logprobs for each in rows if each.request.logprobs is not None), default=None)
-        width = max(map(len, tokens)) if whole else 1
+        # For each row of logits: the token behind it, its logprob, the alternatives and their logprobs.
         columns = 1 if most is None else 2 + 2 * most
-        # Of each row and position the token behind it, its logprob, and the alternatives with theirs.
-        table = torch.zeros(len(rows), width, columns, dtype=torch.float64, device=self.generator.device)
+        table = torch.zeros(sum(counts), columns, dtype=torch.float64, device=self.generator.device)
         if logits is not None:
-            for row, (each, own) in enumerate(zip(rows, tokens, strict=True)):
-                scores = logits[row, : len(own)] if whole else logits[row]
-                following = [*own[1:], choose(scores[-1].cpu(), each.request.sampling, each.random)][-len(scores) :]
-                table[row, : len(scores), 0] = torch.tensor(following, dtype=torch.float64)
-                if most is not None:
-                    table[row, : len(scores), 1:] = log_probabilities(scores, table[row, : len(scores), 0].long(), most)
-        values = self.generator.share_result(table).tolist()
-        return [self._advance(each, own[: len(ids)]) for each, own, ids in zip(rows, values, tokens, strict=True)]
+            ends = list(accumulate(counts))
+            last = logits[[end - 1 for end in ends]] if whole else logits
+            chosen = choose(last, [each.request.sampling for each in rows], [each.random for each in rows])
+            following = chosen
+            if whole:
+                following = [
+                    token for each, own in zip(rows, chosen, strict=True) for token in (*each.request.prompt[1:], own)
+                ]
+            table[:, 0] = torch.tensor(following, dtype=torch.float64)
+            if most is not None:
+                table[:, 1:] = log_probabilities(logits, torch.tensor(following, device=logits.device), most)
+        values = iter(self.generator.share_result(table).tolist())
+        return [self._advance(each, list(islice(values, length))) for each, length in zip(rows, counts, strict=True)]
 
     def _advance(self, each: _Running, values: list[list[float]]) -> Progress:
         """Record the last of ``values`` as the next token of a request."""

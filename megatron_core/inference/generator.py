@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,19 +69,38 @@ class Generator:
         learned = self.config.model.position_embedding_type == "learned_absolute"
         return self.config.max_positions if learned else None
 
-    @torch.no_grad()
-    def forward(
-        self, tokens: Sequence[Sequence[int]], cache: KVCache, first: int, *, all_logits: bool = False
+    def start_sequences(
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, *, all_logits: bool = False
     ) -> Tensor | None:
-        """Run new tokens of the sequences ``first``, ``first + 1``, ... of ``cache`` through all stages.
+        """Run prompts through all stages and add them to ``cache`` as new sequences.
 
-        -> logits ``[b, 1, vocabulary]`` behind the last token of each, or ``[b, s, vocabulary]`` behind every one, with
-        padding after the shorter rows; None on ranks without the last stage.
+        -> logits ``[prompts, vocabulary]`` behind the last token of each, or ``[tokens, vocabulary]`` behind every
+        token of all prompts in a row; None on ranks without the last stage.
         """
-        counts = [len(row) for row in tokens]
-        positions = cache.begin(first, counts)
-        ids = torch.tensor([[*row, *[0] * (max(counts) - len(row))] for row in tokens], device=self.device)
-        last = torch.tensor(counts, device=self.device)[:, None] - 1
+        counts = [len(prompt) for prompt in prompts]
+        positions = cache.begin_prompts(counts)
+        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=self.device)
+        last = torch.tensor([list(accumulate(counts))], device=self.device) - 1
+        logits = self._run(ids, positions, cache, [counts], None if all_logits else last)
+        return None if logits is None else logits[0]
+
+    def extend_sequences(self, tokens: Sequence[int], cache: KVCache) -> Tensor | None:
+        """Run one new token of each sequence of ``cache`` through all stages -> logits ``[sequences, vocabulary]``
+        behind it; None on ranks without the last stage."""
+        positions = cache.begin_tokens()
+        logits = self._run(torch.tensor(tokens, device=self.device)[:, None], positions, cache, None, None)
+        return None if logits is None else logits[:, 0]
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        document_lengths: Sequence[Sequence[int]] | None,
+        logit_positions: Tensor | None,
+    ) -> Tensor | None:
+        """Run ``ids`` through this rank's stages -> logits, None on ranks without the last stage."""
         own, hidden, logits = self._links.index, None, None
         for stage, rank in enumerate(self._stage_to_rank):
             if rank != own:
@@ -92,7 +112,8 @@ class Generator:
                 hidden_states=hidden,
                 cache=cache,
                 position_ids=positions,
-                logit_positions=None if all_logits else last,
+                document_lengths=document_lengths,
+                logit_positions=logit_positions,
             )
             if stage == self.num_stages - 1:
                 logits = output

@@ -5,89 +5,103 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STEP = 64
-"""Positions by which the memory grows at least, so that it is not moved for every token."""
+STEP = 256
+"""Positions by which the memory grows at least, so that short texts are never moved."""
 
 
 class KVCache:
-    """For each layer of this rank keys and values ``[positions, sequences, ...]``; ``lengths`` says how many of each.
+    """Keys and values of each layer of this rank, ``[sequences, heads, positions, channels]``.
 
-    A step appends tokens to sequences with neighbouring numbers: ``begin``, the model's forward, ``end``. Memory grows
-    by half when it is full. What lies behind a sequence's length is finite and never seen.
+    ``lengths`` are the numbers of stored positions. A step adds either whole prompts as new sequences
+    (``begin_prompts``) or one token to every sequence (``begin_tokens``); it consists of one of the two, the model's
+    forward, and ``end``. Full memory grows by half. Values behind a sequence's length are finite and never seen.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lengths: list[int] = []
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[int | None, Tensor] = {}
+        self._hidden: dict[int | None, Tensor] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
+    @torch.inference_mode()
     def remove(self, sequence: int) -> None:
         """Forget a sequence; the last one takes its number."""
         last = len(self.lengths) - 1
         for stored in (tensor for pair in self._layers.values() for tensor in pair if sequence != last):
-            stored[: self.lengths[last], sequence] = stored[: self.lengths[last], last]
+            positions = stored.movedim(-2, 1)[:, : self.lengths[last]]
+            positions[sequence] = positions[last]
         self.lengths[sequence] = self.lengths[last]
         self.lengths.pop()
 
-    def begin(self, first: int, counts: Sequence[int]) -> Tensor:
-        """Announce ``counts[i]`` new tokens of sequence ``first + i``, which is a new one if it is not there yet.
+    def begin_prompts(self, counts: Sequence[int]) -> Tensor:
+        """Begin a step of new sequences of ``counts`` tokens, one behind the other in one row -> their positions
+        ``[1, sum of counts]``."""
+        first, self._after = len(self.lengths), [*self.lengths, *counts]
+        self._packed, self._ragged = True, False
+        positions = torch.cat([torch.arange(count) for count in counts])
+        rows = torch.arange(first, first + len(counts)).repeat_interleave(torch.tensor(counts))
+        # Indices from the host: a mask would be waited for on a GPU, in every layer.
+        self._at = rows.to(self._device), positions.to(self._device)
+        return self._at[1][None]
 
-        -> the positions ``[b, s]`` of the tokens, s the largest count; those of padding, which stands behind a row's
-        tokens and is not stored, are the position of the last token.
-        """
-        self.lengths += [0] * (first + len(counts) - len(self.lengths))
-        before = self.lengths[first : first + len(counts)]
-        self._counts, self._first = list(counts), first
-        self._total = max(old + new for old, new in zip(before, counts, strict=True))
-        self._ragged = len(set(before)) > 1 or len(set(counts)) > 1
-        self._masks.clear()
-        start = torch.tensor(before, device=self._device)[:, None]
-        offset = torch.arange(max(counts), device=self._device)
-        count = torch.tensor(self._counts, device=self._device)[:, None]
-        self._positions = start + torch.minimum(offset, count - 1)
-        # Where in [s, b], as the keys are, a token is, and where it is stored: numbers from the host, as a mask's would
-        # be waited for on a GPU, in every layer.
-        tokens = torch.arange(max(counts))[:, None] < torch.tensor(self._counts)
-        step, row = (each.to(self._device) for each in tokens.nonzero(as_tuple=True))
-        self._kept, self._stored_at = (step, row), (self._positions[row, step], row + first)
-        return self._positions
+    def begin_tokens(self) -> Tensor:
+        """Begin a step of one token for every sequence -> their positions ``[sequences, 1]``."""
+        self._after = [length + 1 for length in self.lengths]
+        self._packed, self._ragged = False, len(set(self.lengths)) > 1
+        self._hidden.clear()
+        self._biases.clear()
+        own = torch.tensor(self.lengths, device=self._device)
+        self._at = torch.arange(len(self.lengths), device=self._device), own
+        return own[:, None]
 
     def end(self) -> None:
-        """Add the tokens of the step to the lengths, after all layers have stored them."""
-        for i, count in enumerate(self._counts):
-            self.lengths[self._first + i] += count
+        """Add the step's tokens to the lengths, after all layers have stored them."""
+        self.lengths = self._after
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the step's ``[s, b, ...]`` of a layer and return all positions of its sequences so far."""
+        """Store the step's ``[s, b, ...]`` of a layer, and return all positions of its sequences ``[t, b, ...]``; of
+        prompts, which have no earlier positions, the same tensors."""
+        longest = max(self._after)
         stored = self._layers.get(layer)
-        if stored is None or stored[0].shape[0] < self._total or stored[0].shape[1] < len(self.lengths):
-            old_key, old_value = (None, None) if stored is None else stored
-            self._layers[layer] = stored = (self._grown(old_key, key), self._grown(old_value, value))
+        if stored is None or stored[0].shape[0] < len(self._after) or stored[0].shape[-2] < longest:
+            olds = (None, None) if stored is None else stored
+            self._layers[layer] = stored = (self._grown(olds[0], key), self._grown(olds[1], value))
+        found = []
         for memory, new in zip(stored, (key, value), strict=True):
-            memory[self._stored_at] = new[self._kept]
-        rows = slice(self._first, self._first + len(self._counts))
-        return stored[0][: self._total, rows], stored[1][: self._total, rows]
+            positions = memory.movedim(-2, 1)  # [sequences, positions, ...]
+            positions[self._at] = new.flatten(0, 1)
+            found.append(positions[: len(self._after), :longest].transpose(0, 1))
+        return (key, value) if self._packed else (found[0], found[1])
 
     def masked(self, window: int | None) -> Tensor | None:
-        """``[b, 1, s, positions]``, True for keys that a query does not see: those behind its own and those before the
-        last ``window``. None where all rows have as many tokens, before the step and in it: the last query's own key is
-        then the last one."""
+        """``[b, 1, 1, positions]``, True for keys that a query does not see: those behind its own and those before the
+        last ``window``. None if all sequences have the same length, and for prompts."""
         if not self._ragged:
             return None
-        if window not in self._masks:
-            keys, own = torch.arange(self._total, device=self._device), self._positions[:, None, :, None]
+        if window not in self._hidden:
+            keys, own = torch.arange(max(self._after), device=self._device), self._at[1][:, None, None, None]
             hidden = keys > own
-            self._masks[window] = hidden if window is None else hidden | (keys <= own - window)
-        return self._masks[window]
+            self._hidden[window] = hidden if window is None else hidden | (keys <= own - window)
+        return self._hidden[window]
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """``masked`` as a term of the scores: -inf for keys that a query does not see, 0 for the others."""
+        hidden = self.masked(window)
+        if hidden is None:
+            return None
+        if (window, dtype) not in self._biases:
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+            self._biases[window, dtype] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._biases[window, dtype]
 
     def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
-        """Memory with room for the step, and what ``old`` held."""
-        held = (0, 0) if old is None else old.shape[:2]
+        """Memory with room for the step, with the content of ``old``."""
+        held = (0, 0) if old is None else (old.shape[0], old.shape[-2])
         # Half as much again, so that moving costs a constant number of copies for each token.
-        wanted = (-(-self._total // STEP) * STEP, len(self.lengths))
+        wanted = (len(self._after), -(-max(self._after) // STEP) * STEP)
         room = [size if size >= need else max(need, size * 3 // 2) for size, need in zip(held, wanted, strict=True)]
-        memory = like.new_zeros(*room, *like.shape[2:])
+        memory = like.new_zeros(room[0], *like.shape[2:-1], room[1], like.shape[-1])
         if old is not None:
-            memory[: held[0], : held[1]] = old
+            memory[: held[0], ..., : held[1], :] = old
         return memory

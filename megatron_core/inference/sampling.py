@@ -1,5 +1,6 @@
 """Sampling of the next token from its logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,22 @@ class Sampling:
             raise ConfigError(f"top_p={self.top_p} is not a probability; give more than 0 and at most 1")
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Sample a token from ``logits`` ``[vocabulary]``, a CPU tensor."""
-    if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    probabilities = candidates(logits.to(torch.float32), sampling).softmax(-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[int]:
+    """Choose a token for each row of ``logits`` ``[n, vocabulary]``; a sampled row uses its own generator."""
+    tokens = argmax(logits) if any(sampling.temperature == 0.0 for sampling in samplings) else [0] * len(logits)
+    for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
+        if sampling.temperature > 0.0:
+            probabilities = candidates(logits[row].cpu().to(torch.float32), sampling).softmax(-1)
+            tokens[row] = int(torch.multinomial(probabilities, 1, generator=generator))
+    return tokens
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """The index of the largest element in each row."""
+    if logits.is_cpu:  # NumPy takes 0.1 ms for 16 rows of 49,152, and torch 1.1
+        logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+        return logits.numpy().argmax(-1).tolist()
+    return logits.argmax(-1).tolist()
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -95,12 +95,17 @@ class KeyValueStore(Protocol):
     """Keys and values of earlier positions, for generation."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[s, b, ...]`` of the new positions and return those of all positions so far."""
+        """Store ``[s, b, ...]`` of the new positions and return those of all positions so far; of new sequences packed
+        into one row the same tensors."""
         ...
 
     def masked(self, window: int | None) -> Tensor | None:
         """``[b, 1, s, t]``, True where a query must not see a key, its window included; None: the last query's own key
         is the last one in every sequence."""
+        ...
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """``masked`` as a term of the scores, -inf where it is True and 0 elsewhere."""
         ...
 
 

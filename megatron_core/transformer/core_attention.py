@@ -1,6 +1,9 @@
 """softmax(Q K^T / sqrt(d)) V for the heads of this rank."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +11,9 @@ from torch import Tensor, nn
 from megatron_core.ops import attention_softmax
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention ``[b, heads, s, d]`` of queries, keys and values."""
 
 
 class CoreAttention(nn.Module):
@@ -47,23 +53,28 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         """Attend; a mask of ``context`` takes the place of the causal one, but not of the window."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        hidden = None if context.cache is None else context.cache.masked(self.window)
+        cache, documents = context.cache, context.documents
+        attend_causally: Attend = partial(_causal_attention, window=self.window)
         if self.unfused or self.dropout.active:
-            out = self._unfused(query, key, value, context, hidden)
-        elif hidden is not None:
-            out = _fused(query, key, value, ~hidden)
+            if cache is None or documents is None:
+                out = self._unfused(query, key, value, context)
+            else:  # prompts in one row, whose scores together would be a large matrix
+                attend_causally = partial(self._unfused, context=replace(context, documents=None))
+                out = _attention_by_documents(query, key, value, documents, attend_causally)
+        elif cache is not None and (bias := cache.bias(self.window, query.dtype)) is not None:
+            out = _fused(query, key, value, bias)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         elif context.documents is not None:
-            out = _attention_by_documents(query, key, value, context.documents, self.window)
+            out = _attention_by_documents(query, key, value, context.documents, attend_causally)
         else:
-            out = _causal_attention(query, key, value, self.window)
+            out = attend_causally(query, key, value)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(
-        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, hidden: Tensor | None
-    ) -> Tensor:
-        """``hidden`` is True where a query must not see a key, window and causality included."""
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        """The formula, step by step."""
+        # True where a query must not see a key, window and causality included.
+        hidden = None if context.cache is None else context.cache.masked(self.window)
         queries_per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(queries_per_group, dim=1) for x in (key, value))
         query = query if self.divisor == 1 else query / self.divisor
@@ -83,13 +94,17 @@ class CoreAttention(nn.Module):
         return self.dropout(weights, context.sample_index, first_head=self.first_head, **positions).matmul(value)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None, *, causal: bool = False) -> Tensor:
-    """torch's attention; ``visible`` broadcasts to ``[b, heads, s, t]`` and is True where a query sees a key."""
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """torch's attention; ``mask`` broadcasts to ``[b, heads, s, t]`` and is True where a query sees a key, or a term of
+    the scores."""
     grouped, channels = query.shape[1] != key.shape[1], value.shape[-1]
+    if grouped and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over keys for a group's queries
+        queries = query.flatten(1, 2).unflatten(1, (key.shape[1], -1))
+        return _fused(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
     if query.is_cpu and channels < query.shape[-1]:  # without this, whole scores: the CPU's kernel has one width alone
         value = nn.functional.pad(value, (0, query.shape[-1] - channels))
     out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, is_causal=causal, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
     return out[..., :channels]
 
@@ -126,9 +141,9 @@ def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int)
 
 
 def _attention_by_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, attend: Attend
 ) -> Tensor:
-    """Attention inside of each document: memory grows with s, work with the sum of the squared lengths.
+    """``attend`` inside of each document: memory grows with s, work with the sum of the squared lengths.
 
     No mask for short documents: one core, s = 2048, 8 heads of 64, forward and backward take 347 to 357 ms with a
     mask, whatever it is; by documents 215 ms for one, 47 for 8, 18 for 32, 24 for 512, and 57 for 2048 of one token.
@@ -137,7 +152,7 @@ def _attention_by_documents(
     # split, not slices: its backward puts all gradients together at once, where each slice would fill a whole tensor.
     for *sequence, lengths in zip(query.split(1), key.split(1), value.split(1), documents.lengths, strict=True):
         parts = zip(*(x.split(lengths, dim=2) for x in sequence), strict=True)
-        outputs.append(torch.cat([_causal_attention(q, k, v, window) for q, k, v in parts], dim=2))
+        outputs.append(torch.cat([attend(q, k, v) for q, k, v in parts], dim=2))
     return torch.cat(outputs)
 
 

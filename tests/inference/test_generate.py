@@ -9,7 +9,8 @@ import torch
 
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, generate, until_stop
-from megatron_core.inference.sampling import candidates
+from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference.sampling import candidates, choose
 from megatron_core.models.build import build_stages
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
@@ -176,6 +177,44 @@ def test_batches_in_a_layout(world_size: int, layout: dict) -> None:
 
 def _batch_of_three(settings: dict) -> list[list[Progress]]:
     return _batch(settings, max_batch_size=3)
+
+
+def test_prompts_are_computed_without_padding_and_tokens_together() -> None:
+    """Prompts pass the model behind one another in one row, then one token of every sequence at once."""
+    generator, shapes = _generator(MODERN), []
+    generator.stages[0].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    logits = []
+    generator.stages[0].register_forward_hook(lambda _, inputs, output: logits.append(tuple(output.shape[:2])))
+    engine = Engine(generator)
+    for prompt in PROMPTS:
+        engine.submit(_request(prompt, 3))
+    while engine.busy:
+        engine.step()
+    total, count = sum(map(len, PROMPTS)), len(PROMPTS)
+    assert shapes == [(1, total), (count, 1), (count, 1)]
+    assert logits == [(1, count), (count, 1), (count, 1)], "only those that tokens are chosen from"
+
+
+def test_the_cache_is_written_in_place() -> None:
+    """Memory is allocated once for texts of up to 256 positions, and earlier values stay where they are."""
+    generator = _generator(MODERN)
+    cache = KVCache(generator.device)
+    generator.start_sequences([PROMPT, [3]], cache)
+    before = [tensor.data_ptr() for pair in cache._layers.values() for tensor in pair]
+    first = cache._layers[0][0][:, :, :4].clone()
+    for token in range(200):
+        generator.extend_sequences([token % 61, 5], cache)
+    assert [tensor.data_ptr() for pair in cache._layers.values() for tensor in pair] == before
+    assert cache.lengths == [204, 201] and torch.equal(cache._layers[0][0][0, :, :4], first[0])
+
+
+def test_greedy_rows_beside_sampled_ones() -> None:
+    """The first of several largest logits is taken, in every floating-point type; sampled rows use their generators."""
+    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0], [0.0, 0.0, 60.0]])
+    sampled = Sampling(temperature=1.0)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        generators = [torch.Generator().manual_seed(0) for _ in range(3)]
+        assert choose(logits.to(dtype), [Sampling(), Sampling(), sampled], generators) == [1, 0, 2]
 
 
 @pytest.mark.parametrize("new", [0, 2])

@@ -58,16 +58,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
     """The model continues every prompt in this way."""
     tokens = [*tokenizer.tokenize("the hat and"), 1, *tokenizer.tokenize(" more")]
 
-    def forward(self: Generator, rows: list[list[int]], cache: KVCache, first: int, **_: object) -> torch.Tensor:
-        cache.begin(first, [len(row) for row in rows])
+    def run(self: Generator, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, *_: object) -> torch.Tensor:
         cache.end()
-        logits = torch.zeros(len(rows), 1, self.vocab_size)
-        for row, own in enumerate(rows):
-            written = 0 if len(own) > 1 else tokens.index(own[0]) + 1
-            logits[row, 0, tokens[written]] = 9.0
+        written = 0 if ids.numel() > 1 else tokens.index(int(ids)) + 1
+        logits = torch.zeros(1, 1, self.vocab_size)
+        logits[0, 0, tokens[written]] = 9.0
         return logits
 
-    monkeypatch.setattr(Generator, "forward", forward)
+    monkeypatch.setattr(Generator, "_run", run)
 
 
 @pytest.mark.parametrize(

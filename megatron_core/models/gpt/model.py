@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.errors import DataError
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
@@ -242,12 +241,12 @@ class GPTModel(nn.Module):
         for 0, 1, 2, ..., or this rank's part of them. Learned and rotary positions follow ``position_ids`` ``[b, s]``,
         or ``[1, s]`` for the same in every sequence; None: ``positions``. ``hidden_states`` is the previous stage's
         output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each whole sequence:
-        documents of so many tokens, in this order, see nothing of one another. ``cache`` holds what came before
-        ``positions``; documents and a cache do not go together. ``logit_positions`` ``[b, k]`` are the indices in each
-        row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None: all. ``auxiliary_losses`` collects
-        those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for tokens that do not count in them.
-        ``router_replay`` records which experts tokens go to, or repeats a record; ``later`` are the labels of
-        multi-token prediction, without which it adds no losses.
+        documents of so many tokens, in this order, see nothing of one another. ``cache`` holds the keys and values of
+        earlier positions; with ``document_lengths`` each document is a new sequence in it. ``logit_positions``
+        ``[b, k]`` are the indices in each row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None:
+        all. ``auxiliary_losses`` collects those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for
+        tokens that do not count in them. ``router_replay`` records which experts tokens go to, or repeats a record;
+        ``later`` are the labels of multi-token prediction, without which it adds no losses.
         """
         if hidden_states is None:
             hidden_states, self._input_tensor = self._input_tensor, None
@@ -259,7 +258,7 @@ class GPTModel(nn.Module):
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
-            documents=self._documents(document_lengths, input_ids, cache),
+            documents=self._documents(document_lengths, input_ids),
             sample_index=sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
@@ -365,12 +364,8 @@ class GPTModel(nn.Module):
         frequencies = plain_frequencies(channels, base, position_ids.device)
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype))
 
-    def _documents(
-        self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor, cache: KeyValueStore | None
-    ) -> PackedDocuments | None:
+    def _documents(self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor) -> PackedDocuments | None:
         if lengths is None:
             return None
-        if cache is not None:
-            raise DataError("document_lengths say nothing of the positions in a cache; give one of the two")
         batch, length = input_ids.shape
         return PackedDocuments.of(lengths, batch, length * self.split.cp_size, input_ids.device)
