@@ -25,6 +25,7 @@ LEVELS = {
     "lazy": 0,
     "terminal": 0,
     "text_file": 0,
+    "output_file": 0,
     "schedules": 0,
     "config": 0,
     "parallel.grid": 1,
@@ -72,7 +73,10 @@ LEVELS = {
     "verify": 7,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in ("errors", "terminal", "text_file")}
+WITHIN_LEVEL_0 |= {("output_file", "errors")}
+WITHIN_LEVEL_0 |= {
+    (own, other) for own in ("schedules", "config") for other in ("errors", "terminal", "text_file", "output_file")
+}
 # Stricter than the level alone.
 NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}

@@ -4,7 +4,6 @@ The folder of every host has the manifest of the whole checkpoint, and of the fi
 """
 
 import json
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Piece
-from megatron_core.checkpoint.folder import rank_file, remove
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file, remove, remove_hidden
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.hosts import Hosts
 from megatron_core.checkpoint.transfer import Transfer, carry_out
@@ -55,11 +54,10 @@ def save_copies(
             save.give_up()
         raise
     if first:
-        for other in save.folder.glob("iter_*"):
-            if other != save.final:
-                remove(other)
-        for unfinished in save.folder.glob(".iter_*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for iteration in complete_iterations(save.folder):
+            if iteration != save.iteration:
+                remove(iteration_folder(save.folder, iteration))
+        remove_hidden(save.folder)
 
 
 def _write(save: Save, pieces: Iterable[Piece]) -> str:

@@ -11,21 +11,29 @@ SAVE/.run                                     the run's id, if it keeps copies i
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_core.checkpoint.hashes import sync_folder, write_file
-from megatron_core.checkpoint.manifest import MANIFEST
+from megatron_core.checkpoint.manifest import FORMAT, MANIFEST
 from megatron_core.errors import CheckpointError
+from megatron_core.output_file import is_still_at, no_follow
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
 RUN = ".run"
-"""A file with an id of the run that saves here; copies in memory belong to it."""
+"""A file with the id of the run that saves here; its checkpoints for a fast restart have the same id."""
+_MOST_IDS = 33 * 1000
+"""Characters of that file that are read."""
+_ITERATION = re.compile(r"iter_\d{7,}")
+_HIDDEN = re.compile(r"\.iter_\d{7,}\.(incomplete|replaced|loading)")
+_RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
@@ -43,19 +51,93 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def runs_of(save: Path) -> list[str]:
+    """The ids of the runs that have saved into ``save`` for a fast restart, the newest last; empty if none has.
+
+    One that started from scratch has an id of its own.
+    """
+    try:
+        return (save / RUN).read_text()[-_MOST_IDS:].split()
+    except (OSError, ValueError):
+        return []
+
+
 def run_of(save: Path) -> str:
     """The id of the run whose checkpoints are in ``save``; empty if it has none."""
-    try:
-        return (save / RUN).read_text()[:64]
-    except (OSError, ValueError):
-        return ""
+    return (runs_of(save) or [""])[-1]
 
 
 def run_id(save: Path, *, anew: bool) -> str:
     """As ``run_of``, but a new one if there is none, or if the run starts ``anew``."""
     if anew or not run_of(save):
-        write_file(save / RUN, uuid.uuid4().hex.encode())
+        write_runs(save, [*runs_of(save), uuid.uuid4().hex])
     return run_of(save)
+
+
+def write_runs(save: Path, runs: Sequence[str]) -> None:
+    """Write the ids that ``runs_of`` reads. Errors: ``CheckpointError`` if the file is of another program."""
+    path, hidden = save / RUN, save / f"{RUN}.new"
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, which is not followed; remove it")
+    if not all(re.fullmatch("[0-9a-f]{32}", run) for run in runs_of(save)):
+        raise CheckpointError(f"{path} exists and does not hold ids of runs; remove it, or give another folder")
+    hidden.unlink(missing_ok=True)
+    write_file(hidden, "".join(f"{run}\n" for run in runs).encode())
+    os.replace(hidden, path)
+    sync_folder(save)
+
+
+def is_own(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of this program, perhaps damaged, or empty."""
+    with suppress(OSError), (folder / MANIFEST).open("rb") as file:
+        if f'"format": "{FORMAT}"'.encode() in file.read(100):
+            return True
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()} - {MANIFEST, "tokenizer"}
+    return all(map(_RANK_FILE.fullmatch, names)) and (bool(names) or not any(folder.iterdir()))
+
+
+def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
+    """``CheckpointError`` if saving into ``save`` could replace or delete files that this program has not written.
+
+    These are folders ``iter_0000002`` (with ``only``: that of one iteration) and the tracker file. ``named`` is the
+    setting with its value.
+    """
+    what = ""
+    if (save / MANIFEST).is_file() and is_own(save):
+        what = f"is itself a checkpoint ({MANIFEST})"
+    tracked, fault = _tracked(save)
+    found = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
+    found += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
+    foreign = next((path.name for path in found if os.path.lexists(path) and not is_own(path)), None)
+    if (save / TRACKER).is_symlink():
+        what = f"has a link named {TRACKER}"
+    elif foreign is not None:
+        what = f"holds {foreign}, which is not a checkpoint of this program (as one of Megatron-LM)"
+    elif fault and not complete_iterations(save):
+        what = f"holds {TRACKER} of another program"
+    if what:
+        raise CheckpointError(f"{named} {what}, so that nothing is written there; give another folder")
+
+
+def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
+    """``CheckpointError`` if ``folder``, for a fast restart of a run that saves into ``save``, is the same folder or
+    holds checkpoints of others than ``runs``, those of ``save``: each save there deletes all others."""
+    what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
+    for number in () if what else complete_iterations(folder):
+        path, text = iteration_folder(folder, number), b""
+        with suppress(OSError):
+            text = (path / MANIFEST).read_bytes()  # which may be damaged
+        if not any(f'"run": "{run}"'.encode() in text for run in runs):
+            kind = "a checkpoint of another run" if b'"run": "' in text else "a permanent checkpoint"
+            what = f"holds {path.name}, {kind}"
+            break
+    if what:
+        raise CheckpointError(
+            f"{setting}={str(folder)!r} {what}; saves for a fast restart would delete checkpoints there: give another "
+            "folder, or remove what nobody needs"
+        )
 
 
 def complete_iterations(root: Path) -> list[int]:
@@ -144,29 +226,45 @@ def _tracked(root: Path) -> tuple[int | None, str]:
 def track(save: Path, iteration: int) -> None:
     """Name ``iteration`` as the newest complete one."""
     hidden = save / f".{TRACKER}"
+    hidden.unlink(missing_ok=True)
     write_file(hidden, str(iteration).encode())
     os.replace(hidden, save / TRACKER)
     sync_folder(save)
 
 
 def hide(folder: Path) -> Path:
-    """Take a checkpoint out of sight, if it is there; -> what is to be deleted then."""
+    """Rename a checkpoint, if it exists, to a hidden name; -> the hidden folder, which the caller deletes.
+
+    Errors: ``CheckpointError`` if it is not a checkpoint of this program.
+    """
     hidden = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(hidden, ignore_errors=True)
-    if folder.exists():
+    delete(hidden)
+    if os.path.lexists(folder):
+        if not is_own(folder):
+            raise CheckpointError(f"{folder} is not a checkpoint of this program, and is not replaced; move it away")
         folder.rename(hidden)
     return hidden
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: out of sight first, because a half deleted folder still has its manifest."""
-    shutil.rmtree(hide(folder), ignore_errors=True)
+    """Delete a checkpoint of this program: hidden first, because a partly deleted folder still has its manifest."""
+    if is_own(folder):
+        delete(hide(folder))
+
+
+def delete(folder: Path) -> None:
+    """Delete a folder if it exists; of a link only the link itself."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_hidden(save: Path) -> None:
-    """Free the room of what killed runs have half written or half deleted; by the one that has the folder's lock."""
+    """Delete the incomplete folders of killed runs; call it with the folder's lock."""
     for hidden in save.glob(".iter_*"):
-        shutil.rmtree(hidden, ignore_errors=True)
+        if _HIDDEN.fullmatch(hidden.name):
+            delete(hidden)
 
 
 def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int | None) -> None:
@@ -186,13 +284,14 @@ class FolderLock:
 
     A record lock of POSIX: it is not inherited by forked children, and works over NFS.
     ``setting`` is the one that named the folder.
-    Errors: ``CheckpointError`` if another process has it, with what that one left in the file.
+    Errors: ``CheckpointError`` if another process has it, with the text that it left in the file.
     """
 
     def __init__(self, folder: Path, setting: str = "save") -> None:
+        self.folder, self.setting = folder, setting
         self.unsupported = ""
         """Why the file system has no locks, if it has none."""
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = no_follow(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -205,8 +304,18 @@ class FolderLock:
                 ) from None
             self.unsupported = error.strerror or str(error)
             return
+        if os.pread(self._file, 8, 0).strip(b"\0") not in (b"", b"process "):
+            self.release()
+            raise CheckpointError(
+                f"{setting}={str(folder)!r}: {LOCK} is a file of another program; give another folder"
+            )
         os.truncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the locked file is still in the folder."""
+        return is_still_at(self._file, self.folder / LOCK)
 
     def release(self) -> None:
         """Let others write."""

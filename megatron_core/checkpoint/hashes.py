@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from xxhash import xxh3_128
 
+from megatron_core.output_file import no_follow
+
 HASH = "xxh3_128"
 READ_BYTES = 2**23
 """Bytes that are read and hashed at a time."""
@@ -28,7 +30,7 @@ class HashingFile:
     """A new file that is hashed while it is written; a context manager. On disk once ``close`` has returned."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = open(path, "wb", opener=no_follow)  # noqa: SIM115 (closed by `close` or by the context manager)
         self._hash, self._size = xxh3_128(), 0
 
     def __enter__(self) -> HashingFile:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import CheckpointError
+from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import tell_all
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -60,7 +61,7 @@ def meet(folder: Path, device: torch.device) -> Hosts:
     """
     name, problem = "", ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write there")
         status = folder.stat()

@@ -19,7 +19,14 @@ from pathlib import Path
 import torch
 
 from megatron_core.checkpoint.boxes import Piece
-from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_folder, iteration_of, run_of
+from megatron_core.checkpoint.folder import (
+    complete_iterations,
+    delete,
+    find_candidates,
+    iteration_folder,
+    iteration_of,
+    run_of,
+)
 from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
@@ -185,7 +192,7 @@ def _lay_out(loading: Path, manifest: str, own: Path, held: set[str]) -> str:
     """Make the folder that this host loads from, without what others have left; -> what prevents that."""
     try:
         for left in loading.parent.glob(f".iter_*{LOADING}"):
-            shutil.rmtree(left)
+            delete(left)
         loading.mkdir()
         (loading / MANIFEST).write_text(manifest)
         for name in held:

@@ -7,7 +7,6 @@ the two, so that threads can write while the ranks train on (``BackgroundSave``)
 
 import json
 import math
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +22,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, Piece
-from megatron_core.checkpoint.folder import drop_old, hide, iteration_folder, rank_file, remove, track
+from megatron_core.checkpoint.folder import (
+    delete,
+    drop_old,
+    hide,
+    iteration_folder,
+    rank_file,
+    refuse_foreign,
+    remove,
+    track,
+)
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.errors import CheckpointError
+from megatron_core.output_file import make_folder
 
 Agree = Callable[[bool], bool]
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
@@ -73,7 +82,9 @@ class Save:
 
     def prepare(self, save_id: str = "") -> None:
         """Make an empty temporary folder with the save's id in it, by default a new one; by rank 0."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        refuse_foreign(str(self.folder), self.folder, self.iteration)
+        delete(self.partial)
+        make_folder(self.folder)
         self.partial.mkdir(parents=True)
         (self.partial / "save_id").write_text(save_id or uuid.uuid4().hex)
 
@@ -129,7 +140,7 @@ class Save:
         before = hide(self.final)
         self.partial.rename(self.final)
         track(self.folder, self.iteration)
-        shutil.rmtree(before, ignore_errors=True)
+        delete(before)
         for other in self.replaced:
             if other != self.final:
                 remove(other)
@@ -158,7 +169,7 @@ class Save:
 
     def give_up(self) -> None:
         """Free the room of what was written; by rank 0."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        delete(self.partial)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:

@@ -32,9 +32,10 @@ class CheckpointConfig:
     own memory."""
     non_persistent_global_ckpt_dir: str | None = None
     """Folder of these, which all ranks see, such as /dev/shm/NAME on one host; default non_persistent in that of
-    --save."""
+    --save. It must not hold other checkpoints, nor in /dev/shm belong to another user; a new one there has mode 700."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Folder of these in the memory of each host, such as /dev/shm/NAME."""
+    """Folder of these in the memory of each host, such as /dev/shm/NAME. It must not hold other checkpoints, nor belong
+    to another user; a new one there has mode 700."""
     replication: bool = False
     """With --non-persistent-ckpt-type local: other hosts keep copies, so that a lost host costs nothing."""
     replication_jump: int | None = None

@@ -15,7 +15,11 @@ import yaml
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
+from megatron_core.output_file import no_follow, refuse_other_file, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
+
+_HEADER = "# The settings of a run"
+_WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
 
 
 @cache
@@ -45,8 +49,9 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
 
 def write_config(config: RunConfig, path: str | Path) -> None:
     """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it."""
-    text = yaml.safe_dump(asdict(config), sort_keys=False)
-    Path(path).write_text("# The settings of a run; --config FILE uses them again.\n" + text, encoding="utf-8")
+    refuse_other_file(f"{path} cannot be written", path, _WRITTEN)
+    with open(path, "w", encoding="utf-8", opener=no_follow) as file:
+        file.write(f"{_HEADER}; --config FILE uses them again.\n" + yaml.safe_dump(asdict(config), sort_keys=False))
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Rules for data sources, the tokenizer and checkpoints."""
 
 import math
+import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
@@ -166,6 +167,12 @@ def _memory_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     name, way_out = f"non_persistent_{other}_ckpt_dir", f"remove it, or add --non-persistent-ckpt-type {other}"
     if given := getattr(checkpoint, name):
         yield unused(name, given, "non_persistent_ckpt_type", kind, way_out)
+    own = folder if kind == "local" else checkpoint.non_persistent_global_ckpt_dir
+    if own and checkpoint.save and os.path.normpath(own) == os.path.normpath(checkpoint.save):
+        yield (
+            f"non_persistent_{kind}_ckpt_dir={own} is the folder of --save, where a save for a fast restart would "
+            "delete the others; give another folder"
+        )
     if kind == "local" and folder is None:
         yield (
             "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "

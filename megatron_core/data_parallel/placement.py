@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
+from megatron_core.output_file import make_folder, no_follow_new
 
 CHUNK = 2**22
 """Elements of a chunk: 16 MiB of each float32 tensor."""
@@ -45,7 +46,7 @@ class DiskPlacement(Placement):
         super().__init__(torch.device("cpu"))
         self.folder, self.rank, self.setting, self._maps = folder, rank, setting, list[tuple[mmap.mmap, int]]()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as error:
             raise ConfigError(f"{setting}={str(folder)!r} cannot be used: {error}; give another") from None
 
@@ -54,7 +55,7 @@ class DiskPlacement(Placement):
         path = self.folder / f"rank{self.rank:05d}_{os.getpid()}_{len(self._maps)}_{name}"
         size = numel * dtype.itemsize
         try:
-            with path.open("w+b") as file:
+            with open(path, "w+b", opener=no_follow_new) as file:
                 path.unlink()
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows now, not as a bus error in a step
                 mapped = mmap.mmap(file.fileno(), size)

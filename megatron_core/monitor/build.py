@@ -1,10 +1,12 @@
 """Sinks from a run's settings."""
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_core.config.monitor import MonitorConfig
+from megatron_core.errors import ConfigError
 from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.jsonl import JsonLinesSink
@@ -28,6 +30,8 @@ def build_sinks(
     if path is not None:
         sinks.append(JsonLinesSink(path))
     if config.prometheus_file is not None:
+        if path is not None and os.path.realpath(path) == os.path.realpath(config.prometheus_file):
+            raise ConfigError(f"prometheus_file={config.prometheus_file!r} is the metrics file, too; give another file")
         from megatron_core.monitor.prometheus import PrometheusSink
 
         sinks.append(PrometheusSink(config.prometheus_file))

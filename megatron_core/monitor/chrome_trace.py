@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_other_file
 from megatron_core.parallel.meter import Span
 
 Event = dict[str, Any]
@@ -51,8 +52,10 @@ def rank_trace(folder: Path, rank: int) -> Path:
 
 def write_events(path: Path, events: Sequence[Event]) -> None:
     """Write one rank's events, or all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
+    make_folder(path.parent)
+    refuse_other_file(f"{path} cannot be written", path, TRACE)
+    with open(path, "w", encoding="utf-8", opener=no_follow) as file:
+        file.write(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
 def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:

@@ -12,9 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
+
+METRICS = json_lines("metrics file", b'{"kind": "')
 
 
 class JsonLinesSink:
@@ -24,9 +27,7 @@ class JsonLinesSink:
 
     def __init__(self, path: str | Path) -> None:
         """Open ``path`` for appending, with its folder."""
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_lines(self._path)
+        self._file = LineFile(path, self.setting, METRICS)
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
@@ -46,24 +47,60 @@ class JsonLinesSink:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file.closed:
-            self._file = open_lines(self._path)
+        self._file.write(json.dumps(_as_json(record), allow_nan=False))
+
+
+class LineFile:
+    """A file to which lines are appended, flushed one by one. One that is deleted meanwhile is made again."""
+
+    def __init__(self, path: str | Path, setting: str, kind: Kind, *, first: str = "", says: bool = True) -> None:
+        """``first`` is the first line of each process. ``says``: print a note if the file is made again.
+
+        Errors: ``ConfigError`` for a file of another kind, or one that cannot be written.
+        """
+        self._path, self._first, self._says = Path(path), first, says
+        named = f"{setting}={str(path)!r}"
         try:
-            self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
+            refuse_other_file(named, path, kind)
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"{named} cannot be written: {error}; give another file") from None
+
+    def write(self, line: str) -> None:
+        """Append a line. After an error, as on a full disk, the next one is tried anew."""
+        if self._file.closed:
+            self._file = self._open()
+        elif not is_still_at(self._file.fileno(), self._path):
+            if self._says and (not self._path.parent.exists() or self._path.parent.stat().st_ino == self._folder):
+                print(f"note: {self._path} was deleted or renamed during training; it is made again", flush=True)
+            self._file.close()
+            self._file = self._open()
+        self._append(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _open(self) -> TextIO:
+        """The file for appending; a line that was cut off when a run was killed is ended first."""
+        make_folder(self._path.parent)
+        incomplete = _ends_within_line(self._path)
+        self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (open during the run)
+        self._folder = self._path.parent.stat().st_ino
+        if incomplete:
+            self._file.write("\n")
+        if self._first:
+            self._append(self._first)
+        return self._file
+
+    def _append(self, line: str) -> None:
+        try:
+            self._file.write(f"{line}\n")
             self._file.flush()
         except OSError:
             with suppress(OSError):  # it tries to write once more
                 self._file.close()
             raise
-
-
-def open_lines(path: Path) -> TextIO:
-    """``path`` for appending lines; one that was cut off when a run was killed is ended first."""
-    incomplete = _ends_within_line(path)
-    file = path.open("a", encoding="utf-8")
-    if incomplete:
-        file.write("\n")
-    return file
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -126,7 +163,7 @@ def _from_json(record: dict[str, Any]) -> dict[str, Any]:
 
 def _ends_within_line(path: Path) -> bool:
     """Whether the file's last line has no end."""
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
         file.seek(-1, 2)

@@ -33,7 +33,7 @@ class LenientSink:
             action()
         except OSError as error:
             if not self._is_told:
-                _tell(self.setting, error)
+                tell_unwritable(self.setting, error)
             self._is_told = True
 
 
@@ -71,9 +71,10 @@ class _Stream:
             action()
         except OSError as error:
             discard(self._stream)
-            _tell("standard output", error)
+            tell_unwritable("standard output", error)
 
 
-def _tell(what: str, error: OSError) -> None:
+def tell_unwritable(what: str, error: OSError) -> None:
+    """Warn on standard error that ``what`` is not written."""
     with suppress(OSError):
         print(f"note: {what} CANNOT BE WRITTEN: {error.strerror}; the training goes on", file=sys.stderr, flush=True)

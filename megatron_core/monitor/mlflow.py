@@ -11,6 +11,7 @@ from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.tensorboard import scalars
+from megatron_core.output_file import make_folder
 
 MOST_PARAMETERS, LONGEST = 100, 500
 """Parameters of one call, and characters of one, that every store of MLflow takes."""
@@ -33,7 +34,7 @@ class MlflowSink:
             ) from error
         self._entities, self._failure = mlflow.entities, mlflow.exceptions.MlflowException
         folder = Path(save_dir or ".").absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         store = config.mlflow_tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=store)
         known = self._client.get_experiment_by_name(config.mlflow_experiment)

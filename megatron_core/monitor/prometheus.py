@@ -7,6 +7,12 @@ from pathlib import Path
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.tensorboard import scalars
+from megatron_core.output_file import Kind, make_folder, no_follow_new, refuse_other_file
+
+_METRICS = Kind(
+    "file of metrics that a run wrote",
+    lambda data: all(line.startswith(b"megatron_") for line in data.removesuffix(b"\n").split(b"\n")),
+)
 
 
 class PrometheusSink:
@@ -17,9 +23,10 @@ class PrometheusSink:
     def __init__(self, path: str | Path) -> None:
         self._path, self._values = Path(path), dict[str, float]()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             if self._path.exists() and not self._path.is_file():
                 raise OSError("it is there, and no file that could be replaced")
+            refuse_other_file(f"prometheus_file={str(path)!r}", path, _METRICS)
             self._write()
         except OSError as error:
             raise ConfigError(f"prometheus_file={str(path)!r} cannot be written: {error}; give another file") from None
@@ -40,8 +47,10 @@ class PrometheusSink:
 
     def _write(self) -> None:
         lines = [f"{metric_name(name)} {_number(value)}" for name, value in self._values.items()]
+        make_folder(self._path.parent)  # it may have been deleted
         new = self._path.with_name(f".{self._path.name}.new")
-        new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with open(new, "w", encoding="utf-8", opener=no_follow_new) as file:
+            file.write("".join(f"{line}\n" for line in lines))
         new.replace(self._path)
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.jsonl import open_lines, read_metrics
+from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
+from megatron_core.monitor.lenient import tell_unwritable
 from megatron_core.parallel.meter import StepTimes
 
 VERSION = 1
@@ -35,10 +36,9 @@ class RankWriter:
 
     def __init__(self, metrics: Path, rank: int, about: Mapping[str, Any]) -> None:
         """``metrics`` is the run's metrics file, ``about`` what the first line says besides."""
-        path = rank_file(metrics, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_lines(path)
-        self._write({"kind": "start", "version": VERSION, "rank": rank, **about})
+        first = json.dumps({"kind": "start", "version": VERSION, "rank": rank, **about})
+        self._file = LineFile(rank_file(metrics, rank), "metrics_file", METRICS, first=first, says=False)
+        self._is_told = False
 
     def write(
         self,
@@ -57,16 +57,17 @@ class RankWriter:
             "traffic": {name: {k: _short(v) for k, v in asdict(t).items()} for name, t in times.traffic.items()},
             "memory": dict(memory), "skipped": skipped, **({"complete": True} if complete else {}),
         }  # fmt: skip
-        self._write(record)
+        try:
+            self._file.write(json.dumps(record))
+        except OSError as error:
+            if not self._is_told:
+                tell_unwritable("record_times", error)
+            self._is_told = True
         return record
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
 
 
 @dataclass(frozen=True)

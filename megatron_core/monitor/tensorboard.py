@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from megatron_core.errors import ConfigError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.output_file import make_folder
 
 
 class TensorBoardSink:
@@ -12,13 +14,22 @@ class TensorBoardSink:
 
     def __init__(self, folder: str | Path, *, start_iteration: int = 0) -> None:
         """Open ``folder``; what an earlier run wrote after ``start_iteration`` is hidden."""
+        self._folder = Path(folder)
+        try:
+            self._open(start_iteration + 1 if start_iteration else None)
+        except OSError as error:
+            raise ConfigError(f"tensorboard_dir={str(folder)!r} cannot be written: {error}; give another") from None
+
+    def _open(self, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = start_iteration + 1 if start_iteration else None
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge)
+        make_folder(self._folder)
+        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge_step)
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step; NaN is written too, and TensorBoard marks it."""
+        if not self._folder.is_dir():
+            self._open()  # it was deleted
         for tag, value in scalars(event).items():
             if value is not None:
                 self._writer.add_scalar(tag, value, event.iteration)

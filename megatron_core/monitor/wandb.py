@@ -9,6 +9,7 @@ from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.tensorboard import scalars
+from megatron_core.output_file import make_folder
 
 
 class WandbSink:
@@ -27,7 +28,7 @@ class WandbSink:
             ) from error
         folder = config.wandb_save_dir or (None if save_dir is None else str(Path(save_dir) / "wandb"))
         if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,

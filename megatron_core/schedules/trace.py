@@ -24,11 +24,13 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_core.errors import ConfigError
+from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.checks import check
 from megatron_core.schedules.simulate import StageCosts, Timeline
 
 MOST_STEPS = 20
+_LINES = json_lines("trace of a rank", b'{"rank": ')
 _MILLISECONDS = 1000.0
 
 
@@ -61,7 +63,8 @@ class TraceWriter:
         self._left = MOST_STEPS
         header = {"rank": rank, "pipeline": list(pipeline), "schedule": schedule, "stage_to_rank": list(stage_to_rank)}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
+            refuse_other_file(f"trace_pipeline={str(folder)!r}", self._path, _LINES)
             self._write("w", header | {"host": platform.node()})
         except OSError as error:
             raise ConfigError(
@@ -81,7 +84,7 @@ class TraceWriter:
         self._left -= 1
 
     def _write(self, mode: str, entry: dict[str, Any]) -> None:
-        with self._path.open(mode, encoding="utf-8") as file:
+        with open(self._path, mode, encoding="utf-8", opener=no_follow) as file:
             file.write(json.dumps(entry) + "\n")
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.errors import MegatronError
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import json_lines, no_follow, refuse_other_file
 from megatron_core.parallel.launch import RESTART, explained
 
 FILE = "failures.jsonl"
+_LINES = json_lines("list of failures", b'{"begins": "', b'{"iteration": ')
 
 
 class FailureLog:
@@ -43,6 +45,10 @@ class FailureLog:
         if repeated is not None:
             raise MegatronError(self._sentence(*repeated))
         if self._rank == 0 and self._path is not None and self._path.parent.is_dir():
+            named = f"save={str(self._path.parent)!r}"
+            refuse_other_file(named, self._path, _LINES)
+            if self._path.is_symlink():
+                raise ConfigError(f"{named}: {self._path} is a link, which is not followed; remove it")
             self._append({"begins": self._digest})
 
     @contextmanager
@@ -104,7 +110,7 @@ class FailureLog:
         """One write of one line: ranks write into the same file."""
         assert self._path is not None
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            descriptor = no_follow(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(descriptor, (json.dumps(record) + "\n").encode())
             finally:

@@ -65,6 +65,7 @@ def _train(
         began = time.perf_counter()
         with snapshots.around_step():
             result = train_step(run, stop=stop.wanted, hooks=replace(faults.before_step(), is_bad=bad.is_bad))
+        run.saver.restore_folders()
         report_step(run, sinks, result, time.perf_counter() - began, watch.after_step(result))
         if watched:
             report_fp8(run)

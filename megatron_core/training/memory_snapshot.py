@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.memory import current_memory_bytes, total_memory_bytes
+from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.launch import allocation_that_failed
 from megatron_core.planner.explain import flag_of, readable_bytes
 from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
@@ -146,7 +147,7 @@ class MemorySnapshots:
     def _write(self, kinds: dict[str, int], activations: dict[str, int], step: int) -> Path:
         run = self._run
         folder = Path(run.config.checkpoint.save or ".") / "memory"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / f"rank{run.world.rank:05d}_step{step:07d}.json"
         if run.world.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
@@ -154,7 +155,8 @@ class MemorySnapshots:
             "rank": run.world.rank, "step": step, "layout": run.layout, "bytes": kinds,
             "activations": dict(Counter(activations).most_common()), "tensors": largest_tensors(run),
         }  # fmt: skip
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=no_follow) as file:
+            file.write(json.dumps(record, indent=1) + "\n")
         return path
 
     def _explanation(self, asked: int, kinds: dict[str, int], now: int, path: Path) -> str:

@@ -3,13 +3,11 @@
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line, write_config
+from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
 from megatron_core.config.training import OptimizerConfig
@@ -126,7 +124,7 @@ def introduce(run: Run) -> None:
         print(f"goes on from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()
     if run.config.checkpoint.save and not run.config.training.skip_train:
-        keep_config(run.config, Path(run.config.checkpoint.save))
+        run.saver.keep_config()
 
 
 def describe_offload(optimizer: OptimizerConfig) -> str:
@@ -167,12 +165,3 @@ def notes(run: Run) -> Iterator[str]:
         yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: NOTHING IS SAVED"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
-
-
-def keep_config(config: RunConfig, folder: Path) -> None:
-    """Write the configuration that goes on with this run into the folder of checkpoints, which this makes."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(replace(config, checkpoint=config.checkpoint.for_resume()), folder / "config.yaml")
-    except OSError as error:
-        raise ConfigError(f"save={str(folder)!r} cannot be written: {error}; give another folder") from None

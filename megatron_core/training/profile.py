@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events, rank_trace, write_events
+from megatron_core.output_file import TRACE, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, StepTimes
@@ -23,6 +24,10 @@ class Profile:
         self.folder = Path(self.settings.profile_dir or Path(run.config.checkpoint.save or ".") / "profile")
         self._wanted = self.settings.profile
         self._own = not self.settings.profile_ranks or run.world.rank in self.settings.profile_ranks
+        if self._wanted and self._own:
+            paths = [rank_trace(self.folder, run.world.rank), self.folder / "trace.json"]
+            for path in paths[: 2 if run.world.rank == 0 else 1]:
+                refuse_other_file(f"profile_dir={str(self.folder)!r}", path, TRACE)
         self._events: list[dict[str, Any]] = []
         self._profiler: Any = None
         self._begin_at(run.state.iteration)

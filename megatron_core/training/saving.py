@@ -11,19 +11,32 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import BackgroundSave, FolderLock, Piece, Save, Snapshot, save_checkpoint
 from megatron_core.checkpoint.copies import save_copies
-from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, remove_hidden, run_id
+from megatron_core.checkpoint.folder import (
+    LOCK,
+    complete_iterations,
+    iteration_folder,
+    refuse_foreign,
+    refuse_other_checkpoints,
+    remove_hidden,
+    run_id,
+    runs_of,
+    write_runs,
+)
 from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
+from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, tell_all, tell_from
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
+CONFIG = "config.yaml"
 LEAVE_SECONDS = 60.0
 """How long a process that ends by an error waits for its part of a checkpoint."""
 
@@ -50,7 +63,10 @@ class CheckpointSaver:
         self._locks: list[FolderLock] = []
         self._is_open = False
         self._hosts: Hosts | None = None
+        self._runs: list[str] = []
         self._run = ""
+        """The id in the checkpoints for a fast restart."""
+        self._keeps_config = self._is_told = False
         self._replaced: tuple[Path, ...] = ()
         self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None
@@ -61,38 +77,43 @@ class CheckpointSaver:
         return Path(self.config.checkpoint.save or ".")
 
     def open(self, *, anew: bool = False) -> None:
-        """Make the folders and lock them, once; ``anew``: for a run that no copies in memory belong to.
+        """Make the folders and lock them, once; ``anew``: no earlier checkpoint for a fast restart belongs to the run.
 
         Errors: ``CheckpointError`` on all ranks, also if another has one.
         """
         if self._is_open:
             return
         folders, settings, local = {}, self.config.checkpoint, self.config.checkpoint.local_folder
+        restarts_fast = settings.non_persistent_save_interval is not None or local is not None
         if self.data.groups.rank == 0:
             folders["save"] = self.folder
-            if settings.non_persistent_save_interval is not None and local is None:
+            if restarts_fast and local is None:
                 folders["non_persistent_global_ckpt_dir"] = settings.temporary_folder(str(self.folder))
         if local is not None:
             self._hosts = meet(local, self.data.device)
             if self._hosts.is_first:
                 folders["non_persistent_local_ckpt_dir"] = local
+        if restarts_fast:
+            self._runs = tell_from(0, " ".join(runs_of(self.folder)), self.data.device).split()
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         fail_together(problem, self.data.device)
-        if self._hosts is not None:
-            self._begin_copies(self._hosts, anew=anew)
+        if restarts_fast:
+            self._begin_run(anew=anew)
         self._is_open = True
 
-    def _begin_copies(self, hosts: Hosts, *, anew: bool) -> None:
-        """Agree on the run that the copies in memory belong to, and say if there are fewer than asked for."""
+    def _begin_run(self, *, anew: bool) -> None:
+        """Agree on the run that checkpoints for a fast restart belong to, and say if there are fewer copies than asked
+        for."""
         problem, settings = "", self.config.checkpoint
         try:
-            if hosts.rank == 0:
+            if self.data.groups.rank == 0:
                 self._run = run_id(self.folder, anew=anew)
-        except OSError as error:
+                self._runs = runs_of(self.folder)
+        except (OSError, CheckpointError) as error:
             problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
         fail_together(problem, self.data.device)
         self._run = tell_from(0, self._run, self.data.device)
-        there = len({*hosts.of_rank})
+        there = 0 if self._hosts is None else len({*self._hosts.of_rank})
         if settings.replication and there < settings.replication_factor:
             note(
                 f"replication_factor={settings.replication_factor}, but the ranks are on {there} "
@@ -102,7 +123,10 @@ class CheckpointSaver:
     def _take(self, setting: str, folder: Path) -> str:
         """Make ``folder`` and lock it; -> what prevents that."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            refuse_foreign(f"{setting}={str(folder)!r}", folder)
+            if setting != "save":
+                refuse_other_checkpoints(setting, folder, self.folder, self._runs)
+            make_folder(folder)
             lock = FolderLock(folder, setting)
         except OSError as error:
             return f"{setting}={str(folder)!r} cannot be written: {error}; give another folder"
@@ -117,6 +141,42 @@ class CheckpointSaver:
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
 
+    def keep_config(self) -> None:
+        """Write the configuration with which this run is resumed beside the checkpoints."""
+        try:
+            make_folder(self.folder)
+            resumed = replace(self.config, checkpoint=self.config.checkpoint.for_resume())
+            write_config(resumed, self.folder / CONFIG)
+        except OSError as error:
+            raise ConfigError(f"save={str(self.folder)!r} cannot be written: {error}; give another folder") from None
+        self._keeps_config = True
+
+    def restore_folders(self) -> str:
+        """Make folders again that were deleted since they were locked, with lock and configuration; -> what prevents
+        that. It costs a few microseconds, and each rank may call it at any time."""
+        try:
+            for number, lock in enumerate(self._locks):
+                lost = not lock.is_there
+                if not lost and (lock.setting != "save" or not self._keeps_config or (self.folder / CONFIG).exists()):
+                    continue
+                file = lock.folder / (LOCK if lost else CONFIG)
+                if not self._is_told:
+                    gone = file if lock.folder.exists() else lock.folder
+                    print(f"note: {gone} was deleted or renamed during training; it is made again", flush=True)
+                self._is_told = True
+                if lost:
+                    make_folder(lock.folder)
+                    self._locks[number] = FolderLock(lock.folder, lock.setting)
+                    lock.release()
+                if lock.setting == "save" and self._run:
+                    write_runs(lock.folder, self._runs)
+                if lock.setting == "save" and self._keeps_config:
+                    self.keep_config()
+            self._is_told = False
+        except (OSError, MegatronError) as error:
+            return str(error)
+        return ""
+
     def save(self, state: TrainState, *, temporary: bool = False) -> None:
         """Write a checkpoint; ``temporary``: one for a fast restart, which replaces the one before.
 
@@ -124,13 +184,14 @@ class CheckpointSaver:
         background, has failed is only told: this one is newer.
         """
         self.open()
+        fail_together(self.restore_folders(), self.data.device)
         self._try(self.finish)
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
             settings.temporary_folder(str(self.folder)) if temporary else self.folder,
             state.iteration,
-            self._manifest_state(state),
+            self._manifest_state(state) | ({"run": self._run} if temporary else {}),
             rank=groups.rank,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
             extra_files={f"tokenizer/{path.name}": path for path in (self.tokenizer.files() if self.tokenizer else ())},
@@ -152,9 +213,9 @@ class CheckpointSaver:
 
     def _save_copies(self, save: Save, pieces: Iterable[Piece], hosts: Hosts) -> None:
         """Write a checkpoint into the memory of all hosts, instead of into the folder of ``save``."""
-        settings, state = self.config.checkpoint, {**save.state, "run": self._run}
+        settings = self.config.checkpoint
         assert settings.local_folder is not None, "hosts meet there"
-        save = replace(save, folder=settings.local_folder, state=state, extra_files={})
+        save = replace(save, folder=settings.local_folder, extra_files={})
         factor, jump = settings.replication_factor if settings.replication else 1, settings.replication_jump
         save_copies(save, pieces, hosts, self._agree, self.data.device, jump=jump, factor=factor)
 

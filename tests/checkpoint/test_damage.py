@@ -152,7 +152,7 @@ def test_saving_over_an_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not Path(path).name.startswith("iter_")
         delete(path, **settings)
 
-    monkeypatch.setattr(writer.shutil, "rmtree", watched)
+    monkeypatch.setattr(shutil, "rmtree", watched)
     folder = write(tmp_path, 3, 2.0)
     assert (read(folder) == 2.0).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]

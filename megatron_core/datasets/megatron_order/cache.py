@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron_core.output_file import make_folder, no_follow_new
+
 # Part of every key: a change of what the arrays mean, or of how they are stored, makes the files of before unknown.
 FORMAT = 1
 
@@ -25,6 +28,9 @@ CHECKED_BYTES = 2**26
 
 # A file that is being written and has not changed for so long was left by a job that was killed.
 ABANDONED_SECONDS = 3600.0
+
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{16}\.partial")
+"""The names of these files."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -97,8 +103,10 @@ class IndexCache:
 
     def _store(self, prefix: str, fields: dict[str, Any], arrays: Arrays) -> None:
         assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         for path in self._folder.glob(".*.partial"):
+            if not _PARTIAL.fullmatch(path.name):
+                continue
             # Of a job that was killed: another one that is writing changed its file a moment ago.
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -128,7 +136,7 @@ def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
     # Unlike a fixed name, this one is no other writer's, in this process, on this node, or on another.
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=no_follow_new) as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())

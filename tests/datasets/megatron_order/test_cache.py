@@ -249,9 +249,11 @@ def test_processes_that_build_the_same_at_once(tmp_path: Path) -> None:
 
 
 def test_files_of_killed_jobs_are_removed_and_those_being_written_are_kept(tmp_path: Path) -> None:
-    left, growing = tmp_path / ".x.npy.1-aa.partial", tmp_path / ".x.npy.2-bb.partial"
-    for path in (left, growing):
+    left, growing = (tmp_path / f".{'0a' * 16}-x.npy.{pid}-{'b1' * 8}.partial" for pid in (1, 2))
+    foreign = tmp_path / ".notes.partial"
+    for path in (left, growing, foreign):
         path.write_bytes(b"half")
-    os.utime(left, (0, time.time() - ABANDONED_SECONDS - 60))
+    for path in (left, foreign):
+        os.utime(path, (0, time.time() - ABANDONED_SECONDS - 60))
     IndexCache(tmp_path).get("numbers", {"n": 3}, ["x"], lambda: {"x": np.arange(3)})
-    assert not left.exists() and growing.exists()
+    assert not left.exists() and growing.exists() and foreign.exists()

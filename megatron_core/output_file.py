@@ -1,0 +1,226 @@
+"""Writing files and folders without replacing the data of others and without following planted links."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_core.errors import ConfigError
+
+LARGEST_COMPARED = 2**26
+"""Bytes of an existing file that are read to recognise it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The content of an output file. ``accepts`` recognises it from the bytes of an existing file."""
+
+    name: str
+    accepts: Callable[[bytes], bool]
+
+
+def starting_with(name: str, *beginnings: bytes) -> Kind:
+    """Files with one of these beginnings, perhaps cut off within it."""
+    return Kind(name, lambda data: any(data.startswith(b) or b.startswith(data) for b in beginnings))
+
+
+def json_lines(name: str, *beginnings: bytes) -> Kind:
+    """JSON Lines, of which a line in the first 64 KiB has one of these beginnings; others may be damaged."""
+    return Kind(
+        name,
+        lambda data: any(
+            line.startswith(b) or (number == 0 and b.startswith(line))
+            for number, line in enumerate(data[: 2**16].split(b"\n"))
+            for b in beginnings
+        ),
+    )
+
+
+def json_with(name: str, *keys: str) -> Kind:
+    """A JSON object with these keys, or a list of such objects."""
+
+    def accepts(data: bytes) -> bool:
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError):
+            return False
+        objects = content if isinstance(content, list) else [content]
+        return all(isinstance(each, dict) and set(keys) <= each.keys() for each in objects)
+
+    return Kind(name, accepts)
+
+
+_PICTURES = {
+    ".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".svgz": b"\x1f\x8b", ".ps": b"%!PS", ".eps": b"%!PS",
+    ".jpg": b"\xff\xd8", ".jpeg": b"\xff\xd8", ".tif": b"II*", ".tiff": b"II*", ".webp": b"RIFF", ".gif": b"GIF8",
+}  # fmt: skip
+
+
+def picture_kind(path: str | Path) -> Kind:
+    """The format that the suffix of ``path`` names."""
+    suffix = Path(path).suffix.lower()
+    magic = _PICTURES.get(suffix)
+    return Kind(f"{suffix} picture", lambda data: magic is not None and data.startswith(magic))
+
+
+TRACE = starting_with("Chrome trace", b'{"traceEvents"')
+
+
+def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
+    """Write a figure of matplotlib, as PNG if ``path`` has no suffix. ``ConfigError`` for a file of another kind."""
+    path = Path(path) if Path(path).suffix else Path(f"{path}.png")
+    make_folder(path.parent)
+    refuse_other_file(f"{path} cannot be written", path, picture_kind(path))
+    figure.savefig(path, dpi=dpi)
+
+
+def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
+    """``ConfigError`` if ``path`` is a file with content of another kind. ``named`` is the setting with its value."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        data = file.read(LARGEST_COMPARED)
+    if data and not kind.accepts(data):
+        raise ConfigError(
+            f"{named}: {path} exists and is not a {kind.name}, so that it is not overwritten; give another file, or "
+            "remove it"
+        )
+
+
+def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> None:
+    """Make the folder of the output file that the field ``name`` of ``settings`` gives, before the work for it is done.
+
+    ``settings`` is a dataclass or a mapping. The other paths in it, and in ``inputs`` (texts, words of a command line,
+    dataclasses, mappings, sequences), are the files that may not be overwritten.
+    Errors: ``ConfigError`` if the file is one of those or of another kind, or if the folder cannot be written.
+    """
+    given = settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
+    path, flag = Path(given[name]), f"--{name.replace('_', '-')}"
+    others = [value for other, value in given.items() if other != name]
+    for other in _texts([*others, *inputs]):
+        if _is_same(path, Path(other)):
+            raise ConfigError(f"{flag} {path} is also given as {other}, and would overwrite it; give another file")
+    make_output_folder(flag, path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        refuse_other_file(f"{flag} {path}", path, kind)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}); give another file") from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in ``value``; of a word FLAG=VALUE also the value."""
+    if isinstance(value, str | Path):
+        yield str(value)
+        if str(value).startswith("--") and "=" in str(value):
+            yield str(value).partition("=")[2]
+    elif is_dataclass(value):
+        yield from _texts([getattr(value, each.name) for each in fields(value)])
+    elif isinstance(value, Mapping):
+        yield from _texts(value.values())
+    elif isinstance(value, Iterable):
+        for each in value:
+            yield from _texts(each)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether both are one file, or will be once it exists."""
+    try:
+        if path.exists() and other.exists():
+            return path.is_file() and os.path.samefile(path, other)
+        return bool(str(other)) and os.path.realpath(path) == os.path.realpath(other)
+    except (OSError, ValueError):  # other texts than paths
+        return False
+
+
+def make_output_folder(flag: str, path: str | Path) -> None:
+    """Make the folder that a file will lie in, before the work for it is done; ConfigError if it cannot be written."""
+    folder = Path(path).parent
+    try:
+        make_folder(folder)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: nothing can be written in {folder} ({error.strerror}); choose another folder"
+        ) from error
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make a folder and its parents. Inside a folder that all users may write, such as /tmp and /dev/shm, new folders
+    get mode 700, and existing folders and links must belong to this user or to root.
+
+    Errors: ``OSError``.
+    """
+    real = os.path.realpath(folder)
+    for path in dict.fromkeys((os.path.abspath(folder), real)):
+        at = Path(path)
+        for part in [*reversed(at.parents), at][1:]:
+            if not _check_owner(part) and path == real:
+                _make_one(part)
+    if not os.path.isdir(real):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def _check_owner(path: Path) -> bool:
+    """Whether ``path`` exists; ``PermissionError`` if another user may have planted it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    if found.st_uid not in (0, os.geteuid()) and _is_shared(path.parent):
+        raise PermissionError(
+            errno.EPERM, f"user {found.st_uid} owns it, in a folder that all users may write", str(path)
+        )
+    return True
+
+
+def _make_one(path: Path) -> None:
+    try:
+        path.mkdir(0o700 if _is_shared(path.parent) else 0o777)
+    except FileExistsError:  # another process made it
+        _check_owner(path)
+
+
+def _is_shared(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def no_follow(path: str | Path, flags: int) -> int:
+    """An ``opener`` for ``open``: refuses to write through a link, unless it leads to a pipe or a device, such as
+    /dev/stdout."""
+    is_device = os.path.islink(path) and os.path.exists(path) and not os.path.isfile(path)
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | (0 if is_device else os.O_NOFOLLOW), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed; remove it", str(path)) from None
+        raise
+
+
+def no_follow_new(path: str | Path, flags: int) -> int:
+    """As ``no_follow``, for a file under a temporary name: a new one takes the place of what is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def is_still_at(descriptor: int, path: str | Path) -> bool:
+    """Whether the open file is still the one of this name; it is not if it was deleted, renamed or replaced."""
+    try:
+        there = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # for now, as on a network's file system
+        return True
+    own = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
