@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from megatron_core.datasets.atomic_write import atomic_write, partial_path
 from megatron_core.errors import DataError
+from megatron_core.output_file import Kind, json_with, prepare_output
 from megatron_core.terminal import parse_flags
 
 LIBRARY_PATTERNS = ("*.py",)
@@ -36,6 +37,8 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # generated tables, so regular that the loss of a batch depends more on their share in it than on the model.
 SKIPPED_IN_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
+LINE = json_with("line", "text", "path")
+CORPUS = Kind("corpus that this tool wrote", lambda data: LINE.accepts(data.split(b"\n", 1)[0]))
 NAMES_SHOWN = 5
 
 
@@ -67,6 +70,7 @@ def collect(settings: Settings) -> None:
     folder = Path(settings.folder or sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
         raise DataError(f"--folder {folder} is not a folder; give one with text files")
+    prepare_output(settings, "output", CORPUS)
     patterns = settings.pattern or (FOLDER_PATTERNS if settings.folder else LIBRARY_PATTERNS)
     skipped = SKIPPED if settings.folder else SKIPPED | SKIPPED_IN_LIBRARY
     # The patterns may match the output of an earlier run or of this one.

@@ -26,6 +26,7 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.diagnosis import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
+from megatron_core.output_file import json_with, prepare_output
 from megatron_core.terminal import parse_flags
 
 
@@ -53,6 +54,7 @@ def measure_machine(settings: Settings) -> None:
     """Measure, print, and write the planner's file."""
     from megatron_core.verify.machine import measured_machine, report  # torch takes a while to load
 
+    prepare_output(settings, "output", json_with("description of a machine", "product_flops", "memory_bytes"))
     hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
     print(report(hardware, found, disk))
     hardware.write(settings.output)
@@ -63,6 +65,8 @@ def diagnose_run(settings: Settings) -> None:
     """Read the records, print the diagnosis."""
     if settings.run is None:
         raise ConfigError("there is no run to diagnose; give its folder, or --machine")
+    if settings.json is not None:
+        prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
     found = diagnose(Summary.of(read_run(settings.run)))
     print(found.text())
     if settings.json is not None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
 from megatron_core.inference.generator import GenerationLayout, start_generator
+from megatron_core.output_file import json_lines, prepare_output
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts
@@ -109,7 +109,7 @@ def generate_text(settings: Settings, world: World) -> None:
     if not prompts and not settings.interactive:
         raise ConfigError("there is no prompt; give --prompt, --prompt-file or --interactive")
     if settings.output is not None and world.rank == 0:
-        make_output_folder("--output", settings.output)
+        prepare_output(settings, "output", json_lines("file that this tool wrote", b'{"prompt": "'))
     reader, trained = open_model(settings.load, settings.ckpt_step)
     timeout = {"timeout_minutes": INTERACTIVE_TIMEOUT} if settings.interactive else {}
     generator, tokenizer = start_generator(reader, trained, settings, world, **timeout)

@@ -27,11 +27,11 @@ import tyro
 from tqdm import tqdm
 
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
-from megatron_core.datasets.atomic_write import make_output_folder
 from megatron_core.datasets.header import get_header_path
 from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
 from megatron_core.errors import ConfigError, visible
+from megatron_core.output_file import picture_kind, prepare_output
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.build import TokenizerFiles
@@ -81,7 +81,7 @@ def inspect_dataset(settings: Settings) -> None:
     if tokenizer is not None:
         check_tokenizer(settings.prefix, tokenizer)
     if settings.png is not None:
-        make_output_folder("--png", settings.png)
+        prepare_output(settings, "png", picture_kind(settings.png))
     if settings.validate:
         print(checked(settings, tokenizer), end="\n\n")
     lengths = document_lengths(dataset)

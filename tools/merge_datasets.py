@@ -33,11 +33,11 @@ from megatron_core.datasets import (
     read_header,
     write_header,
 )
-from megatron_core.datasets.atomic_write import make_output_folder
-from megatron_core.datasets.builder import refuse_existing
+from megatron_core.datasets.builder import refuse_existing, refuse_other_files
 from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
+from megatron_core.output_file import make_output_folder
 from megatron_core.terminal import exact, parse_flags
 
 
@@ -94,6 +94,7 @@ def check_output(prefixes: Sequence[str], settings: Settings) -> None:
         )
     if not settings.overwrite:
         refuse_existing([settings.output_prefix])
+    refuse_other_files([settings.output_prefix])
     check_header_path(settings.output_prefix)
     make_output_folder("--output-prefix", settings.output_prefix)
 

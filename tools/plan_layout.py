@@ -26,6 +26,7 @@ import tyro
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline
 from megatron_core.planner.explain import (
     MemoryOverStep,
@@ -70,6 +71,12 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         raise ConfigError(f"png={settings.png!r} has no effect without explain_memory; add --explain-memory")
     if settings.top < 1:
         raise ConfigError(f"top={settings.top} is out of range; legal: 1, 2, 3, ...")
+    if settings.json not in (None, "-"):
+        prepare_output(
+            settings, "json", json_with("list of layouts", "layout", "bytes_by_kind"), arguments, base.flat()
+        )
+    if settings.png is not None:
+        prepare_output(settings, "png", picture_kind(settings.png), arguments, base.flat())
     hardware = read_hardware(settings.hardware)
     search = Search(base, settings.gpus, hardware, vocabulary(base), progress=show_progress)
     began = monotonic()

@@ -15,6 +15,7 @@ import tyro
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.plot import plot_loss
 from megatron_core.monitor.plot_experts import plot_expert_load
+from megatron_core.output_file import picture_kind, prepare_output
 from megatron_core.terminal import parse_flags
 
 
@@ -42,6 +43,7 @@ def main(
         print("plot_metrics.py: no metrics file; give one or more metrics.jsonl", file=sys.stderr)
         return 2
     try:
+        prepare_output({"out": out, "metrics": metrics}, "out", picture_kind(out))
         if experts:
             plot_expert_load(metrics[0], out, title=title or "Load of the experts")
         else:

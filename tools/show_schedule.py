@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import TRACE, json_with, picture_kind, prepare_output
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
@@ -86,6 +87,10 @@ class Shown:
 
 def show_schedule(settings: Settings) -> None:
     """Simulate or read the schedules, and write all requested outputs."""
+    kinds = {"trace": TRACE, "json": json_with("file of figures of schedules", "schedule", "bubble")}
+    for name, path in (("png", settings.png), ("trace", settings.trace), ("json", settings.json)):
+        if path not in (None, "-"):
+            prepare_output(settings, name, kinds[name] if name in kinds else picture_kind(path))
     shown = simulated(settings) if settings.measured is None else measured(settings)
     if settings.trace is not None and settings.measured is None and len(shown) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
@@ -185,11 +190,10 @@ def figures(shown: Shown) -> dict[str, Any]:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file, creating its folder; - is standard output."""
+    """Write a file; - is standard output."""
     if path == "-":
         print(text)
         return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 

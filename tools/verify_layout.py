@@ -22,12 +22,13 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, small_run
-from megatron_core.verify.table import TerminalTable, page, summary
+from megatron_core.verify.table import HEADING, TerminalTable, page, summary
 
 MOST_RANKS = 4096
 """Processes of this machine."""
@@ -182,7 +183,7 @@ def described(config: RunConfig, options: Options) -> Task:
     return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
 
 
-def refuse_contradictions(options: Options) -> None:
+def refuse_contradictions(options: Options, flags: list[str]) -> None:
     """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
     if options.all and options.layouts:
         raise ConfigError("--all and --layouts exclude one another; keep one of them")
@@ -201,6 +202,10 @@ def refuse_contradictions(options: Options) -> None:
     for path in (options.json, options.markdown):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{path} cannot be written; give a file in an existing folder")
+    if options.json is not None:
+        prepare_output(options, "json", json_with("table of this tool", "dtype", "epsilon", "rows"), flags)
+    if options.markdown is not None:
+        prepare_output(options, "markdown", starting_with("page of this tool", HEADING.encode()), flags)
 
 
 def available_device(layouts: list[Layout]) -> str:
@@ -226,7 +231,7 @@ def run(args: list[str] | None = None) -> int:
     """The whole program; a user error is printed as one message."""
     options, flags = parse_flags(Options, prog="verify_layout.py", args=args, return_unknown_args=True)
     try:
-        refuse_contradictions(options)
+        refuse_contradictions(options, flags)
         return main(options, flags)
     except RankFailure as error:
         print(f"verify_layout.py: training in one process failed: {error}", file=sys.stderr)

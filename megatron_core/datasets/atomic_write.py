@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import DataError
+from megatron_core.output_file import make_folder, no_follow
 
 FULL = {
     errno.ENOSPC: "the disk is full",
@@ -26,17 +27,9 @@ def partial_path(path: str | Path) -> Path:
     return Path(f"{path}.partial")
 
 
-def make_output_folder(flag: str, path: str | Path) -> None:
-    """Make the folder that a file will lie in, before the work for it is done; ConfigError if it cannot be written."""
-    folder = Path(path).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: nothing can be written in {folder} ({error.strerror}); choose another folder"
-        ) from error
+def open_partial(path: Path, mode: Literal["wb", "r+b"] = "wb") -> BinaryIO:
+    """Open a file that is not whole yet; a link is not followed."""
+    return open(path, mode, opener=no_follow)
 
 
 def commit(file: BinaryIO, path: str | Path) -> None:
@@ -57,8 +50,8 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
         with Path(path).open("wb") as device:
             yield device
         return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    file = partial_path(path).open("wb")
+    make_folder(Path(path).parent)
+    file = open_partial(partial_path(path))
     try:
         with naming_full_disk(file):
             yield file

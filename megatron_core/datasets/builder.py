@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megatron_core.datasets.atomic_write import (
     close_quietly,
     naming_full_disk,
+    open_partial,
     partial_path,
     start_writeback,
     sync_file,
@@ -26,6 +27,7 @@ from megatron_core.datasets.atomic_write import (
 from megatron_core.datasets.header import remove_header
 from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.output_file import make_folder, refuse_other_file, starting_with
 
 # Large enough that a block's system calls cost nothing beside its copying; memory is a few of them.
 BLOCK_BYTES = 1 << 20
@@ -55,12 +57,12 @@ class TokenWriter:
         self.dtype = np.dtype(dtype)
         self.extent = resume or Extent()
         self._held = 0
-        self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.bin_path.parent)
         mode: Literal["wb", "r+b"] = "wb" if resume is None else "r+b"
-        self._tokens = partial_path(self.bin_path).open(mode)
-        self._lengths = self._spill("lengths").open(mode)
-        self._documents = self._spill("documents").open(mode)
-        self._modes = self._spill("modes").open(mode) if multimodal else None
+        self._tokens = open_partial(partial_path(self.bin_path), mode)
+        self._lengths = open_partial(self._spill("lengths"), mode)
+        self._documents = open_partial(self._spill("documents"), mode)
+        self._modes = open_partial(self._spill("modes"), mode) if multimodal else None
         if resume is not None:
             self._cut(resume)
 
@@ -124,7 +126,7 @@ class TokenWriter:
 
     def write_index(self, idx_path: str | Path) -> None:
         """Write the index under its temporary name and put both files on the disk; `publish_pair` does the rest."""
-        with syncing_file(self._tokens), partial_path(idx_path).open("wb") as file:
+        with syncing_file(self._tokens), open_partial(partial_path(idx_path)) as file:
             with naming_full_disk(file):
                 self._stream_index(file)
             sync_file(file)
@@ -212,6 +214,18 @@ def refuse_existing(prefixes: Iterable[str]) -> None:
     for path in (path for prefix in prefixes for path in (get_bin_path(prefix), get_idx_path(prefix))):
         if Path(path).exists():
             raise ConfigError(f"{path} exists already; choose another --output-prefix, or replace it with --overwrite")
+
+
+def refuse_other_files(prefixes: Iterable[str]) -> None:
+    """ConfigError if files of these names are not token files."""
+    for prefix in prefixes:
+        bin_path, idx_path = Path(get_bin_path(prefix)), Path(get_idx_path(prefix))
+        refuse_other_file(f"--output-prefix {prefix}", idx_path, starting_with("index of a token file", MAGIC))
+        if bin_path.exists() and not idx_path.exists() and not partial_path(idx_path).exists():
+            raise ConfigError(
+                f"--output-prefix {prefix}: {bin_path} exists without {idx_path.name}, so that it may not be a token "
+                "file; choose another prefix, or remove it"
+            )
 
 
 def unfinished(bin_path: str | Path) -> list[Path]:

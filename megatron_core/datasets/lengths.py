@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_core.datasets.indexed import IndexedDataset, blocks
+from megatron_core.output_file import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,8 +129,7 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
     if lengths.documents[0]:  # the scale has no tick there
         place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         lower.annotate("0", (_NOTHING**0.5, 0.0), xytext=(0, -7), ha="center", va="top", fontsize=9, **place)
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=150)
+    save_picture(figure, png_path, dpi=150)
 
 
 def _finish(axes: Axes) -> None:

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 COLOURS = ("#2f6fde", "#d9742b", "#1f9273", "#a8429a", "#7a7f87", "#c4453a", "#8a6d1d", "#4aa3c7", "#5b4fc9", "#9bbf3b")
+GENERATOR = "megatron_core.monitor.page"
 _STYLE = Path(__file__).with_suffix(".css")
 
 
@@ -22,6 +23,7 @@ def page(title: str, sections: Sequence[tuple[str, str, str]]) -> str:
     )
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
+        f'<meta name="generator" content="{GENERATOR}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n"
         f"<body><h1>{escape(title)}</h1><nav>{links}</nav>\n{parts}\n</body></html>\n"

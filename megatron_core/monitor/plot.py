@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.jsonl import read_metrics
+from megatron_core.output_file import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,8 +45,7 @@ def plot_loss(
         rate_axes.plot(_along(steps, x), [step["learning_rate"] for step in steps], color=colour, linewidth=1.4)
         _mark_layouts(loss_axes, rate_axes, steps, x)
     _finish(loss_axes, rate_axes, x, title)
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=150)
+    save_picture(figure, png_path, dpi=150)
 
 
 def _new_figure() -> tuple[Any, tuple[Axes, Axes]]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.jsonl import read_metrics
+from megatron_core.output_file import save_picture
 
 MOST_COLUMNS = 800
 """Steps that are drawn at most; of more, means over neighbours."""
@@ -45,8 +46,7 @@ def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Lo
     axes.set_xlabel("step")
     axes.set_title(title, loc="left", fontsize=12)
     figure.colorbar(image, ax=axes, label="load / mean load", extend="max")
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=150)
+    save_picture(figure, png_path, dpi=150)
 
 
 def _narrowed(rows: np.ndarray) -> np.ndarray:

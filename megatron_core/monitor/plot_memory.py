@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_core.output_file import save_picture
+
 _INK = "#1f2937"
 _GREY = "#6b7280"
 # Okabe and Ito's colours, which colour-blind readers tell apart, and greys for what is small.
@@ -37,5 +39,4 @@ def plot_memory(
     axes.margins(x=0)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="outside right center")
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=130)
+    save_picture(figure, png_path, dpi=130)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_core.output_file import save_picture
 from megatron_core.schedules.draw import COLOURS, NAMES, digits, kinds, shade
 from megatron_core.schedules.simulate import Timeline, peak_activations
 
@@ -36,8 +37,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Pa
         _label(axes, title, timeline, longest)
     panels[-1].set_xlabel(f"time ({unit})" if unit else "time", color=_INK, fontsize=9)
     _draw_legend(figure, [timeline for _, timeline in timelines])
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=_DPI)
+    save_picture(figure, png_path, dpi=_DPI)
 
 
 def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:

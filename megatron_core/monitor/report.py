@@ -15,22 +15,24 @@ from megatron_core.errors import ConfigError
 from megatron_core.monitor.diagnosis import Diagnosis, diagnose
 from megatron_core.monitor.expert_load import ExpertLoad
 from megatron_core.monitor.goodput import LOST
-from megatron_core.monitor.page import bars, chart, digits, page, paragraph, picture, table, tiles
+from megatron_core.monitor.page import GENERATOR, bars, chart, digits, page, paragraph, picture, table, tiles
 from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.monitor.plot_pipeline import plot_timelines
 from megatron_core.monitor.rank_records import find_metrics, read_run
 from megatron_core.monitor.summary import Summary
+from megatron_core.output_file import Kind, prepare_output
 from megatron_core.schedules.simulate import simulate
 from megatron_core.schedules.trace import measured_costs, read_trace
 
+_REPORT = Kind("report of this program", lambda data: GENERATOR.encode() in data[:1000])
 MOST_RANKS = 64
 """Ranks that are shown one by one; of more, those that compute longest and shortest."""
 
 
 def write_report(run: str | Path, out: str | Path, other: str | Path | None = None) -> None:
     """Write the page about ``run``, beside the run ``other`` if it is given, to the file ``out``."""
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    # Names of files may have bytes that are no UTF-8.
+    prepare_output({"out": out, "run": run, "compare": other}, "out", _REPORT)
+    # Names of files may have bytes that are not UTF-8.
     Path(out).write_text(report(run, other), encoding="utf-8", errors="backslashreplace")
 
 

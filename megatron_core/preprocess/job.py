@@ -15,10 +15,11 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_core.datasets.atomic_write import DiskFullError, partial_path
-from megatron_core.datasets.builder import refuse_existing, unfinished
+from megatron_core.datasets.builder import refuse_existing, refuse_other_files, unfinished
 from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path, write_header
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess.inputs import DamagedFileError, Source, describe, find_inputs
 from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
@@ -28,6 +29,8 @@ from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_
 from megatron_core.preprocess.worker import Layout, Piece, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
+
+PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"empty: ", b"damaged: ")
 
 # The last tasks leave workers idle: with 12 tasks each, 4% of the time at most. Each costs half a millisecond.
 TASKS_PER_WORKER = 12
@@ -50,6 +53,7 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     sources = [describe(path) for path in find_inputs(settings.input, written(settings))]
     for prefix in settings.prefixes:
         check_header_path(prefix)
+    refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
     work = WorkFolder(settings.output_prefix)
     try:
         _Job(settings, sources, limits or Limits(), work).run()
@@ -87,6 +91,7 @@ class _Job:
         settings, work = self._settings, self._work
         if not settings.overwrite and not (work.state and work.state.publishing):
             refuse_existing(settings.prefixes)
+        refuse_other_files(settings.prefixes)
         tokenizer = settings.tokenizer_files.load()
         layout = make_layout(settings, tokenizer)
         backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,16 +11,26 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megatron_core.datasets.atomic_write import atomic_write, close_quietly, naming_full_disk, partial_path, sync_file
+from megatron_core.datasets.atomic_write import (
+    atomic_write,
+    close_quietly,
+    naming_full_disk,
+    open_partial,
+    partial_path,
+    sync_file,
+)
 from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
 from megatron_core.errors import DataError
+from megatron_core.output_file import make_folder, no_follow
 from megatron_core.preprocess.inputs import DamagedFileError, Source
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import Part
 
 SHOWN = 5
+_OWN = re.compile(r"lock|(run|progress)\.json|[0-9a-f]{64}\.parquet|.*\.partial")
+"""The names of files in a work folder."""
 
 T = TypeVar("T")
 
@@ -136,8 +147,13 @@ class WorkFolder:
         path, tries = self.path / "lock", 100
         while True:
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+                make_folder(self.path)
+                if others := sorted(each.name for each in self.path.iterdir() if not _OWN.fullmatch(each.name)):
+                    raise DataError(
+                        f"{self.path} holds {others[0]}, and is not the folder of an interrupted run; choose another "
+                        "--output-prefix, or move it away"
+                    )
+                lock = no_follow(path, os.O_CREAT | os.O_RDWR)
             except OSError as error:
                 tries -= 1
                 if isinstance(error, FileNotFoundError) and tries:  # removed in between by a run that ended
@@ -220,7 +236,7 @@ class Output:
             TokenWriter(get_bin_path(prefix), dtype, resume=extent)
             for prefix, extent in zip(self._prefixes, extents, strict=True)
         ]
-        self._remarks = partial_path(remarks).open("r+b" if found else "wb")
+        self._remarks = open_partial(partial_path(remarks), "r+b" if found else "wb")
         self._remarks.truncate(self.state.remarks)
         self._remarks.seek(self.state.remarks)
         if settings.strict and self.state.broken:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from megatron_core.verify.compare import EPSILON
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
+HEADING = "# Layouts compared with one process"
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
 _MOST_FAULTS = 3
 _LONGEST_FAULT = 150
@@ -60,7 +61,7 @@ def page(report: ParityReport, what: str) -> Iterator[str]:
     """The lines of a Markdown page, without times: they differ from run to run."""
     head = _HEAD[:-1]
     yield from (
-        "# Layouts compared with one process",
+        HEADING,
         "",
         f"{what[0].upper()}{what[1:]}.",
         "",
