@@ -49,7 +49,7 @@ class Settings(GenerationLayout):
     model_name: str | None = None
     """Name of the model in answers; default the folder's."""
     chat_template: str | None = None
-    """File of a chat template in Jinja's language; default the one that came with the tokenizer."""
+    """File of a chat template in Jinja's language; default the one of --sft, or else the tokenizer's."""
     max_batch_size: int = 32
     """Largest number of texts that are generated together."""
     max_waiting: int = 64
@@ -88,7 +88,7 @@ def serve(settings: Settings, world: World) -> None:
         return
     assert engine.max_length is not None
     limits = Limits(engine.max_length, min(settings.max_waiting, 64))
-    template = chat_template_of(tokenizer, settings.chat_template)
+    template = chat_template_of(tokenizer, settings.chat_template or trained.data.chat_template)
     name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
     protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size)
     hosts = LOOPBACK_NAMES if is_loopback(settings.host) else ("*",)

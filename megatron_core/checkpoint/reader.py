@@ -193,7 +193,8 @@ def open_newest(
         refused.append("; ".join(faults))
         if not candidates.named:
             note(f"A DAMAGED CHECKPOINT IS NOT LOADED: {refused[-1]}")
-    return _none_whole(load, candidates, refused)
+    _refuse_all(load, candidates, refused)
+    return None
 
 
 def find_newest(load: str, step: int | None, temporary: Path | None = None, *, verify: bool = True) -> Path | None:
@@ -218,10 +219,11 @@ def find_newest(load: str, step: int | None, temporary: Path | None = None, *, v
         if not faults:
             return folder
         refused.append("; ".join(dict.fromkeys(faults)))
-    return _none_whole(load, candidates, refused)
+    _refuse_all(load, candidates, refused)
+    return None
 
 
-def _none_whole(load: str, candidates: Candidates, refused: list[str]) -> None:
+def _refuse_all(load: str, candidates: Candidates, refused: list[str]) -> None:
     """``CheckpointError`` with what is wrong with every candidate; nothing if there was none."""
     if refused:
         where = "" if candidates.named else f"load={load!r} has no whole checkpoint: "

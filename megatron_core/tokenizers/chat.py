@@ -6,22 +6,25 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import ConfigError, DataError, shortened
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.hugging_face import read_object
+from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
+from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+CONFIG_FILE = "tokenizer_config.json"
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: the one for conversations, and the one for those with tools."""
 
 
 class ChatTemplate:
     """A template in Jinja's language, run in its sandbox; ``tokens`` are names and texts of special tokens.
 
-    Needs jinja2, which torch brings.
+    ``tool_use`` is the template for conversations with tools, by default ``source``. Needs jinja2, which torch brings.
     Errors: ``ConfigError`` for a template that cannot be read.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
         from jinja2.nodes import Node
@@ -49,6 +52,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         try:
             self._template = environment.from_string(source)
+            self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be read: {error}") from None
 
@@ -61,15 +65,16 @@ class ChatTemplate:
 
         ``DataError`` if the template refuses them.
         """
+        template = self._template if tools is None else self._tool_use
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 documents=None,
                 **self._tokens,
             )
-        except (self._error, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may divide by zero
             raise DataError(f"the chat template refuses these messages: {error}") from None
 
     def _raise(self, message: str) -> None:
@@ -77,25 +82,52 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
-    """The template in ``file``, or the one beside the tokenizer's files; None without one."""
-    folders = {path.parent for path in tokenizer.files()}
+    """The template in ``file``, or the one beside the tokenizer's files; None without one.
+
+    As in `transformers`, files of templates replace all that tokenizer_config.json has.
+    Errors: ``ConfigError`` for a file that cannot be read.
+    """
+    folders = sorted({path.parent for path in tokenizer.files() if path.parent.name != TEMPLATE_FOLDER})
     tokens: dict[str, str] = {}
-    source = None
-    for config in (folder / CONFIG_FILE for folder in sorted(folders)):
-        content = read_object(config) if config.is_file() else {}
-        named = {key: value.get("content") if isinstance(value, dict) else value for key, value in content.items()}
-        tokens |= {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
-        found = content.get("chat_template")
-        if isinstance(found, list):  # several by name
-            found = next((each["template"] for each in found if each.get("name") == "default"), None)
-        source = found if isinstance(found, str) else source
-    for path in [folder / TEMPLATE_FILE for folder in sorted(folders)] if file is None else [Path(file)]:
-        if file is not None or path.is_file():
-            try:
-                source = read_text(path)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"chat_template={str(path)!r} cannot be read: {error}") from None
-    return None if source is None else ChatTemplate(source, tokens)
+    templates: dict[str, str] = {}
+    for folder in folders:
+        tokens |= named_tokens(folder)
+        templates = _templates_in_files(folder) or _templates_in_config(folder / CONFIG_FILE) or templates
+    if file is not None:
+        templates = {DEFAULT: _read(Path(file))}
+    if DEFAULT not in templates:
+        return None
+    return ChatTemplate(templates[DEFAULT], tokens, tool_use=templates.get(TOOL_USE))
+
+
+def _templates_in_files(folder: Path) -> dict[str, str]:
+    """The templates that are files of their own, by name."""
+    default = folder / TEMPLATE_FILE
+    found = {DEFAULT: _read(default)} if default.is_file() else {}
+    others = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    return found | {path.stem: _read(path) for path in others if path.is_file()}
+
+
+def _templates_in_config(path: Path) -> dict[str, str]:
+    """The templates in a tokenizer_config.json, by name: a text, or a list of objects with name and template."""
+    found = read_object(path).get("chat_template") if path.is_file() else None
+    if found is None or isinstance(found, str):
+        return {} if found is None else {DEFAULT: found}
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = {each.get("name"): each.get("template") for each in found}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise ConfigError(
+            f"{path}: chat_template is {shortened(repr(found))}, neither a text nor a list of objects with name and "
+            "template; copy the file again, or give --chat-template FILE"
+        )
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat_template={str(path)!r} cannot be read: {error}") from None
 
 
 def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:

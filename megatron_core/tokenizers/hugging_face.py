@@ -8,9 +8,10 @@ import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, shortened
 from megatron_core.tokenizers.base import BaseTokenizer, canonical_json
 from megatron_core.tokenizers.byte_symbols import missing_bytes
+from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
 
 FILE_NAME = "tokenizer.json"
 
@@ -42,10 +43,6 @@ END_OF_TURN = (
     "<|eot_user|>",
 )
 
-# Read in this order: the second file overrides the first, as in the `transformers` library.
-NAME_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-# Its eos_token_id is one id or a list of ids.
-GENERATION_FILE = "generation_config.json"
 _WAY_OUT = "copy it again, or remove it to use the usual names"
 _KEYS = ("bos_token", "eos_token", "pad_token")
 
@@ -119,8 +116,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
 
     def files(self) -> list[Path]:
-        """The `tokenizer.json`, and the files beside it that name special tokens."""
-        return [self._path, *name_files(self._path.parent)]
+        """The `tokenizer.json`, and the files beside it that `transformers` keeps with it."""
+        return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
 
     def to_json(self) -> str | bytes:
         """The content of the file."""
@@ -148,8 +145,8 @@ class GPT2BPETokenizer(LibraryTokenizer):
         self.eod = self.eos = vocabulary.get(END_OF_DOCUMENT[0])
 
     def files(self) -> list[Path]:
-        """The vocabulary file and the merges file."""
-        return [self._vocab_file, self._merge_file]
+        """The vocabulary file, the merges file, and the files that `transformers` keeps with them."""
+        return [self._vocab_file, self._merge_file, *companion_files(self._vocab_file.parent)]
 
     def _identity(self) -> Sequence[bytes]:
         vocabulary = json.loads(self._vocab_file.read_text(encoding="utf-8"))
@@ -205,9 +202,12 @@ def _find(path: Path) -> Path:
 
 
 def _load(file: Path) -> tokenizers.Tokenizer:
+    _check_prefix(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and panics, which are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError(
             f"--tokenizer-model {file} is not a {FILE_NAME} that the tokenizers library reads: {error}"
         ) from error
@@ -216,29 +216,42 @@ def _load(file: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _check_prefix(file: Path) -> None:
+    """ConfigError for merges without the prefix of continued words, at which tokenizers 0.23 aborts the process."""
+    model = read_object(file).get("model")
+    model = model if isinstance(model, dict) else {}
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not prefix or not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
+            raise ConfigError(
+                f"--tokenizer-model {file}: the merge {shortened(repr(merge))} does not continue a word with "
+                f"continuing_subword_prefix={shortened(repr(prefix))}; copy the file again"
+            )
+
+
 def first_id(names: tuple[str, ...], vocabulary: Mapping[str, int]) -> int | None:
     """The id of the first of ``names`` that is in the vocabulary; None if none is."""
     return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
-def name_files(folder: Path) -> list[Path]:
-    """The files in the folder that name special tokens or list the ids that end a generated text."""
-    return [folder / name for name in (*NAME_FILES, GENERATION_FILE) if (folder / name).is_file()]
-
-
 def named_tokens(folder: Path) -> dict[str, str]:
-    """The values of bos_token, eos_token and pad_token in the files of the folder.
+    """The special tokens that the files of the folder name, such as bos_token.
 
-    A value is the token's text, or an object whose `content` is the text. ConfigError: a file is not a JSON object.
+    A value is the token's text, or an object whose `content` is the text.
+    ConfigError: a file is not a JSON object, or the value of bos_token, eos_token or pad_token is neither.
     """
     found: dict[str, str] = {}
-    for path in name_files(folder):
-        content = {} if path.name == GENERATION_FILE else read_object(path)
-        for key in _KEYS:
-            token = content.get(key)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
+    for path in (folder / name for name in NAME_FILES):
+        content = read_object(path) if path.is_file() else {}
+        for key, value in content.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str) and key.endswith("_token"):
                 found[key] = token
+            elif key in _KEYS and value is not None:
+                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the text of a token; {_WAY_OUT}")
     return found
 
 
@@ -246,13 +259,21 @@ def generation_ends(folder: Path) -> list[int]:
     """The ids in ``generation_config.json`` that end a generated text; none without the file."""
     path = folder / GENERATION_FILE
     ends = read_object(path).get("eos_token_id") if path.is_file() else None
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and end >= 0 for end in found):
+        raise ConfigError(
+            f"{path}: eos_token_id is {shortened(repr(ends))}, not an id or a list of ids; copy the file again, or "
+            "correct it"
+        )
+    return found
 
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file; ConfigError for anything else."""
     try:
         content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {_WAY_OUT}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); {_WAY_OUT}") from error
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ import sentencepiece
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import BaseTokenizer
+from megatron_core.tokenizers.companions import companion_files, other_vocabularies
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -43,8 +44,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self) -> list[Path]:
-        """The model file."""
-        return [self._path]
+        """The model file, and the files that `transformers` keeps with it."""
+        return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
 
     def _identity(self) -> Sequence[bytes]:
         return b"sentencepiece", self._path.read_bytes(), b"bos" if self.add_bos else b""
@@ -60,5 +61,6 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
         raise ConfigError(f"--tokenizer-model {path}: no such file; give a SentencePiece .model file")
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # its messages may quote bytes that are no UTF-8
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--tokenizer-model {path} is not a SentencePiece model: {reason}") from error

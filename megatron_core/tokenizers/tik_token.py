@@ -10,6 +10,7 @@ import tiktoken
 
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers.base import BaseTokenizer
+from megatron_core.tokenizers.companions import companion_files
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL_TOKENS = 1000
@@ -98,8 +99,8 @@ class TikTokenizer(BaseTokenizer):
         return self._encoding.decode([int(i) for i in ids])
 
     def files(self) -> list[Path]:
-        """The file of ranks."""
-        return [self._path]
+        """The file of ranks, and the files that `transformers` keeps with a tokenizer."""
+        return [self._path, *companion_files(self._path.parent)]
 
     def _identity(self) -> Sequence[bytes]:
         settings = f"{PATTERNS[self._pattern]} {len(self._special)}"

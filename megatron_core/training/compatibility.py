@@ -21,6 +21,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
+from megatron_core.tokenizers.companions import TEMPLATE_FILE
 
 TENSORS = (
     *("num_layers", "hidden_size", "untie_embeddings_and_output_weights", "qk_layernorm"),
@@ -179,6 +180,8 @@ def stored_config(folder: Path) -> RunConfig:
         if path is not None and kept.is_dir():
             file = kept / Path(path).name
             files[name] = str(file if file.is_file() else kept)
+    if data.chat_template is not None and (kept / TEMPLATE_FILE).is_file():
+        files["chat_template"] = str(kept / TEMPLATE_FILE)
     vocab_size = state["vocab_size"] if data.tokenizer is None else data.vocab_size
     return replace(config, data=replace(data, vocab_size=vocab_size, **files))
 

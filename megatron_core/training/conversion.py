@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.state import TrainState
 
@@ -42,7 +43,8 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0
-        write_native(reader, config, shapes, save, dtype or reader.dtype())
+        others = [*vocabulary_files(source), *companion_files(source)]
+        write_native(reader, config, shapes, save, dtype or reader.dtype(), others)
     return difference
 
 
@@ -71,8 +73,12 @@ def write_native(
     shapes: Mapping[str, tuple[int, ...]],
     save: Path,
     dtype: torch.dtype,
+    others: Sequence[Path] = (),
 ) -> None:
-    """Write the tensors of ``shapes`` as iteration 0 of a run of ``config`` into ``save``."""
+    """Write the tensors of ``shapes`` as iteration 0 of a run of ``config`` into ``save``.
+
+    ``others`` are files of a tokenizer that ``config`` does not use; they are kept for an export.
+    """
     state = {
         **asdict(TrainState()),
         "optimizer_steps": 0,
@@ -80,8 +86,7 @@ def write_native(
         "vocab_size": reader.state["vocab_size"],
         "config": config.flat(),
     }
-    tokenizer = tokenizer_of(config.data)
-    files = {f"tokenizer/{path.name}": path for path in (tokenizer.files() if tokenizer else ())}
+    files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
     tensors = (read_whole(reader, name, shape, dtype) for name, shape in shapes.items())
     entries = [(f"model.{name}", dtype, shape) for name, shape in shapes.items()]
     save_tensors(save, 0, entries, tensors, state, extra_files=files)
@@ -151,8 +156,10 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
         data.vocab_file: "vocab.json",
         data.merge_file: "merges.txt",
     }
-    for path in sorted(kept.glob("*")):
-        shutil.copyfile(path, folder / (names.get(str(path)) or path.name))
+    for path in sorted(path for path in kept.rglob("*") if path.is_file()):
+        target = folder / (names.get(str(path)) or stored_name(path))
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
     settings = folder / "tokenizer_config.json"
     tokenizer = tokenizer_of(data)
     own = [name for name in CLASSES if (folder / name).is_file()]

@@ -159,6 +159,9 @@ def notes(run: Run) -> Iterator[str]:
             f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes all "
             "else in float64; use both only to compare layouts, and otherwise remove one of them"
         )
+    template = run.config.data.chat_template
+    if template is not None and settings.save is not None and not Path(template).is_file():
+        yield f"chat_template={template!r} is no regular file: checkpoints have no copy of it"
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:

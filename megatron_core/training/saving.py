@@ -34,6 +34,7 @@ from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, tell_all, tell_from
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 CONFIG = "config.yaml"
@@ -194,7 +195,7 @@ class CheckpointSaver:
             self._manifest_state(state) | ({"run": self._run} if temporary else {}),
             rank=groups.rank,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            extra_files={f"tokenizer/{path.name}": path for path in (self.tokenizer.files() if self.tokenizer else ())},
+            extra_files=files_to_store(self.tokenizer, self.config.data.chat_template),
             keep_last=1 if temporary else settings.keep_last,
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,

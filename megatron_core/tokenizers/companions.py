@@ -1,0 +1,47 @@
+"""The files that `transformers` keeps with a tokenizer: special tokens, chat templates, ends of a generated text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_core.tokenizers.base import Tokenizer
+
+# The second file overrides the first, as in the `transformers` library.
+NAME_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+# Its eos_token_id is one id or a list of ids.
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """The files in the folder of a tokenizer that are not its vocabulary."""
+    names = (*NAME_FILES, GENERATION_FILE, "added_tokens.json", TEMPLATE_FILE)
+    found = [folder / name for name in names if (folder / name).is_file()]
+    return [*found, *(path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")) if path.is_file())]
+
+
+def vocabulary_files(folder: Path) -> list[Path]:
+    """The vocabularies in the folder, which may hold one in several formats."""
+    return [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+
+
+def other_vocabularies(path: Path) -> list[Path]:
+    """The vocabularies beside ``path`` in other formats, if ``path`` has the name that `transformers` gives it."""
+    return [other for other in vocabulary_files(path.parent) if path.name in VOCABULARY_FILES and other != path]
+
+
+def stored_name(path: Path) -> str:
+    """The name of a file of a tokenizer, relative to the tokenizer's folder."""
+    return f"{TEMPLATE_FOLDER}/{path.name}" if path.parent.name == TEMPLATE_FOLDER else path.name
+
+
+def files_to_store(tokenizer: Tokenizer | None, chat_template: str | None = None) -> dict[str, Path]:
+    """The files that a checkpoint keeps, by their names in it; a ``chat_template`` that is given is the default one."""
+    found = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
+    if chat_template is not None and Path(chat_template).is_file():
+        found[f"tokenizer/{TEMPLATE_FILE}"] = Path(chat_template)
+    return found
