@@ -2,10 +2,12 @@
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from megatron_core.datasets.message_schemas import messages_of
 from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
+from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
 
 Message = Mapping[str, Any]
@@ -74,6 +77,10 @@ class ConversationFile:
         return f"{self.path}, line {number}"
 
 
+Span = tuple[int, int]
+"""Characters [begin, end) of a text."""
+
+
 @dataclass(frozen=True)
 class ConversationTokenizer:
     """From messages to tokens, and to which of them answers consist of."""
@@ -82,39 +89,58 @@ class ConversationTokenizer:
     template: ChatTemplate
 
     def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Tokens and True for those of the assistant's answers, up to their end as the template writes it.
+        """Tokens of the whole conversation as one text, and True for those with a character of an answer.
 
-        What comes before an answer is one text, as it is when the model generates, and so is the answer.
+        An answer is what the template marks with ``{% generation %}``; without marks it is all that a message of the
+        assistant adds behind its prompt, up to the end-of-turn token (white space behind that token is never
+        generated). The tokens are those of ``apply_chat_template(messages, tokenize=True)`` in transformers.
         """
-        tokens: list[int] = []
-        answers: list[bool] = []
-        done = ""
+        text, marked = self.template.render_answers(messages, tools=tools)
+        ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
+        answers = marked if self.template.marks_answers else list(self._answers(messages, tools, text))
+        if not any(begin < end for begin, end in answers) and any(
+            message["role"] == "assistant" and message.get("content") for message in messages
+        ):
+            raise DataError(
+                "the chat template writes nothing for an answer, so nothing would be learned; give another one "
+                "with --chat-template"
+            )
+        counted = [False] * len(ids)
+        for begin, end in answers:
+            if not self.template.marks_answers:
+                end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
+            for number, (first, last) in enumerate(offsets):
+                counted[number] |= first < end and max(last, first + 1) > begin
+        return ids, counted
+
+    def _answers(self, messages: Sequence[Message], tools: Any, text: str) -> Iterator[Span]:
+        """The characters that each message of the assistant adds to ``text`` behind its prompt."""
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                asked = self._text(messages[:number], tools, done, add_generation_prompt=True)
-                whole = self._text(messages[: number + 1], tools, asked, add_generation_prompt=False)
-                if whole == asked and message.get("content"):
+                asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
+                whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
+                if not text.startswith(whole) or not whole.startswith(asked):
+                    raise DataError(
+                        "the chat template changes earlier messages when later ones follow, so that answers cannot be "
+                        "told from what was asked; give another one with --chat-template, or one that marks answers "
+                        "with {% generation %}"
+                    )
+                if len(asked) == len(whole) and message.get("content"):
                     raise DataError(
                         "the chat template writes nothing for an answer, so nothing would be learned; give another one "
                         "with --chat-template"
                     )
-                for text, is_answer in ((asked[len(done) :], False), (whole[len(asked) :], True)):
-                    new = self.tokenizer.tokenize(text) if text else []
-                    tokens += new
-                    answers += [is_answer] * len(new)
-                done = whole
-        rest = self._text(messages, tools, done, add_generation_prompt=False)[len(done) :]
-        new = self.tokenizer.tokenize(rest) if rest else []
-        return tokens + new, answers + [False] * len(new)
+                yield len(asked), len(whole)
 
-    def _text(self, messages: Sequence[Message], tools: Any, begin: str, *, add_generation_prompt: bool) -> str:
-        text = self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        if not text.startswith(begin):
-            raise DataError(
-                "the chat template changes earlier messages when later ones follow, so that answers cannot be told "
-                "from what was asked; give another one with --chat-template"
-            )
-        return text
+    def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
+        """Where an answer up to ``end`` ends: after its last ``visible`` character if an end-of-turn token is there."""
+        last = bisect_left(offsets, visible, key=lambda span: span[0]) - 1
+        return visible if last >= 0 and ids[last] in self._ends else end
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that may end a turn: those that end a text, and the tokens beside the vocabulary of the model."""
+        return end_ids(self.tokenizer) | getattr(self.tokenizer, "added_ids", frozenset)()
 
 
 class ConversationDataset:

@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         ...
 
 
+Offsets = list[tuple[int, int]]
+"""The characters [begin, end) of the text that each token comes from."""
+
+
 class BaseTokenizer:
     """What a tokenizer without special ids and without files has in common with others."""
 
@@ -65,6 +69,10 @@ class BaseTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, in one thread: preprocessing uses several processes instead."""
         return [self.tokenize(text) for text in texts]
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The token ids of one text, equal to `tokenize`, and the characters of each."""
+        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """The digest of what a subclass names in ``_identity``."""

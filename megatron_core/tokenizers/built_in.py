@@ -1,9 +1,10 @@
 """Tokenizers that need no file: bytes as tokens, and text that already consists of token ids."""
 
+import re
 from collections.abc import Sequence
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.base import BaseTokenizer
+from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 
 BYTES = 256
 
@@ -18,6 +19,10 @@ class ByteLevelTokenizer(BaseTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""
         return list(text.encode("utf-8"))
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The text's UTF-8 bytes, and the character of each."""
+        return self.tokenize(text), [(at, at + 1) for at, char in enumerate(text) for _ in char.encode("utf-8")]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the bytes, without end-of-document ids; invalid UTF-8 becomes U+FFFD."""
@@ -42,6 +47,10 @@ class NullTokenizer(BaseTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """The integers of the text; DataError for a word that is not an integer in [0, vocab_size)."""
         return [self._id(word) for word in text.split()]
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The integers of the text, and their characters."""
+        return self.tokenize(text), [word.span() for word in re.finditer(r"\S+", text)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The ids as decimal numbers with one space between them."""

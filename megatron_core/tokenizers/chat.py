@@ -1,6 +1,7 @@
 """Chat templates: from messages to the text of a prompt, as `transformers` writes it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,8 @@ from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Marks around answers in rendered text: characters that Unicode sets apart for a program's own use."""
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates: the one for conversations, and the one for those with tools."""
@@ -27,19 +30,25 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
-        from jinja2.nodes import Node
+        from jinja2.nodes import Node, Output, TemplateData
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        def mark_answers() -> None:
+            self.marks_answers = True
+
         class Generation(Extension):
-            """Leaves out the marks around answers, as transformers does where it only renders."""
+            """Writes a mark before and after the text between the tags, which is an answer of the assistant."""
 
             tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Parser) -> list[Node]:
                 next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                mark_answers()
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return [Output([TemplateData(BEGIN)]), *body, Output([TemplateData(END)])]
 
+        self.marks_answers = False
         self._error = jinja2.TemplateError
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
@@ -65,6 +74,26 @@ class ChatTemplate:
 
         ``DataError`` if the template refuses them.
         """
+        text = self._render(messages, tools, add_generation_prompt)
+        return text.replace(BEGIN, "").replace(END, "") if self.marks_answers else text
+
+    def render_answers(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of whole conversations, and the characters [begin, end) of the answers that the template marks with
+        ``{% generation %}``."""
+        parts = re.split(f"([{BEGIN}{END}])", self._render(messages, tools, False))
+        text, marks = "", list[int]()
+        for part in parts:
+            if part in (BEGIN, END):
+                if (part == END) != len(marks) % 2:
+                    raise DataError("a message has the character U+FDD0 or U+FDD1, which no text may have; remove it")
+                marks.append(len(text))
+            else:
+                text += part
+        return text, list(zip(marks[::2], marks[1::2], strict=True))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         template = self._template if tools is None else self._tool_use
         try:
             return template.render(

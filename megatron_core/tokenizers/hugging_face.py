@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_core.errors import ConfigError, shortened
-from megatron_core.tokenizers.base import BaseTokenizer, canonical_json
+from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
 from megatron_core.tokenizers.byte_symbols import missing_bytes
 from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
 
@@ -63,6 +63,11 @@ class LibraryTokenizer(BaseTokenizer):
         """The token ids of one text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The token ids of one text, and the characters of each."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, on all cores unless TOKENIZERS_PARALLELISM=false."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -75,6 +80,10 @@ class LibraryTokenizer(BaseTokenizer):
     def to_json(self) -> str | bytes:
         """The tokenizer as a `tokenizer.json`."""
         return self._tokenizer.to_str()
+
+    def added_ids(self) -> frozenset[int]:
+        """The ids of the tokens beside the model's."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     def added_tokens(self) -> list[str]:
         """The texts of the tokens beside the model's."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import BaseTokenizer
+from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 from megatron_core.tokenizers.companions import companion_files, other_vocabularies
 
 
@@ -34,6 +34,12 @@ class SentencePieceTokenizer(BaseTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
         return self._processor.encode(text, out_type=int, add_bos=self.add_bos)
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The token ids of one text, and the characters of each; a begin-of-sentence id has none."""
+        found = self._processor.encode(text, out_type="offset_mapping")
+        bos = [self._processor.bos_id()] * self.add_bos
+        return bos + found["ids"], [(0, 0)] * len(bos) + found["offsets"]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, in one thread: preprocessing uses several processes instead."""

@@ -3,13 +3,14 @@
 import base64
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.base import BaseTokenizer
+from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 from megatron_core.tokenizers.companions import companion_files
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -93,6 +94,12 @@ class TikTokenizer(BaseTokenizer):
                 f"tiktoken cannot split a text of {len(text)} characters into words ({error}); it holds a very long "
                 "run of spaces: shorten or remove the document"
             ) from error
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
+        """The token ids of one text, and the characters that begin in each; of a character in several, that one."""
+        ids = self.tokenize(text)
+        begins = [*self._encoding.decode_with_offsets(ids)[1], len(text)]
+        return ids, [(begin, max(end, begin + 1)) for begin, end in pairwise(begins)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included; invalid UTF-8 becomes U+FFFD."""

@@ -39,7 +39,8 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     """
     check_empty(save)
     with HuggingFaceReader(source) as reader:
-        config = reader.config
+        # Sequences of a run that continues have the length of the model, unless --seq-length is given.
+        config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0

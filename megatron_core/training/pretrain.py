@@ -3,10 +3,11 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from megatron_core.config import RunConfig
+from megatron_core.config import DataConfig, RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
@@ -162,6 +163,12 @@ def notes(run: Run) -> Iterator[str]:
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not Path(template).is_file():
         yield f"chat_template={template!r} is no regular file: checkpoints have no copy of it"
+    length, positions = run.config.data.seq_length, run.config.model.max_position_embeddings or 0
+    if settings.load_hf is not None and length == DataConfig().seq_length < positions:
+        yield (
+            f"seq_length={length} is the default, and the model of load_hf={settings.load_hf!r} has {positions:,} "
+            "positions; give the length of your sequences with --seq-length"
+        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.datasets.conversations import ConversationTokenizer, build_conversations
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers import HuggingFaceTokenizer, tokenizer_of
 from megatron_core.tokenizers.chat import ChatTemplate
 from megatron_core.training.step import evaluate, train_step
 from tests.runs import TINY, tiny_run
+from tests.tokenizers.corpus import write_tokenizer_json
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 TEMPLATE = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -166,3 +170,61 @@ def test_files_that_cannot_be_read_in_any_order_are_refused(tmp_path: Path) -> N
     data = DataConfig(**_write(tmp_path, SHORT), train_data_path=(str(tmp_path / "pipe"),))
     with pytest.raises(DataError, match="pipe is no file of lines of JSON"):
         build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LINES = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ANSWERS = [" leading spaces", "two\n\nlines \n", "the cat  and", "\n\nbreaks first", "世界 🙂", "x <|im_end|> y", ""]
+
+
+def _of_transformers(folder: Path, template: str) -> tuple[Any, ConversationTokenizer]:
+    """A tokenizer of transformers with a chat template, and this package's encoder of the same files."""
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    path = write_tokenizer_json(folder, special)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template, eos_token="<|im_end|>")
+    return theirs, ConversationTokenizer(HuggingFaceTokenizer(path), ChatTemplate(template, {}))
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LINES])
+def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: Path) -> None:
+    """Answers are tokenized with their prompts, and marked answers count as in transformers' mask; the line break
+    after the end of a turn does not."""
+    theirs, encoder = _of_transformers(tmp_path, template)
+    for first, second in pairwise(ANSWERS):
+        talk = [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "the hat"},
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": " cat\n"},
+            {"role": "assistant", "content": second},
+        ]
+        ids, answers = encoder.encode(talk)
+        expected = theirs.apply_chat_template(
+            talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=template == CHATML_MARKED
+        )
+        assert ids == expected["input_ids"]
+        if template == CHATML_MARKED:
+            assert answers == [bool(each) for each in expected["assistant_masks"]]
+        elif template == CHATML:
+            marked = ConversationTokenizer(encoder.tokenizer, ChatTemplate(CHATML_MARKED, {})).encode(talk)
+            assert (ids, answers) == marked
+        else:  # the line break alone ends a turn, so it has to be learned
+            learned = theirs.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
+            assert learned == f"{first}\n{second}\n"
+
+
+def test_a_mark_within_a_message_is_refused() -> None:
+    encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate(MARKED, {}))
+    with pytest.raises(DataError, match=r"U\+FDD0 or U\+FDD1"):
+        encoder.encode([{"role": "user", "content": "\ufdd1"}, {"role": "assistant", "content": "x"}])

@@ -20,12 +20,14 @@ from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
 from megatron_core.models.hf.architecture import _function
 from megatron_core.models.hf.architectures import architecture_of
 from megatron_core.models.hf.reader import _vocab_size
+from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, their_logits
-from megatron_core.training.pretrain import read_settings
+from megatron_core.training.pretrain import notes, read_settings
+from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
@@ -49,6 +51,23 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+
+
+def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
+    """Of 640 positions in config.json, and not the 64 tokens that --seq-length has by default."""
+    save_model("llama", tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 640}))
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
+    flags = ["--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--mock-data", "--train-iters", "1"]
+    assert read_settings("p", flags)[0].data.seq_length == 640
+    flags = ["--load-hf", str(tmp_path / "theirs"), "--mock-data", "--train-iters", "1"]
+    told = "seq_length=64 is the default, and the model of load_hf="
+    for more, expected in (([], 1), (["--seq-length", "32"], 0)):
+        config, _ = read_settings("p", flags + more)
+        run = set_up(config, World(0, 1, 0, torch.device("cpu")))
+        found = [each for each in notes(run) if each.startswith(told)]
+        assert len(found) == expected and all("has 640 positions; give" in each for each in found)
 
 
 def test_gradients_are_theirs(tmp_path: Path) -> None:

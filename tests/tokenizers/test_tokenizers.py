@@ -43,6 +43,20 @@ MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
+def test_offsets_are_of_the_characters_that_tokens_come_from(name: str, tmp_path: Path) -> None:
+    tokenizer = MAKERS[name](tmp_path)
+    for text in [*TEXTS, "plain\u6f22x"]:
+        ids, offsets = tokenizer.tokenize_with_offsets(text)
+        assert ids == tokenizer.tokenize(text) and len(offsets) == len(ids)
+        assert offsets == sorted(offsets)
+        covered = {at for begin, end in offsets for at in range(begin, end)}
+        assert {at for at, char in enumerate(text) if char.strip()} <= covered
+        for number, (begin, end) in enumerate(offsets):
+            if end - begin > 1 and text.isascii() and name != "sentencepiece":
+                assert tokenizer.detokenize(ids[number : number + 1]) == text[begin:end]
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_protocol(name: str, tmp_path: Path) -> None:
     tokenizer = MAKERS[name](tmp_path)
     assert isinstance(tokenizer, Tokenizer)
