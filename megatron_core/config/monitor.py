@@ -49,7 +49,7 @@ class MonitorConfig:
     metrics.ranks beside the metrics file; --no-record-times: do not."""
     peak_tflops: float | None = None
     """Rate of matrix products of a rank in TFLOP/s, against which utilisation is given; by default it is measured for
-    30 ms at the start."""
+    30 ms at the first start of the run, and kept with its records."""
     timing_log_level: Literal[0, 1, 2] = 0
     """Print times of all ranks every log_interval steps. 0: none; 1: phases of the step; 2: waiting for each kind of
     collective, too."""

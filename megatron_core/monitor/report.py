@@ -18,6 +18,7 @@ from megatron_core.monitor.goodput import LOST
 from megatron_core.monitor.page import GENERATOR, bars, chart, digits, page, paragraph, picture, table, tiles
 from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.monitor.plot_pipeline import plot_timelines
+from megatron_core.monitor.product_rate import ReferenceRate
 from megatron_core.monitor.rank_records import find_metrics, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.output_file import Kind, prepare_output
@@ -137,8 +138,19 @@ def _throughput(summary: Summary, other: Summary | None) -> str:
         curves["the other run"] = _curve(other, "tokens_per_second")
     used = {"utilisation": _curve(summary, "utilisation"), "goodput": _curve(summary, "goodput")}
     shown = chart(curves, "iteration", "tokens per second") + chart(used, "iteration", "utilisation and goodput")
-    rate = summary.records.header().get("product_rate")
-    return shown + (paragraph(f"Utilisation is against {rate / 1e12:.3g} TFLOP/s of a rank.", "soft") if rate else "")
+    return shown + "".join(paragraph(line, "soft") for line in _references(summary))
+
+
+def _references(summary: Summary) -> Iterator[str]:
+    """What utilisation is compared with; several lines where restarts changed it."""
+    lines = summary.records.ranks.get(min(summary.records.ranks, default=0), [])
+    before = None
+    for line in (line for line in lines if line["kind"] == "start" and line.get("product_rate")):
+        rate = ReferenceRate.of(line.get("rate_of")) or f"{line['product_rate'] / 1e12:.3g} TFLOP/s of a rank"
+        if rate != before:
+            begin = f"From iteration {line.get('iteration', 0) + 1} on, utilisation" if before else "Utilisation"
+            yield f"{begin} is against {rate}."
+        before = rate
 
 
 def _shown_ranks(summary: Summary) -> list[int]:

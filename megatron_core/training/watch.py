@@ -3,7 +3,8 @@
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes, total_memory_bytes
-from megatron_core.monitor.product_rate import measure_product_rate
+from megatron_core.monitor.product_rate import MEASURED, ReferenceRate, measure_product_rate
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
@@ -37,13 +38,17 @@ class Watch:
         self._stretch, self._interval = StepTimes(), StepTimes()
         if not self.settings.record_times:
             return
-        self.product_rate = self._rate()
-        about = self._about()
         metrics = metrics_path(self.settings, run.config.checkpoint.save)
+        path = None if metrics is None else rank_file(metrics, run.world.rank)
+        earlier = read_rank_file(path, []) if path is not None and path.is_file() else []
+        for record in earlier:
+            self.goodput.add(record)
+        reference = self._reference(earlier)
+        self.product_rate = reference.flops
+        if run.world.rank == 0:
+            print(f"utilisation is against {reference}", flush=True)
+        about = self._about() | {"product_rate": reference.flops, "rate_of": asdict(reference)}
         if metrics is not None:
-            earlier = rank_file(metrics, run.world.rank)
-            for record in read_rank_file(earlier, []) if earlier.is_file() else ():
-                self.goodput.add(record)
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         METER.start(run.groups, run.world.device)
@@ -92,10 +97,20 @@ class Watch:
         rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
         return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
 
-    def _rate(self) -> float:
+    def _reference(self, earlier: Sequence[Mapping[str, Any]]) -> ReferenceRate:
+        """The rate of products that utilisation is given against: that of the run's first start on such a device, so
+        that a restart does not change it, else one that is measured now."""
+        dtype, device = self.run.config.training.compute_dtype, self.run.world.device
+        threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
+        name = f"{_device_name(self.run)}{threads}, {self.run.world.size} ranks"
         if self.settings.peak_tflops is not None:
-            return 1e12 * self.settings.peak_tflops
-        return measure_product_rate(self.run.world.device, getattr(torch, self.run.config.training.compute_dtype))
+            return ReferenceRate(1e12 * self.settings.peak_tflops, name, dtype, "given by --peak-tflops")
+        for record in earlier:
+            stored = ReferenceRate.of(record.get("rate_of"))
+            if stored is not None and (stored.device, stored.dtype) == (name, dtype) and stored.is_measured:
+                return stored
+        rate = measure_product_rate(device, getattr(torch, dtype))
+        return ReferenceRate(rate, name, dtype, f"{MEASURED}{self.run.state.iteration}")
 
     def _about(self) -> dict[str, Any]:
         """The first line of this process's records."""
@@ -110,7 +125,6 @@ class Watch:
             "layout": run.layout,
             "work": _work(run),
             "memory_total": total_memory_bytes(),
-            "product_rate": self.product_rate,
         }
         if run.world.rank == 0:
             about |= {"config": run.config.flat(), "environment": _environment(run)}
@@ -151,12 +165,18 @@ def _work(run: Run) -> float:
 
 def _environment(run: Run) -> dict[str, Any]:
     """What the run runs on."""
-    device = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else platform.processor()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
-        "device": device or platform.machine(),
+        "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
     }
+
+
+def _device_name(run: Run) -> str:
+    """The model of this rank's device."""
+    if run.world.device.type == "cuda":
+        return torch.cuda.get_device_name(run.world.device)
+    return platform.processor() or platform.machine()

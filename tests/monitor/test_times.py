@@ -14,11 +14,13 @@ from megatron_core.monitor import rank_records
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
+from megatron_core.monitor.report import report
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
+from megatron_core.training import watch
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
@@ -107,6 +109,30 @@ def test_every_rank_records_its_steps(tmp_path: Path) -> None:
     assert event["utilisation"] > 0 and 0 < event["goodput"] <= 1 and event["phases"]["forward"] > 0
     without = read_run(tmp_path / "b")
     assert without.ranks == {} and "no rank has recorded" in without.notes[0]
+
+
+def test_a_restart_keeps_the_rate_that_utilisation_is_against(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is busy at one of the starts is not measured anew; another precision is another rate."""
+    rates = iter([1e9, 4e9, 8e9])
+    monkeypatch.setattr(watch, "measure_product_rate", lambda device, dtype: next(rates))
+    settings = {"eval_iters": 0, "save_interval": 1, "load": str(tmp_path)}
+    _trained(str(tmp_path), settings | {"train_iters": 1})
+    _trained(str(tmp_path), settings | {"train_iters": 2})
+    assert capsys.readouterr().out.count("utilisation is against 0.001 TFLOP/s of a rank in float32") == 2
+    _trained(str(tmp_path), settings | {"train_iters": 3, "bf16": True})
+    _trained(str(tmp_path), settings | {"train_iters": 4, "peak_tflops": 0.5})
+    _trained(str(tmp_path), settings | {"train_iters": 5})
+    found = read_run(tmp_path)
+    assert [step["product_rate"] for step in found.steps()] == [1e9, 1e9, 4e9, 5e11, 1e9]
+    for step in found.steps():
+        assert step["utilisation"] == step["model_flops_per_second"] / step["product_rate"]
+    page = report(tmp_path)
+    assert "Utilisation is against 0.001 TFLOP/s of a rank in float32" in page
+    assert "measured at the start from iteration 0." in page
+    assert "From iteration 3 on, utilisation is against 0.004 TFLOP/s of a rank in bfloat16" in page
+    assert "From iteration 4 on, utilisation is against 0.5 TFLOP/s" in page and "given by --peak-tflops" in page
 
 
 def _records(folder: Path, ranks: int) -> Path:
