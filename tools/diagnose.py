@@ -27,6 +27,7 @@ from megatron_core.monitor.diagnosis import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.output_file import json_with, prepare_output
+from megatron_core.planner.hardware import read_hardware
 from megatron_core.terminal import parse_flags
 
 
@@ -46,6 +47,8 @@ class Settings:
     """With --machine: folder whose disk is measured; default: that of temporary files."""
     quick: bool = False
     """With --machine: smaller tensors and fewer repetitions."""
+    hardware: str | None = None
+    """Machine for predictions of other layouts: a name, or the file that --machine wrote; default: the run's device."""
     json: str | None = None
     """Write the diagnosis to this file, too, for programs."""
 
@@ -67,7 +70,8 @@ def diagnose_run(settings: Settings) -> None:
         raise ConfigError("there is no run to diagnose; give its folder, or --machine")
     if settings.json is not None:
         prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
-    found = diagnose(Summary.of(read_run(settings.run)))
+    machine = None if settings.hardware is None else read_hardware(settings.hardware)
+    found = diagnose(Summary.of(read_run(settings.run), machine))
     print(found.text())
     if settings.json is not None:
         Path(settings.json).write_text(json.dumps(found.record(), indent=2) + "\n", encoding="utf-8")

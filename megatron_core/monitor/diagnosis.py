@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_core.monitor.diagnosis_rules import RULES, Finding, compute_bound
+from megatron_core.monitor.diagnosis_rules import RULES, compute_bound
+from megatron_core.monitor.findings import Finding
 from megatron_core.monitor.summary import Summary
 
 

@@ -6,14 +6,14 @@ that a change is predicted to save. Thresholds and sources are listed in docs/mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 from megatron_core.monitor.expert_load import STARVED_SHARE
+from megatron_core.monitor.findings import Change, Finding, flags
+from megatron_core.monitor.prediction import predicted_gain
 from megatron_core.monitor.summary import Summary
-from megatron_core.planner.explain import flag_of
 
 SLOW = 1.25
 """A rank is slow if its work takes so much longer than the same work on others."""
@@ -25,39 +25,8 @@ HIDDEN = {"cuda": 0.7, "cpu": 0.25}
 """Share of sums of gradients that disappears behind backward; on a CPU the cores that compute move the data, too."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """What to change, and the share of a step's time that it is predicted to save."""
-
-    text: str
-    gain: float
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings with new values; none for what no setting changes, as hardware."""
-
-    def __str__(self) -> str:
-        """The text, with the gain where one is predicted."""
-        return f"{self.text} (predicted gain {self.gain:.1%})" if self.gain else self.text
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One cause."""
-
-    cause: str
-    share: float
-    evidence: str
-    changes: tuple[Change, ...]
-
-
-def flags(text: str, gain: float, **settings: Any) -> Change:
-    """A change whose text ends with its flags."""
-    words = (word for setting in settings.items() for word in flag_of(*setting))
-    return Change(f"{text}: {' '.join(words)}", gain, settings)
-
-
 def _setting(summary: Summary, name: str, default: Any) -> Any:
-    value = summary.config.get(name)
-    return default if value is None else value
+    return default if (value := summary.config.get(name)) is None else value
 
 
 def _zero_stage(summary: Summary) -> int:
@@ -200,9 +169,8 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
         tp = _setting(summary, "tensor_model_parallel_size", 1)
         if tp == 1:
             return
-        # A ring of half as many ranks sends (n/2-1)/(n/2) for (n-1)/n, of activations of as many tokens.
         less = {"tensor_model_parallel_size": tp // 2} | ({"sequence_parallel": False} if tp == 2 else {})
-        yield flags("use half of these ranks for data parallelism", share / (tp - 1), **less)
+        yield from _other_layout(summary, "use half of these ranks for data parallelism", "tp", share, less, None)
         if not _setting(summary, "tp_comm_overlap", False):
             yield Change("keep tensor-parallel groups within a host", share / 4)
     elif first in ("dp", "edp", "cp") and "dp" in axes:
@@ -217,12 +185,21 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
     elif first == "cp":
         yield Change("compare --cp-comm-type p2p, a2a and all_gather, or halve --context-parallel-size", share / 2)
     elif first in ("ep", "etp"):
-        ep = _setting(summary, "expert_model_parallel_size", 2)
-        yield flags(
-            "keep its groups within a host, or halve them", share / 2, expert_model_parallel_size=max(ep // 2, 1)
-        )
+        less = {"expert_model_parallel_size": max(_setting(summary, "expert_model_parallel_size", 2) // 2, 1)}
+        text = "keep its groups within a host, or halve them"
+        yield from _other_layout(summary, text, "ep", share, less, share / 2)
     else:
         yield Change("look at the links between these ranks (tools/diagnose.py --machine)", share / 2)
+
+
+def _other_layout(
+    summary: Summary, text: str, kind: str, share: float, settings: dict[str, Any], estimate: float | None
+) -> Iterator[Change]:
+    """The change to another layout, unless the planner predicts no gain; ``estimate`` where it cannot predict."""
+    predicted = predicted_gain(summary, settings, kind, share)
+    gain = estimate if predicted is None else min(predicted, share)
+    if gain is not None and gain > 0:
+        yield flags(text, gain, **settings)
 
 
 def slow_link(summary: Summary) -> Iterator[Finding]:

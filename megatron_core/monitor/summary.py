@@ -11,6 +11,7 @@ from megatron_core.monitor.expert_load import STARVED_SHARE
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import RunRecords
 from megatron_core.monitor.timers import COMPUTE
+from megatron_core.planner.hardware import Hardware
 
 WARM_UP = 2
 """Steps after a start that are left out where more follow: libraries load and memory is touched for the first time."""
@@ -61,16 +62,18 @@ class Summary:
     ranks: dict[int, RankTimes]
     """Times after the warm-up, by rank, in the last layout that the run had."""
     goodput: Goodput
+    machine: Hardware | None = None
+    """The machine, for predictions; None: the one that the records name."""
 
     @classmethod
-    def of(cls, records: RunRecords) -> Summary:
+    def of(cls, records: RunRecords, machine: Hardware | None = None) -> Summary:
         """The numbers of a run."""
         goodput = Goodput()
         for line in records.ranks.get(min(records.ranks, default=0), []):
             goodput.add(line)
         change = max((_last_of_others(lines) for lines in records.ranks.values()), default=0.0)
         ranks = {rank: _times(lines, change) for rank, lines in records.ranks.items()}
-        return cls(records, {rank: times for rank, times in ranks.items() if times.steps}, goodput)
+        return cls(records, {rank: times for rank, times in ranks.items() if times.steps}, goodput, machine)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megatron_core.parallel.meter import StepTimes, Traffic
 from tests.monitor.examples import step
 
 CONFIG = {
-    "num_layers": 8, "seq_length": 1024, "micro_batch_size": 4, "num_workers": 2, "bf16": True,
+    "num_layers": 8, "seq_length": 1024, "micro_batch_size": 4, "num_workers": 2, "bf16": True, "vocab_size": 32000,
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
 }  # fmt: skip
 

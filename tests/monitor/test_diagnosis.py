@@ -10,7 +10,7 @@ import pytest
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.diagnosis import Diagnosis, diagnose
-from megatron_core.monitor.diagnosis_rules import Change
+from megatron_core.monitor.findings import Change
 from megatron_core.monitor.rank_records import rank_file, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import Traffic
@@ -105,6 +105,38 @@ def test_planted_in_synthetic_records(cause: str, tmp_path: Path) -> None:
     assert change in " ".join(c.text for c in first.changes)
     assert 0 < first.share <= 1 + 1e-9 and all(0 <= c.gain <= first.share for c in first.changes)
     assert [c.gain for c in first.changes] == sorted((c.gain for c in first.changes), reverse=True)
+
+
+def _gain_of_half_tp(folder: Path, **config: Any) -> float:
+    """The predicted gain of one tensor-parallel rank instead of two, whose exchange takes half of the time."""
+    planted = PLANTED["exposed communication over tp"][0]
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True, **config}
+    first = _diagnosis(write_run(folder, **planted | {"config": settings})).findings[0]
+    assert first.share == pytest.approx(0.5)
+    return max((change.gain for change in first.changes if "tensor_model_parallel_size" in change.settings), default=0)
+
+
+def test_half_as_many_tensor_parallel_ranks_have_to_sum_gradients(tmp_path: Path) -> None:
+    """By hand: bytes of a rank of two in 0.3 s over tp, 10 collectives of half of [s, b, h] in 16 bits a layer and
+    micro-batch; instead over dp the ring's 2 (n - 1) / n of float32 gradients."""
+    tokens, h, layers, micros = 4 * 1024, 4096, 8, 8
+    over_tp = 10 * layers * micros * tokens * h * 2 / 2
+    parameters = layers * 12 * h * h + (32000 + 1024) * h
+    seconds = 0.3 * 4 * parameters / over_tp
+    gain = _gain_of_half_tp(tmp_path / "wide", hidden_size=h, num_attention_heads=32)
+    assert gain == pytest.approx((0.3 - seconds) / 0.6, rel=0.15) and gain < 0.2
+    narrow = _gain_of_half_tp(tmp_path / "narrow", hidden_size=256, num_attention_heads=32)
+    assert 0.4 < narrow <= 0.5, "its gradients are small"
+    few = _gain_of_half_tp(tmp_path / "few", hidden_size=h, num_attention_heads=32, seq_length=128)
+    assert few == 0, "sums of gradients would take longer than what they replace"
+
+
+def test_the_machine_of_a_prediction_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, **PLANTED["exposed communication over tp"][0])
+    assert main([str(folder), "--hardware", "a100"]) == 0
+    assert "--tensor-model-parallel-size 1" in capsys.readouterr().out
+    assert main([str(folder), "--hardware", "abacus"]) == 1
+    assert "hardware='abacus' is not known; legal: a100" in capsys.readouterr().err
 
 
 def test_shares_and_gains_by_hand(tmp_path: Path) -> None:
