@@ -13,8 +13,6 @@ from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around answers in rendered text: characters that Unicode sets apart for a program's own use."""
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates: the one for conversations, and the one for those with tools."""
@@ -29,30 +27,12 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
         import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.nodes import Node, Output, TemplateData
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def mark_answers() -> None:
-            self.marks_answers = True
+        from megatron_core.tokenizers import template_sandbox
 
-        class Generation(Extension):
-            """Writes a mark before and after the text between the tags, which is an answer of the assistant."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Parser) -> list[Node]:
-                next(parser.stream)
-                mark_answers()
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return [Output([TemplateData(BEGIN)]), *body, Output([TemplateData(END)])]
-
-        self.marks_answers = False
         self._error = jinja2.TemplateError
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-        )
+        self._sandbox = template_sandbox
+        environment = template_sandbox.Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": self._raise,
@@ -62,49 +42,77 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
             raise ConfigError(f"the chat template cannot be read: {error}") from None
+        self.marks_answers = environment.marks_answers
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        seconds: float | None = None,
     ) -> str:
         """The text of ``messages`` (role and content), by default up to where the assistant's answer begins.
 
         ``tools`` are the functions that a model may call, as the template expects them.
 
-        ``DataError`` if the template refuses them.
+        ``DataError`` if the template refuses them or fails, writes more than 2^24 characters, or does not end within
+        ``seconds``.
         """
-        text = self._render(messages, tools, add_generation_prompt)
-        return text.replace(BEGIN, "").replace(END, "") if self.marks_answers else text
+        text = self._render(messages, tools, add_generation_prompt, seconds)
+        begin, end = self._sandbox.BEGIN, self._sandbox.END
+        return text.replace(begin, "").replace(end, "") if self.marks_answers else text
 
     def render_answers(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of whole conversations, and the characters [begin, end) of the answers that the template marks with
         ``{% generation %}``."""
-        parts = re.split(f"([{BEGIN}{END}])", self._render(messages, tools, False))
+        begin, end = self._sandbox.BEGIN, self._sandbox.END
+        parts = re.split(f"([{begin}{end}])", self._render(messages, tools, False))
         text, marks = "", list[int]()
         for part in parts:
-            if part in (BEGIN, END):
-                if (part == END) != len(marks) % 2:
+            if part in (begin, end):
+                if (part == end) != len(marks) % 2:
                     raise DataError("a message has the character U+FDD0 or U+FDD1, which no text may have; remove it")
                 marks.append(len(text))
             else:
                 text += part
         return text, list(zip(marks[::2], marks[1::2], strict=True))
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        add_generation_prompt: bool,
+        seconds: float | None = None,
+    ) -> str:
         template = self._template if tools is None else self._tool_use
+        written, parts, most = 0, [], self._sandbox.LONGEST_TEXT
         try:
-            return template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **self._tokens,
-            )
-        except Exception as error:  # a template is a program: it may divide by zero
+            with self._sandbox.time_limit(seconds):
+                for part in template.generate(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    documents=None,
+                    **self._tokens,
+                ):
+                    written += len(part)
+                    if written > most:
+                        raise DataError(f"the chat template writes more than {most} characters; correct it")
+                    parts.append(part)
+        except DataError:
+            raise
+        except TimeoutError:
+            raise DataError(f"the chat template did not end within {seconds:g} seconds; correct it") from None
+        except (self._error, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # its expressions are code: recursion, overflow, missing keys
+            raise DataError(f"the chat template fails with {type(error).__name__}: {error}; correct it") from None
+        return "".join(parts)
 
     def _raise(self, message: str) -> None:
         raise self._error(message)
