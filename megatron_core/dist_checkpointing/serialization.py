@@ -15,7 +15,7 @@ from megatron_core.checkpoint import (
     CheckpointReader,
     Piece,
     Save,
-    find_checkpoint,
+    find_newest,
     open_newest,
     pieces_of,
     save_checkpoint,
@@ -130,7 +130,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def _folder(checkpoint_dir: str | Path) -> Path:
-    folder = find_checkpoint(str(checkpoint_dir))
+    folder = find_newest(str(checkpoint_dir), None)
     if folder is None:
         raise CheckpointError(_absent(checkpoint_dir))
     return folder

@@ -247,10 +247,19 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
             "verifying needs transformers: pip install transformers; or convert with --no-verify"
         ) from None
     # Not scaled_dot_product_attention, for which some of its models leave settings out.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
-    return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
+    except MemoryError:
+        raise
+    except Exception as error:  # it raises many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; correct its "
+            "config.json, or convert with --no-verify"
+        ) from error
 
 
 def read_whole(

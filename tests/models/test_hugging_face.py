@@ -372,6 +372,16 @@ def test_another_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "ours").exists()
 
 
+def test_what_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "theirs")
+    _edit(tmp_path / "theirs", bos_token_id="x")
+    with pytest.raises(
+        CheckpointError, match=r"^transformers .* cannot compute the logits of .*'bos_token_id'.*--no-v"
+    ):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize("layers", [0, 1])
 def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Path) -> None:
     """DeepSeek's files have them behind the others; without the count in config.json they are tensors without a use."""

@@ -127,6 +127,16 @@ def test_a_damaged_one_that_is_named_is_refused(what: str, root: Path) -> None:
         resumed(root / "iter_0000002")
 
 
+def test_a_checkpoint_for_a_fast_restart_is_one_of_them(root: Path, tmp_path: Path) -> None:
+    """Its settings and its tokenizer come with its weights."""
+    ids, _ = json.loads((tmp_path / "ids.json").read_text())
+    shutil.copytree(root / "iter_0000001" / "tokenizer", tmp_path / "copy")
+    save(root / "non_persistent", tmp_path / "copy" / "tokenizer.json", 3, 8)
+    assert resumed(root) == (3, 8, 1e-3, ids)
+    DAMAGE["tensors"](root / "non_persistent" / "iter_0000003")
+    assert resumed(root)[:3] == (2, 12, 0.01)
+
+
 def test_all_ranks_take_the_same(root: Path) -> None:
     ids, _ = json.loads((root.parent / "ids.json").read_text())
     DAMAGE["tensors"](root / "iter_0000002")

@@ -115,7 +115,9 @@ class HuggingFaceReader:
         if missing or unused:
             faults = {"missing": missing, "without a use": unused}
             told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
-            raise CheckpointError(f"{self.folder}: its tensors and {CONFIG} do not agree; {told}")
+            raise CheckpointError(
+                f"{self.folder}: its tensors and {CONFIG} do not agree; {told}; correct {CONFIG}, or copy all again"
+            )
         for name, shape in ours.items():
             self._source(name, shape)
 
