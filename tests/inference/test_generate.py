@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -296,7 +298,6 @@ def test_wrong_requests_are_one_sentence(request_: Request, message: str) -> Non
         ("one\n\n##", ("one", False)),  # may become a stop string
         ("one E", ("one ", False)),
         ("one EN two", ("one EN two", False)),
-        ("one\n\n\ufffd", ("one", False)),  # part of a character
         ("END one\n\n###", ("", True)),
     ],
 )
@@ -323,3 +324,25 @@ def test_streamed_text_is_the_whole_text(kind: str, tmp_path: Path) -> None:
     stopping = TextStream(tokenizer, ["\u754c and"])
     shown = "".join(stopping.add(token) for token in tokenizer.tokenize(text) if not stopping.stopped)
     assert shown + stopping.finish() == text[: text.index("\u754c")]
+
+
+def test_bytes_that_are_no_characters() -> None:
+    """Random bytes are shown soon, and as the tokenizer writes them all together."""
+    tokenizer, random = ByteLevelTokenizer(), Random(0)
+    parts = [b"a", b"\x80", b"\xe2", b"\xe2\x82\xac", b"\xf0\x9f\x99\x82", b"\xff", b"\xf0\x9f"]
+    for _ in range(300):
+        ids = [byte for _ in range(40) for byte in random.choice(parts)]
+        stream = TextStream(tokenizer)
+        assert "".join(map(stream.add, ids)) + stream.finish() == stream.text == tokenizer.detokenize(ids)
+    stream = TextStream(tokenizer)
+    assert len("".join(stream.add(0x80) for _ in range(100))) > 80
+
+
+@pytest.mark.parametrize("stop", ["x" * 1000, "a" * 999 + "b", "a" * 500 + "b" * 500])
+def test_a_long_stop_string_costs_little(stop: str) -> None:
+    """The time for a token depends neither on the text before it nor on the square of the stop string's length."""
+    stream = TextStream(ByteLevelTokenizer(), [stop] * 4)
+    start = time.thread_time()
+    for _ in range(10_000):
+        stream.add(0x61)
+    assert time.thread_time() - start < 2.0, "0.1 s on a quiet machine; 100 s with a search through all of the text"
