@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine
 from megatron_core.inference.generator import GenerationLayout, start_generator
-from megatron_core.inference.openai import Limits, Protocol
 from megatron_core.inference.service import GenerationService
 from megatron_core.parallel import World, run_job
 from megatron_core.terminal import parse_flags
@@ -55,11 +54,12 @@ class Settings(GenerationLayout):
     max_waiting: int = 64
     """Largest number of texts that wait for their turn; further requests are refused with status 429."""
     max_length: int | None = None
-    """Largest number of tokens of a prompt and its continuation; default that of the model's training."""
+    """Largest number of tokens of a prompt and its continuation, at most the model's positions; default these."""
     max_request_bytes: int = 2**20
     """Size of the largest request."""
     max_connections: int = 256
-    """Largest number of open connections; further ones are refused with status 503."""
+    """Largest number of open connections; a further one replaces the oldest whose request is incomplete, or is refused
+    with status 503."""
 
 
 def serve(settings: Settings, world: World) -> None:
@@ -67,16 +67,22 @@ def serve(settings: Settings, world: World) -> None:
     try:
         import uvicorn
 
+        from megatron_core.inference.connections import bounded
+        from megatron_core.inference.openai import Limits, Protocol
         from megatron_core.inference.web import Server
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, pip install 'megatron-native[server]'") from None
     for name in ("max_batch_size", "max_waiting", "max_request_bytes", "max_connections"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name}={getattr(settings, name)}: give 1 or more")
+    if settings.max_length is not None and settings.max_length < 2:
+        raise ConfigError(f"max_length={settings.max_length}: give 2 or more, for a prompt and a new token")
     listening = listen(settings) if world.rank == 0 else None
     reader, trained = open_model(settings.load, settings.ckpt_step)
+    longest = trained.max_positions if settings.max_length is None else settings.max_length
+    if longest > trained.max_positions:
+        raise ConfigError(f"max_length={longest} exceeds the model's positions; give at most {trained.max_positions}")
     generator, tokenizer = start_generator(reader, trained, settings, world)
-    longest = settings.max_length or generator.config.max_positions
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest)
     service = GenerationService(engine, max_waiting=settings.max_waiting)
     if threading.current_thread() is threading.main_thread():
@@ -95,7 +101,7 @@ def serve(settings: Settings, world: World) -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             Server(service, protocol, max_bytes=settings.max_request_bytes).application(hosts),
-            limit_concurrency=settings.max_connections,
+            http=bounded(settings.max_connections),
             timeout_graceful_shutdown=1,
             log_level="warning",
         )

@@ -80,6 +80,9 @@ class Engine:
         max_length: int | None = None,
         max_prompt_tokens: int = 4096,
     ) -> None:
+        for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_length", max_length, 2)):
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value}: give {least} or more")
         self.generator = generator
         self.max_batch_size, self.max_prompt_tokens = max_batch_size, max_prompt_tokens
         limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 
+ROWS = 256
+"""Rows of logits that are made float64 at a time: those of a whole prompt would take several GiB."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -66,6 +69,11 @@ def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
 def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     """Logits ``[n, vocabulary]`` and tokens ``[n]`` -> ``[n, 1 + 2 most]`` in float64: the logarithm of each token's
     probability, the ``most`` most likely tokens, and the logarithms of their probabilities."""
+    parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
+    return torch.cat([_log_probabilities(rows, own, most) for rows, own in parts])
+
+
+def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     scores = logits.to(torch.float64).log_softmax(-1)
     top = scores.topk(min(most, scores.shape[-1]))
     padding = scores.new_full((len(scores), most - top.values.shape[-1]), -torch.inf)

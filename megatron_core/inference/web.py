@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.inference.engine import Progress
 from megatron_core.inference.openai import Choice, Job, Json, Protocol
+from megatron_core.inference.openai_requests import RequestError
 from megatron_core.inference.service import GenerationService, Listener, QueueFullError
 
 PAGE = Path(__file__).with_name("page.html")
@@ -56,7 +57,11 @@ class Running:
         loop = asyncio.get_running_loop()
 
         def listener(choice: Choice) -> Listener:
-            return lambda progress: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, progress))
+            def arrive(progress: Progress | None) -> None:
+                with suppress(RuntimeError):  # the loop is closed: the server is ending
+                    loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, progress))
+
+            return arrive
 
         requests = [choice.request for choice in job.choices]
         self._tickets = service.submit(requests, [listener(choice) for choice in job.choices])
@@ -98,7 +103,9 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
-        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal})
+        return Starlette(
+            routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal, Exception: _failure}
+        )
 
     async def page(self, request: Request) -> Response:
         """A page to try the model."""
@@ -126,14 +133,19 @@ class Server:
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         try:
-            job = self._protocol.job(await self._json(request), chat=chat)
+            body = await self._body(request)
+            # In a thread: a long prompt takes seconds to tokenize, and a chat template may take as long.
+            job = await asyncio.to_thread(self._protocol.job, body, chat=chat)
             running = Running(job, self._service)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except RequestError as error:
+            return JSONResponse(_error(error.status, str(error), error.param, error.code), error.status)
         except (DataError, ConfigError) as error:
             raise HTTPException(400, str(error)) from None
         except QueueFullError as error:
-            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+            full = _error(429, str(error), code="rate_limit_exceeded")
+            return JSONResponse(full, 429, {"Retry-After": "1"})
         kind = "chat.completion" if chat else "text_completion"
         own = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._protocol.model}
         if job.stream:
@@ -177,19 +189,15 @@ class Server:
             yield _event({**head, "choices": [], "usage": job.usage()})
         yield "data: [DONE]\n\n"
 
-    async def _json(self, request: Request) -> object:
-        """The request as JSON, which must say that it is JSON: browsers let no other site's page send that."""
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request, which must be sent as JSON: browsers let no other site's page send that."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "send the request as Content-Type: application/json")
         try:
-            received = await asyncio.wait_for(self._received(request), BODY_SECONDS)
+            return await asyncio.wait_for(self._received(request), BODY_SECONDS)
         except asyncio.TimeoutError:
             raise HTTPException(408, f"the request did not arrive in {BODY_SECONDS:.0f} seconds") from None
-        try:
-            return json.loads(received)
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"the request is not JSON: {error}") from None
 
     async def _received(self, request: Request) -> bytes:
         received = bytearray()
@@ -211,9 +219,15 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return JSONResponse(_error(error.status_code, error.detail), error.status_code, error.headers)
 
 
-def _error(status: int, message: str) -> Json:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+async def _failure(request: Request, error: Exception) -> Response:
+    """The answer to a request that a fault of the server ended; starlette logs the error."""
+    return JSONResponse(_error(500, f"the server failed with {type(error).__name__}; its log has the reason"), 500)
+
+
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:
+    """OpenAI's error object."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _event(content: Json) -> str:

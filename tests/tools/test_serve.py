@@ -95,7 +95,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokens are text, with a chat template."""
     found = tmp_path_factory.mktemp("model") / "tiny-llama"
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**LLAMA | {"vocab_size": 300, "initializer_range": 0.3, "eos_token_id": 0})
+    settings = {"vocab_size": 300, "initializer_range": 0.3, "eos_token_id": 0, "max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(**LLAMA | settings)
     transformers.LlamaForCausalLM(config).save_pretrained(found)
     write_tokenizer_json(found, ("<|endoftext|>", "<|user|>", "<|assistant|>"))
     settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -217,6 +218,7 @@ def test_probabilities_score_a_prompt(server: Client, reference: Reference) -> N
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOO_LONG = "context_length_exceeded"
 
 
 def load_of(server: Client) -> dict[str, Any]:
@@ -231,36 +233,79 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "no JSON": (COMPLETIONS, "{", 400, "the request is not JSON"),
     "deep": (COMPLETIONS, "[" * 9000, 400, "the request is not JSON"),
     "not an object": (COMPLETIONS, [1], 400, "not a JSON object"),
-    "no prompt": (COMPLETIONS, {}, 400, "prompt must be a text"),
+    "no prompt": (COMPLETIONS, {}, 400, "prompt is missing; add it"),
     "bytes": (COMPLETIONS, b"\xff\xfe", 400, "the request is not JSON"),
-    "surrogate": (COMPLETIONS, {"prompt": "a\ud800"}, 400, "half of a surrogate pair"),
-    "surrogate in a chat": (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half of a surrogate"),
+    "surrogate": (COMPLETIONS, {"prompt": "a\ud800"}, 400, "the request is not JSON: unexpected end of hex escape"),
+    "surrogate in a chat": (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "unexpected end of hex"),
     "empty": (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no token"),
     "kind of prompt": (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt must be a text"),
     "token": (COMPLETIONS, {"prompt": [5, 300]}, 400, "outside of the vocabulary, 0 to 299"),
     "too long": (COMPLETIONS, {"prompt": [5] * 8000}, 400, "the prompt has 8000 tokens; at most 7999"),
     "too large": (COMPLETIONS, {"prompt": "a" * 50001}, 413, "more than 50000 bytes"),
-    "kind": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens must be a whole number, not '9'"),
+    "kind": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens='9': it should be a valid integer"),
     "boolean for a number": (
         COMPLETIONS,
         {"prompt": "a", "max_tokens": True},
         400,
-        "max_tokens must be a whole number",
+        "max_tokens=True: it should be a valid integer",
     ),
-    "bounds": (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens=-1 must be 0 or more"),
-    "no number": (COMPLETIONS, '{"prompt": "a", "temperature": NaN}', 400, "temperature=nan must be 0 to 100"),
-    "top_p": (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p=0 must be 1e-06 to 1"),
-    "stop": (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop must be a text or a list"),
+    "bounds": (
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": -1},
+        400,
+        "max_tokens=-1: it should be greater than or equal to 0",
+    ),
+    "no number": (
+        COMPLETIONS,
+        '{"prompt": "a", "temperature": NaN}',
+        400,
+        "temperature=nan: it should be a finite number",
+    ),
+    "top_p": (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p=0: it should be greater than or equal to 0.000001"),
+    "stop": (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "give a text or a list of texts, none of them empty"),
     "choices": (COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 400, "2 prompts times n=4 is more than 6"),
     "unknown": (COMPLETIONS, {"prompt": "a", "beams": 2}, 400, "'beams' is not a parameter of this server"),
     "not supported": (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "'best_of' is not supported; leave it out"),
     "echo": (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "is not streamed"),
-    "messages": (CHAT, {"messages": []}, 400, "messages must be a list"),
-    "message": (CHAT, {"messages": [{"role": "user"}]}, 400, "must have a role and a content"),
-    "role": (CHAT, {"messages": [{"role": "x", "content": ""}]}, 400, "refuses these messages: unknown role x"),
-    "tool calls": (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, 400, "'tool_calls' of a"),
+    "huge number": (COMPLETIONS, '{"prompt": "a", "n": %s}' % ("9" * 400), 400, "1 prompts times n="),
+    "infinite": (COMPLETIONS, '{"prompt": "a", "temperature": 1e999}', 400, "temperature=inf: it should be a finite"),
+    "negative n": (COMPLETIONS, {"prompt": "a", "n": -1}, 400, "n=-1: it should be greater than or equal to 1"),
+    "logprobs": (COMPLETIONS, {"prompt": "a", "logprobs": 10**9}, 400, "logprobs=1000000000: it should be less than"),
+    "five stops": (COMPLETIONS, {"prompt": "a", "stop": list("abcde")}, 400, "stop has 5 texts; give at most 4"),
+    "long stop": (
+        COMPLETIONS,
+        {"prompt": "a", "stop": "x" * 40000},
+        400,
+        "a text of 40000 characters; give at most 1000",
+    ),
+    "beyond the context": (COMPLETIONS, {"prompt": [5] * 10, "max_tokens": 7991}, 400, "give at most 7990"),
+    "chat beyond it": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 8000},
+        400,
+        "max_completion_tokens=8000 and the prompt's",
+    ),
+    "model": (COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404, "model='gpt-9' does not exist; give 'tiny-llama'"),
+    "many prompts": (COMPLETIONS, {"prompt": ["a"] * 9000}, 400, "9000 prompts times n=1 is more than 6"),
+    "stream_options": (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options needs stream=true"),
+    "top_logprobs": (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, 400, "needs logprobs"),
+    "refused by the template": (CHAT, {"messages": [{"role": "system", "content": ""}]}, 400, "unknown role system"),
+    "messages": (CHAT, {"messages": []}, 400, "messages=[]: List should have at least 1 item"),
+    "message": (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content is missing; add it"),
+    "role": (CHAT, {"messages": [{"role": "x", "content": ""}]}, 400, "messages[0].role='x': it should be 'developer'"),
+    "tool calls": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+        400,
+        "'messages[0].tool_calls' is not a",
+    ),
     "unused name": (CHAT, {"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "does not use the name"),
-    "picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}, 400, "must have a"),
+    "picture": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]},
+        400,
+        "content must be a text",
+    ),
     "path": ("/v1/other", {}, 404, "Not Found"),
     "method": ("/health", {}, 405, "Method Not Allowed"),
 }
@@ -272,6 +317,24 @@ def test_wrong_requests_are_one_sentence(server: Client, name: str) -> None:
     found, said = server.refused(path, asked)
     assert found == status and message in said and "\n" not in said, said
     assert idle(server)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "expected"),
+    [
+        (COMPLETIONS, {"prompt": "a", "model": "b"}, ("invalid_request_error", "model", "model_not_found")),
+        (COMPLETIONS, {"prompt": [5], "max_tokens": 8000}, ("invalid_request_error", "max_tokens", TOO_LONG)),
+        (COMPLETIONS, {"prompt": [5] * 8000}, ("invalid_request_error", "prompt", TOO_LONG)),
+        (CHAT, {"messages": [{"role": "x", "content": "a"}]}, ("invalid_request_error", "messages", None)),
+        ("/v1/other", {}, ("invalid_request_error", None, None)),
+    ],
+)
+def test_errors_are_those_of_openai(
+    server: Client, path: str, asked: object, expected: tuple[str, str | None, str | None]
+) -> None:
+    error = json.loads(server.send(path, json.dumps(asked))[1])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"], error["code"]) == expected
 
 
 def test_keys_of_clients_that_ask_for_nothing(server: Client) -> None:
@@ -387,6 +450,8 @@ def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: i
         (["--host", "192.0.2.1"], "host='192.0.2.1' port=0 cannot be listened at"),
         (["--chat-template", "nowhere"], "chat_template='nowhere' cannot be read: .* No such file"),
         (["--max-waiting", "0"], "max_waiting=0: give 1 or more"),
+        (["--max-length", "-5"], "max_length=-5: give 2 or more"),
+        (["--max-length", "1000000000"], "max_length=1000000000 exceeds the model's positions; give at most 8192"),
     ],
 )
 def test_wrong_settings_are_one_sentence(folder: Path, flags: list[str], message: str) -> None:

@@ -1,0 +1,106 @@
+"""Connections of the server that cannot be held open by clients that send or read too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 10.0
+"""Longest time for the head of a request, from the opening of a connection or from its first byte."""
+WRITE_SECONDS = 30.0
+"""Longest time for which a client may leave a full buffer of an answer unread."""
+
+
+class BoundedConnection(H11Protocol):
+    """A connection with time limits for heads and for unread answers.
+
+    If more than ``most`` connections are open, the oldest one whose request is incomplete is closed; if there is none,
+    the new connection gets status 503. Set ``most`` in a subclass (``bounded``).
+    """
+
+    most = 256
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._since = time.monotonic()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time for a request's head; make room if there are too many connections."""
+        super().connection_made(transport)
+        self._limit_head()
+        if len(self.connections) <= self.most:
+            return
+        others = [each for each in self.connections if isinstance(each, BoundedConnection) and each is not self]
+        incomplete = [each for each in others if each.is_incomplete]
+        if incomplete:
+            oldest = min(incomplete, key=lambda each: each._since)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+        else:
+            self.app = refuse
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether no whole request has arrived that is not answered yet."""
+        return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle data; a head that has begun has to be complete in time."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._since = time.monotonic()
+            self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Start the time for a client to read."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _limit_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def bounded(most: int) -> type[BoundedConnection]:
+    """The class of connections of a server with at most ``most`` of them."""
+    return type("BoundedConnection", (BoundedConnection,), {"most": most})
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer that there are too many connections."""
+    error = {"message": "the server has too many connections; try again later", "type": "server_error"}
+    body = json.dumps({"error": {**error, "param": None, "code": "too_many_connections"}}).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "retry-after": "1"}
+    pairs = [(name.encode(), value.encode()) for name, value in (headers | {"connection": "close"}).items()]
+    await send({"type": "http.response.start", "status": 503, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

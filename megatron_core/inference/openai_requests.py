@@ -1,0 +1,200 @@
+"""The JSON of OpenAI's completions and chat completions, as pydantic models; what is not supported is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from megatron_core.errors import DataError
+
+MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 20, 4, 1000
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Parameters that do not change the text."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Parameters that are not supported -> the values, beside null, that have no effect."""
+
+
+class RequestError(DataError):
+    """A wrong request: one sentence, the parameter, and OpenAI's code of the error if it has one."""
+
+    def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class StreamOptions(_Model):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted; the server adds no random fields."""
+
+
+class GenerationRequest(_Model):
+    """The parameters that both kinds of requests have."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    stop: list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        """Drop parameters without effect, and refuse those that are not supported."""
+        if not isinstance(given, dict):
+            return given
+        for name, values in NEUTRAL.items():
+            if given.get(name) is not None and given[name] not in values:
+                raise RequestError(f"{name!r} is not supported; leave it out", name)
+        return {key: value for key, value in given.items() if key not in NEUTRAL and key not in IGNORED}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, stop: Any) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+            raise RequestError(f"stop={shown(stop)}: give a text or a list of texts, none of them empty", "stop")
+        if len(stops) > MOST_STOPS:
+            raise RequestError(f"stop has {len(stops)} texts; give at most {MOST_STOPS}", "stop")
+        if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
+            raise RequestError(f"stop has a text of {longest} characters; give at most {LONGEST_STOP}", "stop")
+        return stops
+
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options needs stream=true; add it, or leave stream_options out", "stream_options"
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """A request for continuations of prompts."""
+
+    prompt: list[str | list[int]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, prompt: Any) -> list[str | list[int]]:
+        prompts = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
+        if not prompts or not all(isinstance(each, str) or _are_tokens(each) for each in prompts):
+            raise RequestError("prompt must be a text, a list of token ids, or a list of one of them", "prompt")
+        return prompts
+
+    @model_validator(mode="after")
+    def _scores_are_not_streamed(self) -> CompletionRequest:
+        if self.stream and self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs is not streamed; leave stream out", "stream")
+        return self
+
+
+class Message(_Model):
+    """A message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant"]  # not tool and function: tools are not supported
+    content: str
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, given: Any) -> Any:
+        """Drop empty parameters: clients send earlier answers back with ``tool_calls: []``."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value or key in ("role", "content")}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        """The text of a list of text parts."""
+        if not isinstance(content, list):
+            return content
+        if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in content) or not all(
+            part["type"] == "text" and isinstance(part["text"], str) for part in content
+        ):
+            raise RequestError('content must be a text, or a list of {"type": "text", "text": ...}', "messages")
+        return "".join(part["text"] for part in content)
+
+
+class ChatRequest(GenerationRequest):
+    """A request for answers to a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_need_scores(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true; add it, or leave top_logprobs out", "top_logprobs")
+        return self
+
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+
+
+def read_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    """The request in ``body``; ``RequestError`` for the first fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    reason = fault.get("ctx", {}).get("error")
+    if isinstance(reason, RequestError):
+        raise reason
+    kind_of_fault, where, message = fault["type"], fault["loc"], fault["msg"]
+    param = str(where[0]) if where else None
+    if kind_of_fault == "json_invalid":
+        raise RequestError(f"the request is not JSON: {message.removeprefix('Invalid JSON: ')}")
+    if not where:
+        raise RequestError("the request is not a JSON object")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+    if kind_of_fault == "missing":
+        raise RequestError(f"{name} is missing; add it", param)
+    if kind_of_fault == "extra_forbidden":
+        raise RequestError(f"{shown(name)} is not a parameter of this server; leave it out", param)
+    raise RequestError(f"{name}={shown(fault['input'])}: {message.replace('Input', 'it', 1)}", param)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(type(each) is int for each in value)
+
+
+def shown(value: Any, most: int = 40) -> str:
+    """A value for a message, shortened."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= most else text[:most] + "..."
+    return repr(text) if isinstance(value, str) else text
