@@ -29,6 +29,12 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not blank, or the error's type, for a message."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return shortened(next(filter(None, lines), type(error).__name__)).rstrip(".")
+
+
 def _middle_left_out(text: str, most: int) -> str:
     """A long ``text`` without its middle: the setting stands at its beginning, and the way out at its end."""
     half = most // 2

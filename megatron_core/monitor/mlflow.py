@@ -2,19 +2,23 @@
 
 import errno
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, first_line
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import make_folder
 
 MOST_PARAMETERS, LONGEST = 100, 500
 """Parameters of one call, and characters of one, that every store of MLflow takes."""
+
+HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Defaults for a server that does not answer; MLflow's own let the training wait for several minutes."""
 
 
 class MlflowSink:
@@ -33,16 +37,30 @@ class MlflowSink:
                 "sqlalchemy alembic, or remove the flag"
             ) from error
         self._entities, self._failure = mlflow.entities, mlflow.exceptions.MlflowException
+        for name, value in HTTP.items():
+            os.environ.setdefault(name, value)
         folder = Path(save_dir or ".").absolute()
         make_folder(folder)
         store = config.mlflow_tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
-        self._client = mlflow.MlflowClient(tracking_uri=store)
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=store)
+            self._run = self._start(config, settings)
+        except Exception as error:  # of many kinds: no such store, no answer, a name it refuses
+            raise ConfigError(
+                f"mlflow_tracking_uri={config.mlflow_tracking_uri} and mlflow_experiment={config.mlflow_experiment}: "
+                f"MLflow cannot start a run ({first_line(error)}); give a store such as sqlite:///mlflow.db or the "
+                "http address of a server that runs, or remove the flags"
+            ) from error
+
+    def _start(self, config: MonitorConfig, settings: Mapping[str, Any]) -> str:
+        """Start a run with the ``settings``; returns its identifier."""
         known = self._client.get_experiment_by_name(config.mlflow_experiment)
         experiment = self._client.create_experiment(config.mlflow_experiment) if known is None else known.experiment_id
-        self._run = self._client.create_run(experiment, run_name=config.mlflow_run_name).info.run_id
+        run: str = self._client.create_run(experiment, run_name=config.mlflow_run_name).info.run_id
         parameters = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
         for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self._run, params=parameters[first : first + MOST_PARAMETERS])
+            self._client.log_batch(run, params=parameters[first : first + MOST_PARAMETERS])
+        return run
 
     def on_step(self, event: StepEvent) -> None:
         """Log one step."""
@@ -67,4 +85,4 @@ class MlflowSink:
         try:
             call(self._run, **given)
         except self._failure as error:
-            raise OSError(errno.EIO, str(error).partition("\n")[0]) from error
+            raise OSError(errno.EIO, first_line(error)) from error

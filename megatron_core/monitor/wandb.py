@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, first_line
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import make_folder
@@ -29,13 +29,14 @@ class WandbSink:
         folder = config.wandb_save_dir or (None if save_dir is None else str(Path(save_dir) / "wandb"))
         if folder is not None:
             make_folder(folder)
-        self._run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            entity=config.wandb_entity,
-            dir=folder,
-            config=dict(settings),
-        )
+        names = {"project": config.wandb_project, "name": config.wandb_exp_name, "entity": config.wandb_entity}
+        try:
+            self._run = wandb.init(**names, dir=folder, config=dict(settings))
+        except Exception as error:  # of many kinds: no login, no network, a name it refuses
+            raise ConfigError(
+                f"wandb_project={config.wandb_project}: Weights & Biases cannot start a run ({first_line(error)}); log "
+                "in with wandb login, set WANDB_MODE=offline to keep the run on this machine, or remove the flag"
+            ) from error
 
     def on_step(self, event: StepEvent) -> None:
         """Log one step."""

@@ -47,3 +47,14 @@ def test_a_training_survives_a_store_that_fails(tmp_path: Path, capsys: pytest.C
     lenient.on_validation(validation(3, loss=0.0))
     lenient.close()
     assert capsys.readouterr().err.count("mlflow_experiment CANNOT BE WRITTEN") == 1
+
+
+@pytest.mark.parametrize("store", ["{}/mlruns", "bad://x", "http://127.0.0.1:9", "\0"])
+def test_a_store_that_cannot_be_used_is_one_sentence(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    uri = store.format(f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match=r"mlflow_tracking_uri=.* mlflow_experiment=e: MLflow cannot start") as error:
+        build_sinks(MonitorConfig(mlflow_experiment="e", mlflow_tracking_uri=uri, progress=False), tmp_path)
+    assert "\n" not in str(error.value)

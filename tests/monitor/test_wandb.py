@@ -48,3 +48,12 @@ def test_offline_files_of_the_package_itself(tmp_path: Path, monkeypatch: pytest
     sink.on_step(step(3))
     sink.close()
     assert len(list((tmp_path / "wandb").rglob("run-*.wandb"))) == 1
+
+
+def test_without_a_login_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise RuntimeError("\nNo API key configured. Use `wandb login` to log in.\nmore")  # as wandb's UsageError
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ConfigError, match=r"wandb_project=p: .* cannot start a run \(No API key.* WANDB_MODE=offline"):
+        build_sinks(MonitorConfig(wandb_project="p", progress=False))

@@ -111,7 +111,7 @@ def test_templates_that_fail(text: str, tmp_path: Path) -> None:
     write_tokenizer_json(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(text)
     template = chat_template_of(HuggingFaceTokenizer(tmp_path))
-    with pytest.raises(DataError, match="the chat template (refuses these messages|fails with ZeroDivisionError)"):
+    with pytest.raises(DataError, match=r"the chat template (refuses these messages|fails with ZeroDivisionError)"):
         template.render([{"role": "user", "content": "x"}])
 
 
