@@ -23,6 +23,7 @@ LEVELS = {
     "errors": 0,
     "command": 0,
     "lazy": 0,
+    "schema": 0,
     "terminal": 0,
     "text_file": 0,
     "output_file": 0,
@@ -74,9 +75,8 @@ LEVELS = {
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors")}
-WITHIN_LEVEL_0 |= {
-    (own, other) for own in ("schedules", "config") for other in ("errors", "terminal", "text_file", "output_file")
-}
+BASES = ("errors", "schema", "terminal", "text_file", "output_file")
+WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in BASES}
 # Stricter than the level alone.
 NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}

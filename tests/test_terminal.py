@@ -53,7 +53,7 @@ def test_warnings_and_messages_are_escaped_on_a_terminal() -> None:
     with on_terminal() as terminal:
         print(EVIL, file=sys.stderr, flush=True)
         assert received(terminal) == SHOWN + "\n"
-        assert plot_metrics("folder/\x1b[2Jx") == 1
+        assert plot_metrics(("folder/\x1b[2Jx",)) == 1
         assert "folder/\\x1b[2Jx cannot be read" in received(terminal)
 
 

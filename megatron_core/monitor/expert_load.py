@@ -53,6 +53,14 @@ class ExpertLoad:
         }
 
 
+def recorded_loads(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Of each step's record the load by layer, as far as steps have the layers and experts of the last one: a run may
+    be continued with others."""
+    found = [step["experts"] for step in steps if step.get("experts")]
+    shapes = [{layer: len(load["tokens"]) for layer, load in loads.items()} for loads in found]
+    return [loads for loads, shape in zip(found, shapes, strict=True) if shape == shapes[-1]]
+
+
 class StarvedExperts:
     """Watches for experts that get all but no tokens for many steps; each is named once, until it recovers."""
 

@@ -6,6 +6,7 @@ it was: ``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"lo
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.record_schema import wrong_metrics
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
 
 METRICS = json_lines("metrics file", b'{"kind": "')
@@ -128,9 +130,12 @@ def _is_superseded(old: dict[str, Any], new: dict[str, Any]) -> bool:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of one file as they stand."""
     try:
+        if os.path.exists(path) and not path.is_file():
+            raise OSError(0, "it is not a file")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise DataError(f"metrics file {path} cannot be read: {error.strerror}; give a run's metrics.jsonl") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", error)
+        raise DataError(f"metrics file {path} cannot be read: {reason}; give a run's metrics.jsonl") from error
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -139,11 +144,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
             try:
                 record = _from_json(record)
+                names = wrong_metrics(record)
             except (ValueError, TypeError, AttributeError):
-                record = {}
-            wrong = [name for name in ("iteration", "loss") if type(record.get(name)) not in (int, float)]
-            if wrong:
-                raise DataError(f"{path}, line {number} is no record of a run: {' and '.join(wrong)} must be numbers")
+                names = ["non_finite"]
+            if names:
+                shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+                raise DataError(f"{path}, line {number} is no record of a run: missing or out of range: {shown}")
             yield record
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatron_core.errors import DataError
+from megatron_core.monitor.expert_load import recorded_loads
 from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import save_picture
 
@@ -18,7 +19,7 @@ def expert_loads(path: str | Path) -> tuple[list[int], np.ndarray]:
 
     Errors: ``DataError`` for a metrics file without experts.
     """
-    steps = [record["experts"] for record in read_metrics(path) if record.get("experts")]
+    steps = recorded_loads(read_metrics(path))
     if not steps:
         raise DataError(f"metrics file {path} has no load of experts; give that of a run with --num-experts")
     layers = sorted(map(int, steps[0]))

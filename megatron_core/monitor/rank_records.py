@@ -15,14 +15,16 @@ or of some ranks alone, still say what they know.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_core.errors import DataError
+from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
 from megatron_core.monitor.lenient import tell_unwritable
+from megatron_core.monitor.record_schema import checked_line
 from megatron_core.parallel.meter import StepTimes
 
 VERSION = 1
@@ -114,9 +116,10 @@ def read_run(run: str | Path) -> RunRecords:
     else:
         notes.append(f"{path.name} is missing: losses and throughput are unknown")
     ranks: dict[int, list[Record]] = {}
-    for file in sorted(path.with_suffix(".ranks").glob("rank*.jsonl")):
-        lines = read_rank_file(file, notes)
-        if lines:
+    for file in sorted(path.with_suffix(".ranks").glob("*.jsonl")):
+        if not re.fullmatch("rank[0-9]{5,7}", file.stem):
+            notes.append(f"{visible(file.name)} is not named as a rank's file, such as rank00000.jsonl; left out")
+        elif lines := read_rank_file(file, notes):
             ranks[int(file.stem.removeprefix("rank"))] = lines
     if not metrics and not ranks and path.is_file() and path.stat().st_size:
         raise DataError(f"{path} has no records of a run; give the folder of --save or the file of --metrics-file")
@@ -132,37 +135,34 @@ def read_run(run: str | Path) -> RunRecords:
 
 
 def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
-    """The lines of one file that can be read; what cannot is added to ``notes``."""
-    found, torn, other = [], 0, set()
+    """The lines of one file that can be read; a sentence about the others is added to ``notes``."""
+    found, damaged, other = [], 0, set()
     version: Any = VERSION
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error.strerror}); left out")
+        return []
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            torn += 1
-            continue
-        if not isinstance(record, dict):
-            torn += 1
-            continue
-        if record.get("kind") == "start":
+            record = None
+        if isinstance(record, dict) and record.get("kind") == "start":
             version = record.get("version")
-        if version != VERSION:
-            other.add(version)
-        elif _is_whole(record):
-            found.append(record)
-    if torn:
-        notes.append(f"{file.name}: {torn} line{'s' * (torn > 1)} cut off, as when a process is killed; left out")
+        if isinstance(record, dict) and version != VERSION:
+            other.add(shortened(str(version), 40))
+        elif isinstance(record, dict) and (checked := checked_line(record)) is not None:
+            found.append(checked)
+        else:
+            damaged += 1
+    if damaged:
+        plural = "s are" if damaged > 1 else " is"
+        notes.append(f"{file.name}: {damaged} line{plural} damaged or cut off, as when a process is killed; left out")
     if other:
-        names = ", ".join(map(str, sorted(other, key=str)))
+        names = ", ".join(sorted(other)[:8])
         notes.append(f"{file.name} has records of version {names}, this program reads {VERSION}; those are left out")
     return found
-
-
-def _is_whole(record: Record) -> bool:
-    """Whether a line has what its readers use."""
-    needed = {"start": {"rank", "world_size"}, "times": {"first", "last", "at", "seconds", "phases", "traffic"}}
-    kind = record.get("kind")
-    return kind in needed and needed[kind] <= set(record)
 
 
 def _short(number: float) -> float:

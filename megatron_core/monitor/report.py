@@ -13,7 +13,7 @@ import yaml
 
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.diagnosis import Diagnosis, diagnose
-from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
 from megatron_core.monitor.goodput import LOST
 from megatron_core.monitor.page import GENERATOR, bars, chart, digits, page, paragraph, picture, table, tiles
 from megatron_core.monitor.plot_experts import plot_expert_load
@@ -127,8 +127,9 @@ def _norms_by_layer(summary: Summary) -> str:
         return paragraph("Norms by layer are recorded with --log-norms-by-layer.", "soft")
     last, rows = steps[-1], []
     for name in _names(summary, metric):
-        grad, weights = last[name], last[name.replace("grad", "params", 1)]
-        rows.append((name.partition("/")[2], grad, weights, grad / weights if weights else math.nan))
+        grad, weights = (last.get(each) for each in (name, name.replace("grad", "params", 1)))
+        if grad is not None and weights is not None:
+            rows.append((name.partition("/")[2], grad, weights, grad / weights if weights else math.nan))
     return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
@@ -235,7 +236,7 @@ def _pipeline(summary: Summary) -> str:
 
 
 def _experts(summary: Summary, metrics: Path) -> str:
-    steps = [step["experts"] for step in summary.records.steps() if step.get("experts")]
+    steps = recorded_loads(summary.records.steps())
     if not steps:
         return paragraph("No layer has experts.", "soft")
     rows = []

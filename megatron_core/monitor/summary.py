@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from megatron_core.monitor.expert_load import STARVED_SHARE
+from megatron_core.monitor.expert_load import STARVED_SHARE, recorded_loads
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import RunRecords
 from megatron_core.monitor.timers import COMPUTE
@@ -152,7 +152,7 @@ class Summary:
 
     def unequal_layers(self) -> dict[str, tuple[float, list[int]]]:
         """By layer with unequal loads of late: the largest over the mean one, and the experts that starve."""
-        loads = [step["experts"] for step in self.records.steps()[-20:] if step.get("experts")]
+        loads = recorded_loads(self.records.steps()[-20:])
         found = {}
         for layer in loads[-1] if loads else ():
             worst = mean(load[layer]["max_over_mean"] for load in loads)

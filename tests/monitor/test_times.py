@@ -151,7 +151,7 @@ def test_records_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert len(found.ranks[0]) == 2
     notes = "\n".join(found.notes)
-    assert "metrics.jsonl is missing" in notes and "1 line cut off" in notes
+    assert "metrics.jsonl is missing" in notes and "1 line is damaged or cut off" in notes
     assert "records of 1 of 2 ranks are missing (1)" in notes
     RankWriter(metrics, 0, {"world_size": 1}).close()
     lines = path.read_text().splitlines()

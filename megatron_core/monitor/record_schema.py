@@ -1,0 +1,91 @@
+"""Fields of a run's records. Every reader checks them when it reads, so that programs can rely on types and ranges."""
+
+from typing import Any
+
+from megatron_core.config import RunConfig
+from megatron_core.config.file import convert, field_types
+from megatron_core.config.rules_ranges import range_problems
+from megatron_core.errors import ConfigError
+from megatron_core.schema import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
+
+SECONDS = real(0.0, 1e12)
+TRAFFIC = table({"calls": real(), "bytes": real(), "exposed": SECONDS, "in_flight": SECONDS})
+LOAD = table({"tokens": items(whole()), "dropped": whole(), "max_over_mean": real(), "entropy": real(0.0, 1.001)})
+
+STEP = {
+    "iteration": whole(), "total_iterations": whole(), "consumed_samples": whole(), "consumed_tokens": whole(),
+    "loss": any_real, "learning_rate": real(), "global_batch_size": whole(1), "elapsed_ms": real(),
+    "tokens_per_second": real(), "model_flops_per_second": real(),
+}  # fmt: skip
+STEP_OPTIONAL = {
+    "loss_scale": real(), "grad_norm": maybe(any_real), "params_norm": maybe(any_real),
+    "num_zeros_in_grad": maybe(real()), "memory_bytes": whole(), "skipped": flag, "phases": mapping(SECONDS),
+    "memory": mapping(whole()), "goodput": maybe(real(0.0, 1.0)), "product_rate": maybe(real()),
+    "utilisation": maybe(real()), "layout": maybe(text),
+}  # fmt: skip
+VALIDATION = {"iteration": whole(), "loss": any_real, "split": text}
+VALIDATION_OPTIONAL = {"consumed_samples": whole(), "consumed_tokens": whole(), "perplexity": any_real}
+START = {"rank": whole(0, 2**20), "world_size": whole(1, 2**20)}
+TIMES = {
+    "first": whole(), "last": whole(), "at": SECONDS, "seconds": SECONDS, "phases": mapping(SECONDS),
+    "traffic": mapping(TRAFFIC),
+}  # fmt: skip
+TIMES_OPTIONAL = {"memory": mapping(whole()), "skipped": whole(), "complete": flag}
+
+
+def wrong_metrics(record: dict[str, Any]) -> list[str]:
+    """Names of the fields of a step or an evaluation that are missing or have other types or ranges."""
+    if record["kind"] == "validation":
+        return wrong(record, VALIDATION, VALIDATION_OPTIONAL)
+    others = set(record) - set(STEP) - set(STEP_OPTIONAL) - {"kind", "experts"}  # auxiliary losses, parts of metrics
+    optional = {**STEP_OPTIONAL, **dict.fromkeys(sorted(others), maybe(any_real)), "experts": _is_load}
+    return wrong(record, STEP, optional)
+
+
+def checked_line(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of a line of a rank's file that its readers use; None for another or a damaged line."""
+    kind = record.get("kind")
+    if kind not in ("start", "times"):
+        return None
+    fields, optional = (START, START_OPTIONAL) if kind == "start" else (TIMES, TIMES_OPTIONAL)
+    if wrong(record, fields, optional) or (kind == "times" and not _is_stretch(record)):
+        return None
+    found = {"kind": kind} | {name: record[name] for name in (*fields, *optional) if name in record}
+    return found | {"config": _settings(found["config"])} if "config" in found else found
+
+
+def _is_stretch(record: dict[str, Any]) -> bool:
+    """Whether the steps of a stretch have a time and are at least as many as the skipped ones; it may have no steps."""
+    steps = record["last"] - record["first"] + 1
+    return steps == 0 or (steps > 0 and record["seconds"] > 0 and record.get("skipped", 0) <= steps)
+
+
+def _is_load(value: Any) -> bool:
+    """Whether ``value`` is the load of layers with the same number of experts, by layer."""
+    return (
+        mapping(LOAD)(value)
+        and all(layer.isascii() and layer.isdigit() and len(layer) < 8 for layer in value)
+        and len({len(load["tokens"]) for load in value.values()}) <= 1
+    )
+
+
+def _is_config(value: Any) -> bool:
+    """Whether the settings that this version knows have legal values."""
+    try:
+        return not any(range_problems(RunConfig.from_flat(RunConfig().flat() | {"lr": 1.0} | _settings(value))))
+    except (AttributeError, TypeError, ValueError, OverflowError, ConfigError):
+        return False
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that this version knows, in their types."""
+    kinds = field_types()
+    return {name: convert(value, kinds[name]) for name, value in config.items() if name in kinds}
+
+
+START_OPTIONAL = {
+    "version": whole(), "coordinates": mapping(whole(0, 2**20)), "host": text, "device": text, "began": SECONDS,
+    "iteration": whole(), "layout": maybe(text), "work": maybe(real()), "memory_total": whole(),
+    "product_rate": maybe(real()), "rate_of": mapping(lambda value: True), "config": _is_config,
+    "environment": mapping(lambda value: True),
+}  # fmt: skip
