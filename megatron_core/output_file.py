@@ -198,13 +198,26 @@ def _is_shared(folder: Path) -> bool:
 def no_follow(path: str | Path, flags: int) -> int:
     """An ``opener`` for ``open``: refuses to write through a link, unless it leads to a pipe or a device, such as
     /dev/stdout."""
+    if stat.S_ISFIFO(_mode(path)):  # opening would block until another process reads
+        flags |= os.O_NONBLOCK
     is_device = os.path.islink(path) and os.path.exists(path) and not os.path.isfile(path)
     try:
-        return os.open(path, flags | os.O_CLOEXEC | (0 if is_device else os.O_NOFOLLOW), 0o666)
+        opened = os.open(path, flags | os.O_CLOEXEC | (0 if is_device else os.O_NOFOLLOW), 0o666)
+        os.set_blocking(opened, True)
+        return opened
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a named pipe that no process reads; give a file", str(path)) from None
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, which is not followed; remove it", str(path)) from None
         raise
+
+
+def _mode(path: str | Path) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return 0
 
 
 def no_follow_new(path: str | Path, flags: int) -> int:

@@ -216,6 +216,18 @@ def test_links_to_devices_are_followed_and_others_are_not(tmp_path: Path) -> Non
     assert (tmp_path / "victim").read_text() == TEXT
 
 
+def test_a_named_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a named pipe that no process reads; give a file"):
+        JsonLinesSink(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    sink = JsonLinesSink(tmp_path / "pipe")
+    sink.on_step(step(1))
+    assert os.read(reader, 16) == b'{"kind": "step",' and os.get_blocking(sink._file._file.fileno())
+    sink.close()
+    os.close(reader)
+
+
 def test_the_output_may_be_a_device_but_not_a_folder(tmp_path: Path) -> None:
     kind = json_with("thing", "a")
     prepare_output({"json": "/dev/null", "run": "x"}, "json", kind)

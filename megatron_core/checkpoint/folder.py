@@ -4,6 +4,7 @@ SAVE/latest_checkpointed_iteration.txt        the newest complete iteration
 SAVE/iter_0000100/manifest.json               counters, configuration, files, and for each tensor its boxes
 SAVE/iter_0000100/rank_00000.safetensors      the boxes that rank 0 wrote
 SAVE/iter_0000100/tokenizer/                  the tokenizer's files
+SAVE/config.yaml                              the settings of the run
 SAVE/.lock                                    locked by the run that writes here
 SAVE/.run                                     the run's id, if it keeps copies in the hosts' memory
 """
@@ -26,6 +27,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.output_file import is_still_at, no_follow
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "config.yaml"
 LOCK = ".lock"
 RUN = ".run"
 """A file with the id of the run that saves here; its checkpoints for a fast restart have the same id."""
@@ -125,6 +127,8 @@ def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Colle
     """``CheckpointError`` if ``folder``, for a fast restart of a run that saves into ``save``, is the same folder or
     holds checkpoints of others than ``runs``, those of ``save``: each save there deletes all others."""
     what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
+    if not what and (folder / CONFIG).exists():
+        what = f"is the folder of --save of a run, whose {CONFIG} it holds"
     for number in () if what else complete_iterations(folder):
         path, text = iteration_folder(folder, number), b""
         with suppress(OSError):
@@ -182,7 +186,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         there = ", ".join(iteration_folder(root, number).name for number in complete) or "none"
         if step is not None or not complete:
             folder = iteration_folder(root, tracked)
-            raise CheckpointError(f"{folder} is no complete checkpoint; complete ones in {root}: {there}")
+            foreign = folder.exists() and not is_own(folder)
+            more = "; tools/convert_checkpoint.py --from megatron converts those of Megatron-LM" if foreign else ""
+            raise CheckpointError(f"{folder} is no complete checkpoint; complete ones in {root}: {there}{more}")
         fault = f"names iteration {tracked}, which is not there"
     if step is not None:
         return Candidates((iteration_folder(root, step),), named=True)

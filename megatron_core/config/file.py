@@ -47,9 +47,12 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
 
 
-def write_config(config: RunConfig, path: str | Path) -> None:
-    """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it."""
-    refuse_other_file(f"{path} cannot be written", path, _WRITTEN)
+def write_config(config: RunConfig, path: str | Path, named: str = "the configuration is not written") -> None:
+    """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it.
+
+    Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
+    """
+    refuse_other_file(named, path, _WRITTEN)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
         file.write(f"{_HEADER}; --config FILE uses them again.\n" + yaml.safe_dump(asdict(config), sort_keys=False))
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_core.checkpoint import BackgroundSave, FolderLock, Piece, Save, Snapshot, save_checkpoint
 from megatron_core.checkpoint.copies import save_copies
 from megatron_core.checkpoint.folder import (
+    CONFIG,
     LOCK,
     complete_iterations,
     iteration_folder,
@@ -37,7 +38,6 @@ from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
-CONFIG = "config.yaml"
 LEAVE_SECONDS = 60.0
 """How long a process that ends by an error waits for its part of a checkpoint."""
 
@@ -144,12 +144,13 @@ class CheckpointSaver:
 
     def keep_config(self) -> None:
         """Write the configuration with which this run is resumed beside the checkpoints."""
+        named = f"save={str(self.folder)!r}"
         try:
             make_folder(self.folder)
             resumed = replace(self.config, checkpoint=self.config.checkpoint.for_resume())
-            write_config(resumed, self.folder / CONFIG)
+            write_config(resumed, self.folder / CONFIG, named)
         except OSError as error:
-            raise ConfigError(f"save={str(self.folder)!r} cannot be written: {error}; give another folder") from None
+            raise ConfigError(f"{named} cannot be written: {error}; give another folder") from None
         self._keeps_config = True
 
     def restore_folders(self) -> str:

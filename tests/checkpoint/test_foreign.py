@@ -88,8 +88,13 @@ def test_a_fast_restart_in_the_folder_of_save_is_refused(kind: str, tmp_path: Pa
 def test_a_fast_restart_in_the_folder_of_other_permanent_checkpoints_is_refused(kind: str, tmp_path: Path) -> None:
     job(save=str(tmp_path / "other"), save_interval=1)
     before = contents(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"is the folder of --save of a run, whose config\.yaml it holds"):
+        job(save=str(tmp_path / "own"), **fast_folder(kind, tmp_path / "other"))
+    assert contents(tmp_path / "other") == before
+    (tmp_path / "other" / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"holds iter_0000001, a permanent checkpoint; .* give another folder"):
         job(save=str(tmp_path / "own"), **fast_folder(kind, tmp_path / "other"))
+    del before["config.yaml"]
     assert contents(tmp_path / "other") == before
     with pytest.raises(CheckpointError, match="is itself a checkpoint"):
         job(save=str(tmp_path / "own"), **fast_folder(kind, tmp_path / "other" / "iter_0000002"))
@@ -330,6 +335,6 @@ def test_write_config_keeps_other_files(tmp_path: Path) -> None:
 
     path = tmp_path / "own.yaml"
     path.write_text("num_layers: 2 # by hand\n")
-    with pytest.raises(ConfigError, match=r"own.yaml exists and is not a configuration that a run wrote"):
+    with pytest.raises(ConfigError, match=r"own\.yaml exists and is not a configuration that a run wrote"):
         write_config(RunConfig(), path)
     assert path.read_text() == "num_layers: 2 # by hand\n"
