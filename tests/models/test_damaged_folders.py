@@ -63,7 +63,17 @@ INCOMPLETE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "more layers in config.json": (
         "llama",
         lambda f: edit_config(f, num_hidden_layers=65_536),
-        "asks for 65536 layers, and the files have no tensor of layer 65535",
+        "asks for 65536 layers, and the files have no tensor of the last one",
+    ),
+    "more experts in config.json": (
+        "mixtral",
+        lambda f: edit_config(f, num_local_experts=65_536),
+        "asks for 65536 experts, and the files have no tensor of the last one",
+    ),
+    "fewer experts in config.json": (
+        "mixtral",
+        lambda f: edit_config(f, num_local_experts=3),
+        r"without a use: model\.layers\.0\..*experts",
     ),
     "an unknown bias": (
         "llama",

@@ -90,13 +90,21 @@ class HuggingFaceReader:
         """Compare the sizes of config.json with the files before a model of these sizes is described."""
         embedding = self.architecture.source(EMBEDDING)
         self._check_shape(embedding.names[0], (self.state["vocab_size"], self.model.hidden_size))
-        last = self.model.num_layers - 1
-        sources = (source.for_layer(str(last)) for name, source in self.architecture.tensors.items() if "{n}" in name)
-        names = (name.replace("{e}", "0") for source in sources for name in source.names)
+        self._check_last("layers", self.model.num_layers, self.model.num_layers - 1, 0)
+        if self.model.num_experts and self.model.expert_layers:
+            self._check_last(
+                "experts", self.model.num_experts, self.model.expert_layers[-1], self.model.num_experts - 1
+            )
+
+    def _check_last(self, what: str, count: int, layer: int, expert: int) -> None:
+        """``CheckpointError`` unless a tensor of the last layer, or of the last expert there, is stored."""
+        mark = "{e}" if what == "experts" else ""
+        sources = (source.for_layer(str(layer)) for name, source in self.architecture.tensors.items() if "{n}" in name)
+        names = (name.replace("{e}", str(expert)) for source in sources for name in source.names if mark in name)
         if not any(self._stored(name) for name in names):
             raise CheckpointError(
-                f"{self.folder}: {CONFIG} asks for {last + 1} layers, and the files have no tensor of layer {last}; "
-                "correct the number of layers, or copy the files again"
+                f"{self.folder}: {CONFIG} asks for {count} {what}, and the files have no tensor of the last one; "
+                f"correct the number of {what}, or copy the files again"
             )
 
     def _check_complete(self) -> None:
