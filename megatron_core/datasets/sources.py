@@ -67,12 +67,11 @@ def record_sources(data: DataConfig) -> list[Record]:
     files = []
     for use, given in lists:
         weights, names = parse_blend(given) if given else (None, ())
-        files += [(use, path, weights and weights[n]) for n, path in enumerate(names)]
+        files += [(use, path, None if weights is None else weights[n]) for n, path in enumerate(names)]
     read = _read_conversations if data.sft else _read_tokens
+    distinct = list(dict.fromkeys(path for _, path, _ in files))
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
-        found = dict(
-            zip({path for _, path, _ in files}, threads.map(read, {path for _, path, _ in files}), strict=True)
-        )
+        found = dict(zip(distinct, threads.map(read, distinct), strict=True))
     return [asdict(DataSource(use, path, weight, *found[path])) for use, path, weight in files]
 
 
