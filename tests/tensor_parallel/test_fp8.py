@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config.fp8 import FP8Config
+from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, linear
 from megatron_core.tensor_parallel import fp8 as fp8_products
 from megatron_core.tensor_parallel.fp8 import FP8Precision
@@ -84,3 +85,59 @@ def _outputs(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_layer_over_two_ranks(recipe: str) -> None:
     run_ranks(2, _outputs, recipe)
+
+
+def _rounded(x: torch.Tensor, blocks: tuple[int, ...], *, power_of_two: bool = False) -> torch.Tensor:
+    """The definition: x in e4m3 with a scale of 448 / amax for each block, and back, in float64."""
+    sizes = [size for extent, block in zip(x.shape, blocks, strict=True) for size in (extent // block, block)]
+    inside = tuple(range(1, 2 * x.dim(), 2))
+    blocked = x.double().view(sizes)
+    scale = 448.0 / blocked.abs().amax(inside, keepdim=True)
+    if power_of_two:
+        scale = 2.0 ** scale.log2().floor()
+    return ((blocked * scale).to(torch.float8_e4m3fn).double() / scale).view(x.shape)
+
+
+def _massive_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations ``[sequence, token, I]`` as in trained models: the first token of a sequence has one element that is
+    about 200 times the others; and a weight ``[O, I]``."""
+    draw = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(8, 16, 128, generator=draw), torch.randn(128, 128, generator=draw)
+    x[:, 0, 7] = 200 * (1 + 0.2 * torch.randn(8, generator=draw))
+    return x.bfloat16().float(), weight.bfloat16().float()
+
+
+def test_recipes_are_their_definition_on_massive_activations() -> None:
+    """Each output is the product of matrices that are rounded by the definition; two rules cost accuracy.
+
+    448 / amax holds the largest element exactly, a power of two does not; and the scale of a micro-batch holds that of
+    one sequence alone.
+    """
+    squares: dict[str, float] = dict.fromkeys(("whole", "sequences", "rows", "rows, exact"), 0.0)
+    for seed in range(6):
+        x, weight = _massive_tokens(seed)
+        tokens, features = x.shape[1:]
+        baseline = x.double() @ weight.double().T
+        of_weight = _rounded(weight, weight.shape)
+        by_row = _rounded(x, (1, 1, features), power_of_two=True), _rounded(weight, (1, 128), power_of_two=True)
+        along = [(_rounded(x, (1, 1, n), power_of_two=True), n) for n in (128, 32)]
+        defined = {
+            "tensorwise": _rounded(x, x.shape) @ of_weight.T,
+            "rowwise": by_row[0] @ by_row[1].T,
+            "blockwise": along[0][0] @ _rounded(weight, (128, 128), power_of_two=True).T,
+            "mxfp8": along[1][0] @ _rounded(weight, (1, 32), power_of_two=True).T,
+        }
+        for recipe, expected in defined.items():
+            products = fp8_products.FP8Products(FP8Config(fp8_format="e4m3", fp8_recipe=recipe), ALONE, ALONE)
+            found, _ = products.output(x, weight, record=False)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+        others = {
+            "whole": defined["tensorwise"],
+            "sequences": _rounded(x, (1, tokens, features)) @ of_weight.T,
+            "rows": defined["rowwise"],
+            "rows, exact": _rounded(x, (1, 1, features)) @ _rounded(weight, (1, 128)).T,
+        }
+        for name, y in others.items():
+            squares[name] += ((y - baseline).square().sum() / baseline.square().sum()).item()
+    assert 1.3 < squares["whole"] / squares["sequences"] < 2.2
+    assert 1.6 < squares["rows"] / squares["rows, exact"] < 2.6
