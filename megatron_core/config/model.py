@@ -146,7 +146,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     squared_relu: bool = False
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = False
-    """GELU in the tanh approximation, as in GPT-2, also with --geglu; default: the exact GELU."""
+    """GELU in the tanh approximation, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM computes the
+    approximation by default in layers with biases."""
     disable_bias_linear: bool = False
     """No biases in the linear layers."""
     add_qkv_bias: bool = False

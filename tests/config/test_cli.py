@@ -243,6 +243,7 @@ def test_yarn_is_selected_as_in_megatron():
             {"optimizer": "muon", "muon_split_qkv": False, "muon_nesterov": True},
         ),
         ("--exit-signal SIGUSR1 --exit-signal-handler", {}),
+        ("--bias-gelu-fusion", {"openai_gelu": True}),
     ],
 )
 def test_a_flag_with_an_effect_in_megatron_has_it_here(text, expected):
