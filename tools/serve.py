@@ -102,6 +102,7 @@ def serve(settings: Settings, world: World) -> None:
         uvicorn.Config(
             Server(service, protocol, max_bytes=settings.max_request_bytes).application(hosts),
             http=bounded(settings.max_connections),
+            ws="none",
             timeout_graceful_shutdown=1,
             log_level="warning",
         )

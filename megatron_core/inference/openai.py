@@ -182,7 +182,11 @@ class Protocol:
         nameless = [{"role": each["role"], "content": each["content"]} for each in read]
         if nameless != read and self._render(nameless) == text:
             raise RequestError("the model's chat template does not use the name of a message; leave it out", "messages")
-        return self.tokenizer.tokenize(text)
+        return self._tokens_of([text])[0]
+
+    def _tokens_of(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts; as a batch, because the tokenizers of Hugging Face release Python's lock only then."""
+        return self.tokenizer.tokenize_batch(texts)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         assert self.template is not None
@@ -193,7 +197,8 @@ class Protocol:
 
     def _prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """The tokens of prompts."""
-        found = [self.tokenizer.tokenize(each) if isinstance(each, str) else each for each in given]
+        texts = iter(self._tokens_of([each for each in given if isinstance(each, str)]))
+        found = [next(texts) if isinstance(each, str) else each for each in given]
         for each in found:
             if not each:
                 raise RequestError("the prompt has no token; give at least one character", "prompt")
