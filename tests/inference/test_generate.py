@@ -12,7 +12,7 @@ import torch
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.kv_cache import KVCache
-from megatron_core.inference.sampling import candidates, choose
+from megatron_core.inference.sampling import candidates, choose, draw
 from megatron_core.models.build import build_stages
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
@@ -260,6 +260,26 @@ def test_top_k_and_top_p() -> None:
     assert kept(top_p=0.51) == [0, 1]
     assert kept(top_p=0.01) == [0]
     assert kept() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0], ids=["flat", "peaked"])
+def test_top_p_of_many_tokens_is_that_of_all_in_order(spread: float) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread
+    for top_p in (0.1, 0.5, 0.95):
+        ordered, index = logits.double().softmax(-1).sort(descending=True)
+        expected = index[: int((ordered.cumsum(-1) < top_p).sum()) + 1]
+        found = candidates(logits, Sampling(temperature=1.0, top_p=top_p)).isfinite().nonzero().flatten()
+        assert abs(len(found) - len(expected)) <= 1, "at the bound float32 decides"
+        assert set(expected[:-1].tolist()) <= set(found.tolist())
+
+
+def test_drawn_tokens_have_their_probabilities() -> None:
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.bincount(torch.tensor([draw(probabilities, generator) for _ in range(20_000)]), minlength=6)
+    assert counts[[0, 2, 5]].tolist() == [0, 0, 0]
+    # Five standard deviations of a count.
+    torch.testing.assert_close(counts / 20_000, probabilities, atol=5 * 0.5 / 20_000**0.5, rtol=0.0)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
