@@ -67,7 +67,9 @@ def refuse(user: str, **given: Any) -> None:
 def adopt(
     root: nn.Module, classes: Iterable[type[ExportedModule]], config: Any, context: LayerContext, samples: SampleNumbers
 ) -> None:
-    """Make the modules in ``root`` instances of ``classes``; weights, names and results stay."""
+    """Make the modules in ``root`` instances of ``classes``; weights, names and results stay. Later changes of
+    ``config`` reach them, see ``ChangingConfig``."""
+    config.add_model(root, context.config)
     exported = {each.stands_for: each for each in classes}
     for module in root.modules():
         if type(module) in exported:

@@ -17,6 +17,7 @@ from megatron_core.model_parallel_config import ModelParallelConfig
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.layer_layout import PipelineParallelLayerLayout
 from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
+from megatron_core.transformer.config_changes import ChangingConfig
 from megatron_core.transformer.enums import AttnBackend
 
 
@@ -37,7 +38,7 @@ _TRANSLATED = frozenset(_TABLES["translated"].split())
 
 
 @dataclass
-class TransformerConfig(ModelParallelConfig, _OtherFields):  # type: ignore[misc, valid-type]
+class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # type: ignore[misc, valid-type]
     """Megatron Core's fields with Megatron Core's defaults; ``model_config`` makes this package's configuration of it.
 
     Those that models here do not read are in ``transformer_config.yaml``; of these, the ones that are not supported

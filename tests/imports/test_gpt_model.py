@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,3 +339,47 @@ def test_types_of_load_balancing_as_a_list(types: list[str], coefficients: Any) 
         model(IDS, labels=IDS).sum().backward()
         gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
     assert torch.equal(*gradients)
+
+
+def test_changes_of_the_configuration_reach_the_model() -> None:
+    """As if the model had been built with them."""
+    losses = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+    changed = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.2, "moe_router_topk_scaling_factor": 2.5}
+    changed |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gradients, experts = [], {"num_moe_experts": 4, "add_bias_linear": False, **losses}
+    for early, late in ((changed, {}), ({}, changed)):
+        settings = config(**experts | early)
+        model = gpt(settings, get_gpt_layer_local_spec(4))
+        for name, value in late.items():
+            setattr(model.config, name, value)
+        model(IDS, labels=IDS).sum().backward()
+        gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
+        assert [name for name, value in changed.items() if getattr(settings, name) != value] == []
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("hidden_dropout", 0.3, "its layers cannot change hidden_dropout"),
+        ("hidden_size", 32, "its layers cannot change"),
+        ("recompute_granularity", "selective", "its layers cannot change recompute_modules"),
+        ("moe_z_loss_coeff", 0.1, "its layers cannot change moe_z_loss_coeff"),
+        ("params_dtype", torch.float32, "its layers cannot change params_dtype"),
+        ("qk_clip", True, "do not support qk_clip=True"),
+    ],
+)
+def test_changes_that_a_model_cannot_follow_are_errors(name: str, value: Any, reason: str) -> None:
+    settings = config(num_moe_experts=4)
+    model, old = gpt(settings, get_gpt_layer_local_spec(4)), getattr(settings, name)
+    for other in (replace(settings), copy.copy(settings), copy.deepcopy(settings)):
+        setattr(other, name, value)
+    with pytest.raises(ConfigError, match=rf"{name}=.* cannot be set: a model was built with .*{reason}"):
+        setattr(settings, name, value)
+    assert getattr(settings, name) == old
+    setattr(settings, name, old)
+    settings.grad_scale_func = settings.no_sync_func = len  # the schedule reads them
+    del model
+    gc.collect()
+    setattr(settings, name, value)
+    assert getattr(settings, name) == value
