@@ -7,14 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_core.errors import ConfigError
-
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """A context that changes nothing. ConfigError where ``config.fp8`` asks for FP8 (``--fp8-format`` of
-    ``pretrain_gpt.py`` has it)."""
-    if config.fp8:
-        raise ConfigError(f"fp8={config.fp8!r} is not supported by models of a TransformerConfig; leave it out")
+    """A context that changes nothing: layers that ``config.fp8`` puts in FP8 use it wherever they are called."""
     return nullcontext()
 
 

@@ -19,7 +19,9 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.process_groups_config import check_groups
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.transformer.module import MegatronModule, sharded
+from megatron_core.transformer.transformer_config import TransformerConfig
 
 
 class DistributedDataParallel(MegatronModule):
@@ -68,7 +70,11 @@ class DistributedDataParallel(MegatronModule):
         together = not ddp_config.overlap_grad_reduce
         self.bucket_groups = partition_buckets(self.buffers, together)
         self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
-        self._step_is_over = False
+        self._step_is_over, self._amax_histories = False, None
+        settings = config.fp8_settings() if isinstance(config, TransformerConfig) else None
+        if settings is not None:
+            ranks, device = groups.group("tp-dp-cp"), self.data_parallel.device
+            self._amax_histories = AmaxHistories([module], settings, ranks, device)
 
     def _rule_of(self, kind: BucketKind, shards: int) -> Rule:
         if not self.ddp_config.zero_stage:
@@ -101,7 +107,7 @@ class DistributedDataParallel(MegatronModule):
         self.data_parallel.start_grad_sync(0)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete, sum and average all gradients."""
+        """Complete, sum and average all gradients; scales of FP8 then follow the step's largest values."""
         self.data_parallel.finish_grad_sync()
         if not getattr(self.config, "calculate_per_token_loss", False):
             self.scale_gradients(1.0 / self._groups.group("dp-cp").size())
@@ -110,6 +116,8 @@ class DistributedDataParallel(MegatronModule):
             for parameter in own:
                 if parameter.dtype == bucket.grads.dtype:
                     parameter.grad = parameter.main_grad
+        if self._amax_histories is not None:
+            self._amax_histories.update()
         self._step_is_over = True
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:

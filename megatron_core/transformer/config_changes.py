@@ -71,7 +71,7 @@ class ChangingConfig:
     def _read(self) -> tuple[ModelConfig, dict[str, Any]]:
         """What models read when they are built."""
         own: Any = self
-        return own.model_config(), {name: getattr(own, name) for name in _WHEN_BUILT}
+        return own.model_config(), {name: getattr(own, name) for name in _WHEN_BUILT} | {"fp8": own.fp8_settings()}
 
 
 def _changes(before: tuple[ModelConfig, dict[str, Any]], after: tuple[ModelConfig, dict[str, Any]]) -> dict[str, Any]:

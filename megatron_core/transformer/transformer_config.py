@@ -8,14 +8,18 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
+from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.moe import LoadBalancing
+from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_layout import RECOMPUTABLE
 from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 from megatron_core.model_parallel_config import ModelParallelConfig
+from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.layer_layout import PipelineParallelLayerLayout
+from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
 from megatron_core.transformer.config_changes import ChangingConfig
 from megatron_core.transformer.enums import AttnBackend
@@ -29,9 +33,9 @@ def squared_relu(x: Tensor) -> Tensor:
 _TABLES = read_table(__file__)
 _WITHOUT_EFFECT: dict[str, object] = _TABLES["without_effect"]
 _NOT_SUPPORTED: dict[str, object] = _TABLES["not_supported"]
-_OtherFields = make_dataclass(
-    "_OtherFields", [(name, Any, field(default=value)) for name, value in (_WITHOUT_EFFECT | _NOT_SUPPORTED).items()]
-)
+_FP8: dict[str, object] = _TABLES["fp8"]
+_OTHERS = _WITHOUT_EFFECT | _NOT_SUPPORTED | _FP8
+_OtherFields = make_dataclass("_OtherFields", [(name, Any, field(default=value)) for name, value in _OTHERS.items()])
 _RENAMED: dict[str, str] = _TABLES["renamed"]
 _DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 _TRANSLATED = frozenset(_TABLES["translated"].split())
@@ -219,7 +223,7 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         for item in fields(type(self)):
             name, value = item.name, getattr(self, item.name)
             target = _RENAMED.get(name, name)
-            if target in values or name in _WITHOUT_EFFECT or name in _TRANSLATED:
+            if target in values or name in _WITHOUT_EFFECT or name in _TRANSLATED or name in _FP8:
                 continue
             if target in known:
                 values[target] = value
@@ -241,8 +245,32 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
             perform_initialization=self.perform_initialization,
             variable_seq_lengths=self.variable_seq_lengths,
             kernel_backend=self.kernel_backend,
+            fp8_precision=self._fp8(),
             device=self.device,
         )
+
+    def fp8_settings(self) -> FP8Config | None:
+        """This package's settings of FP8; None without it."""
+        if not self.fp8:
+            return None
+        legal = {"fp8": ("e4m3", "hybrid"), "fp8_recipe": get_args(Recipe)}
+        for name, values in legal.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is none of {', '.join(values)}")
+        return FP8Config(fp8_format=self.fp8, **{name: getattr(self, name) for name in _FP8 if name != "fp8"})
+
+    def _fp8(self) -> FP8Precision | None:
+        settings = self.fp8_settings()
+        if settings is None:
+            return None
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        )
+        training = TrainingConfig(**vars(settings))
+        for problem in fp8_problems(RunConfig(model=self.model_config(), parallel=parallel, training=training)):
+            raise ConfigError(problem)
+        return FP8Precision(settings, settings.fp8_layers(self.num_layers), current().context.whole)
 
     def _translated(self) -> dict[str, Any]:
         """Fields that have other values here."""

@@ -149,7 +149,9 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
     [
         (lambda: gpt(config(num_moe_experts=4)), "use get_gpt_decoder_block_spec"),
         (lambda: gpt(spec=get_gpt_layer_local_spec(num_experts=4)), "has experts"),
-        (lambda: gpt(config(fp8="hybrid", qk_clip=True)), "fp8='hybrid', qk_clip=True"),
+        (lambda: gpt(config(fp4="e2m1", qk_clip=True)), "fp4='e2m1', qk_clip=True"),
+        (lambda: gpt(config(fp8="e5m2")), "fp8='e5m2' is none of e4m3, hybrid"),
+        (lambda: gpt(config(fp8="hybrid", fp8_recipe="custom")), "fp8_recipe='custom' is none of delayed"),
         (lambda: gpt(position_embedding_type="mrope"), "none of learned_absolute, rope, none"),
         (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec without mtp_num_layers is not supported"),
         (

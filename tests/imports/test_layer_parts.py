@@ -265,8 +265,8 @@ def test_small_functions(tmp_path: Path) -> None:
     assert jit_fuser(fast_gelu) is fast_gelu
     with get_fp8_context(config()):
         assert not is_float8tensor(torch.ones(1))
-    with pytest.raises(ConfigError, match="fp8='hybrid'"):
-        get_fp8_context(config(fp8="hybrid"))
+    with get_fp8_context(config(fp8="hybrid")):
+        pass
     settings = config(config_logger_dir=str(tmp_path / "logs"))
     assert has_config_logger_enabled(settings) and not has_config_logger_enabled(config())
     log_config_to_disk(settings, {"self": 1, "size": 2, "kind": Lin}, prefix="x")
