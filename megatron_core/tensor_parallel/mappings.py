@@ -1,10 +1,170 @@
-"""Megatron Core's names for the collective pairs, over the current tensor-parallel group unless another is given."""
+"""For Megatron Core's users: the collective pairs, over the current tensor-parallel group unless another is given.
 
+Each pair is a function and a class for autograd, whose ``apply`` and ``symbolic`` take the group first after the input.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from megatron_core.parallel import collectives
-from megatron_core.parallel.current import tensor_parallel_group
+from megatron_core.parallel.current import current, tensor_parallel_group
 from megatron_core.parallel.groups import Group
+
+_Map = Callable[..., Tensor]
+
+
+def _gather_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """The rows of all ranks along dim 0; rank i has ``sizes[i]``, by default all have as many."""
+    if sizes is None or group.size() == 1:
+        return collectives.gather_from_sequence(x, group)
+    return collectives.all_to_all_rows(torch.cat([x] * group.size()), [len(x)] * group.size(), sizes, group)
+
+
+def _sum_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's part along dim 0 of the sum of ``x`` over the ranks; rank i gets ``sizes[i]`` rows."""
+    if sizes is None or group.size() == 1:
+        return collectives.reduce_scatter_to_sequence(x, group)
+    own = sizes[group.rank()]
+    rows = collectives.all_to_all_rows(x, sizes, [own] * group.size(), group)
+    return rows.view(group.size(), own, *x.shape[1:]).sum(0)
+
+
+def _mapping(name: str, there: _Map, back: _Map) -> type[torch.autograd.Function]:
+    """A class for autograd with Megatron Core's methods; ``ctx.group`` is the group."""
+
+    def symbolic(graph: Any, input_: Tensor, group: Group) -> Tensor:
+        return there(input_.detach(), group)
+
+    def forward(ctx: Any, input_: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return there(input_, group)
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return back(grad_output, ctx.group), None
+
+    members = {each.__name__: staticmethod(each) for each in (symbolic, forward, backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+_CopyToModelParallelRegion = _mapping(
+    "_CopyToModelParallelRegion", collectives.copy_to_region, collectives.reduce_from_region
+)
+_ReduceFromModelParallelRegion = _mapping(
+    "_ReduceFromModelParallelRegion", collectives.reduce_from_region, collectives.copy_to_region
+)
+_ScatterToModelParallelRegion = _mapping(
+    "_ScatterToModelParallelRegion", collectives.scatter_channels, collectives.gather_channels
+)
+_GatherFromModelParallelRegion = _mapping(
+    "_GatherFromModelParallelRegion", collectives.gather_channels, collectives.scatter_channels
+)
+_ScatterToSequenceParallelRegion = _mapping(
+    "_ScatterToSequenceParallelRegion", collectives.scatter_to_sequence, _gather_rows
+)
+_AllGatherFromTensorParallelRegion = _mapping(
+    "_AllGatherFromTensorParallelRegion",
+    collectives.gather_partial_channels,
+    collectives.reduce_scatter_to_channels,
+)
+_ReduceScatterToTensorParallelRegion = _mapping(
+    "_ReduceScatterToTensorParallelRegion",
+    collectives.reduce_scatter_to_channels,
+    collectives.gather_partial_channels,
+)
+
+
+class _GatherFromSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: Group,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        """The forward alone."""
+        return _gather_rows(input_.detach(), group, output_split_sizes)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: Group,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        """Gather dim 0."""
+        ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
+        ctx.output_split_sizes, ctx.use_global_buffer = output_split_sizes, use_global_buffer
+        return _gather_rows(input_, group, output_split_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Reduce-scatter dim 0, or take this rank's rows."""
+        sizes = ctx.output_split_sizes
+        if ctx.tensor_parallel_output_grad:
+            own = _sum_rows(grad_output, ctx.group, sizes)
+        elif sizes is None:
+            own = collectives.scatter_to_sequence(grad_output, ctx.group)
+        else:
+            own = grad_output.split(list(sizes))[ctx.group.rank()].contiguous()
+        return own, None, None, None, None
+
+
+class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: Group,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        """The forward alone."""
+        return _sum_rows(input_.detach(), group, input_split_sizes)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: Group,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        """Reduce-scatter dim 0."""
+        ctx.group, ctx.input_split_sizes, ctx.use_global_buffer = group, input_split_sizes, use_global_buffer
+        return _sum_rows(input_, group, input_split_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gather dim 0."""
+        return _gather_rows(grad_output, ctx.group, ctx.input_split_sizes), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+        use_nccl_stream: bool = False,
+    ) -> Tensor:
+        """Send rank i ``input_split_sizes[i]`` rows and receive ``output_split_sizes[i]``; None: equal parts."""
+        even = [len(input) // group.size()] * group.size()
+        ctx.group, ctx.back = group, (output_split_sizes or even, input_split_sizes or even)
+        return collectives.all_to_all_rows(input, *reversed(ctx.back), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The rows go back."""
+        return None, collectives.all_to_all_rows(grad_output.contiguous(), *ctx.back, ctx.group), None, None, None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
@@ -43,14 +203,65 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = No
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Group | None = None
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Group | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
-    """Gather dim 0; backward reduce-scatters, or splits if ``tensor_parallel_output_grad`` is False."""
-    return collectives.gather_from_sequence(
-        input_, tensor_parallel_group(group), partial_grad=tensor_parallel_output_grad
+    """Gather dim 0; backward reduce-scatters, or splits if ``tensor_parallel_output_grad`` is False.
+
+    Rank i has ``output_split_sizes[i]`` rows, by default all have as many. ``use_global_buffer`` changes nothing.
+    """
+    whole: Tensor = _GatherFromSequenceParallelRegion.apply(
+        input_, tensor_parallel_group(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
     )
+    return whole
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Reduce-scatter dim 0; backward gathers."""
-    return collectives.reduce_scatter_to_sequence(input_, tensor_parallel_group(group))
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: Group | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Reduce-scatter dim 0; backward gathers. Rank i gets ``input_split_sizes[i]`` rows, by default all as many."""
+    own: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
+        input_, tensor_parallel_group(group), input_split_sizes, use_global_buffer
+    )
+    return own
+
+
+def gather_from_sequence_parallel_region_to_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
+    """Gather dim 0 over the ranks that share the experts of a layer; backward reduce-scatters."""
+    return gather_from_sequence_parallel_region(input_, group=current().group("etp-ep"))
+
+
+def reduce_scatter_to_sequence_parallel_region_from_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
+    """Reduce-scatter dim 0 over the ranks that share the experts of a layer; backward gathers."""
+    return reduce_scatter_to_sequence_parallel_region(input_, current().group("etp-ep"))
+
+
+def all_to_all(
+    group: Group,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
+) -> Tensor:
+    """Send rank i ``input_split_sizes[i]`` rows and receive ``output_split_sizes_[i]``; None: equal parts. Backward
+    sends the gradients back."""
+    received: Tensor = _AllToAll.apply(group, input_, output_split_sizes_, input_split_sizes, use_nccl_stream)
+    return received
+
+
+def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
+    """``[n/tp, h]`` of this rank's tokens -> ``[n, h/tp]`` of all tokens."""
+    members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
+    return all_to_all(members, torch.cat(rows.chunk(members.size(), dim=1)))
+
+
+def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
+    """``[n, h/tp]`` of all tokens -> ``[n/tp, h]`` of this rank's."""
+    members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
+    return torch.cat(all_to_all(members, rows).chunk(members.size()), dim=-1)

@@ -1,0 +1,132 @@
+"""The collective pairs under Megatron Core's names: functions and classes, against sums and slices by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_core import parallel_state
+from megatron_core.tensor_parallel import mappings
+from megatron_core.verify.ranks import run_ranks
+
+SIZES = [1, 3]
+
+
+def matrix(rank: int, rows: int = 4, columns: int = 4) -> Tensor:
+    return torch.arange(rows * columns, dtype=torch.float64).view(rows, columns) + 100.0 * rank
+
+
+def gathered(parts: list[Tensor], dim: int, rank: int) -> Tensor:
+    return torch.cat(parts, dim)
+
+
+def summed_part(parts: list[Tensor], dim: int, rank: int) -> Tensor:
+    return sum(parts).chunk(len(parts), dim)[rank]
+
+
+def own_part(parts: list[Tensor], dim: int, rank: int) -> Tensor:
+    return parts[rank].chunk(len(parts), dim)[rank]
+
+
+def summed(parts: list[Tensor], dim: int, rank: int) -> Tensor:
+    return sum(parts)
+
+
+def same(parts: list[Tensor], dim: int, rank: int) -> Tensor:
+    return parts[rank]
+
+
+PAIRS = {
+    "_CopyToModelParallelRegion": (same, summed, 0),
+    "_ReduceFromModelParallelRegion": (summed, same, 0),
+    "_ScatterToModelParallelRegion": (own_part, gathered, -1),
+    "_GatherFromModelParallelRegion": (gathered, own_part, -1),
+    "_ScatterToSequenceParallelRegion": (own_part, gathered, 0),
+    "_GatherFromSequenceParallelRegion": (gathered, summed_part, 0),
+    "_ReduceScatterToSequenceParallelRegion": (summed_part, gathered, 0),
+    "_AllGatherFromTensorParallelRegion": (gathered, summed_part, -1),
+    "_ReduceScatterToTensorParallelRegion": (summed_part, gathered, -1),
+}
+
+
+def pairs(name: str) -> None:
+    """``symbolic``, ``apply`` and its backward, and ``backward`` alone, as Megatron's tests call them."""
+    world = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(world)
+    rank, group = torch.distributed.get_rank(), parallel_state.get_tensor_model_parallel_group()
+    there, back, dim = PAIRS[name]
+    kind: Any = getattr(mappings, name)
+    inputs = [matrix(r) for r in range(world)]
+    expected = there(inputs, dim, rank)
+    x = inputs[rank].clone().requires_grad_()
+    assert torch.equal(kind.symbolic(None, inputs[rank], group), expected)
+    output = kind.apply(x, group)
+    assert torch.equal(output, expected)
+    grads = [matrix(r, *output.shape) + 7.0 for r in range(world)]
+    output.backward(grads[rank])
+    assert torch.equal(x.grad, back(grads, dim, rank))
+    context = SimpleNamespace(group=group, tensor_parallel_output_grad=True, output_split_sizes=None)
+    context.input_split_sizes = context.use_global_buffer = None
+    assert torch.equal(kind.backward(context, grads[rank])[0], back(grads, dim, rank))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_classes_for_autograd(name: str, ranks: int) -> None:
+    run_ranks(ranks, pairs, name)
+
+
+def uneven() -> None:
+    parallel_state.initialize_model_parallel(2)
+    rank, group = torch.distributed.get_rank(), parallel_state.get_tensor_model_parallel_group()
+    parts = [matrix(r, rows) for r, rows in enumerate(SIZES)]
+    whole = [matrix(r) for r in range(2)]
+    x = parts[rank].clone().requires_grad_()
+    output = mappings.gather_from_sequence_parallel_region(x, True, None, SIZES)
+    assert torch.equal(output, torch.cat(parts))
+    output.backward(whole[rank])
+    assert torch.equal(x.grad, sum(whole).split(SIZES)[rank])
+    x.grad = None
+    mappings.gather_from_sequence_parallel_region(x, False, group, SIZES, True).backward(whole[rank])
+    assert torch.equal(x.grad, whole[rank].split(SIZES)[rank])
+    y = whole[rank].clone().requires_grad_()
+    own = mappings.reduce_scatter_to_sequence_parallel_region(y, None, SIZES)
+    assert torch.equal(own, sum(whole).split(SIZES)[rank])
+    own.backward(parts[rank])
+    assert torch.equal(y.grad, torch.cat(parts))
+    z = whole[rank].clone().requires_grad_()
+    sent, received = [SIZES, [2, 2]][rank], [[1, 2], [3, 2]][rank]
+    found = mappings.all_to_all(group, z, received, sent)
+    assert torch.equal(found, torch.cat([whole[0].split(SIZES)[rank], whole[1].split([2, 2])[rank]]))
+    (found * found.detach()).sum().backward()
+    assert torch.equal(z.grad, z)
+
+
+def test_parts_of_different_lengths() -> None:
+    run_ranks(2, uneven)
+
+
+def exchanged() -> None:
+    parallel_state.initialize_model_parallel(2)
+    rank = torch.distributed.get_rank()
+    whole = torch.cat([matrix(r, 3) for r in range(2)])
+    own = mappings.all_to_all_sp2hp(matrix(rank, 3))
+    assert torch.equal(own, whole.chunk(2, 1)[rank])
+    assert torch.equal(mappings.all_to_all_hp2sp(own), matrix(rank, 3))
+
+
+def of_experts() -> None:
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
+    rank = torch.distributed.get_rank()
+    whole = mappings.gather_from_sequence_parallel_region_to_moe(matrix(rank))
+    assert torch.equal(whole, torch.cat([matrix(0), matrix(1)]))
+    assert torch.equal(mappings.reduce_scatter_to_sequence_parallel_region_from_moe(whole), 2 * matrix(rank))
+
+
+def test_exchanges() -> None:
+    run_ranks(2, exchanged)
+    run_ranks(2, of_experts)
