@@ -139,6 +139,14 @@ class DistributedDataParallel(MegatronModule):
         if force_sync:
             self.data_parallel.finish_param_sync()
 
+    def enable_forward_pre_hook(self) -> None:
+        """Nothing: with ``overlap_param_gather`` a forward always waits for the weights that it reads."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """With ``param_sync`` gather all weights now, for code that reads them outside of a forward."""
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
     def free_overlap_buffers(self) -> None:
         """Wait for parameters that are on their way, before a checkpoint is saved."""
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:

@@ -14,7 +14,7 @@ from megatron_core.data_parallel.param_layout import (
     in_order,
     lay_out,
 )
-from megatron_core.optimizer.optimizer import MegatronOptimizer
+from megatron_core.optimizer.optimizer import MixedPrecisionOptimizer
 
 
 class Range:
@@ -24,7 +24,7 @@ class Range:
         self.start, self.end, self.size = start, end, end - start
 
 
-class DistributedOptimizer(MegatronOptimizer):
+class DistributedOptimizer(MixedPrecisionOptimizer):
     """``MegatronOptimizer`` of ``DistributedDataParallel`` with ``use_distributed_optimizer``."""
 
     @staticmethod

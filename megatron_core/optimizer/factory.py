@@ -7,7 +7,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.optimizer.config_overrides import ParamGroupOverride
 from megatron_core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-from megatron_core.optimizer.optimizer import MegatronOptimizer
+from megatron_core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 from megatron_core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron_core.process_groups_config import check_groups
 
@@ -31,5 +31,7 @@ def get_megatron_optimizer(
     if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
         raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
     shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
+    narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
     sharded = LayerWiseDistributedOptimizer if config.optimizer == "muon" else DistributedOptimizer
-    return (sharded if shards else MegatronOptimizer)(config, model_chunks, config_overrides)
+    kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
+    return kind(config, model_chunks, config_overrides)

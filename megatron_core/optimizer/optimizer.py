@@ -98,11 +98,20 @@ class MegatronOptimizer:
 
         (Whether the step was taken, the norm before clipping, None as zeros are not counted).
         """
-        norm = float(self.optimizer.gradient_norm())
+        norm = self.get_grad_norm()
+        return self.step_with_norm(norm), norm, None
+
+    def get_grad_norm(self) -> float:
+        """The norm of the gradients of all ranks' parameters."""
+        return float(self.optimizer.gradient_norm())
+
+    @torch.no_grad()
+    def step_with_norm(self, norm: float) -> bool:
+        """Clip by ``norm`` and update; whether the step was taken."""
         skipped = self.optimizer.step(self._own.lr, norm)
         for chunk in self.model_chunks:
             chunk.start_param_sync()
-        return not skipped, norm, None
+        return not skipped
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, which ``step`` divides out: a model's ``grad_scale_func``."""
@@ -116,8 +125,12 @@ class MegatronOptimizer:
         """All parameters of this rank."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def reload_model_params(self) -> None:
+    def reload_model_params(self, state_dict: Any = None) -> None:
         """Take over weights that were loaded into the model."""
+        if state_dict is not None:
+            raise ConfigError(
+                "reload_model_params: state_dict is not supported; load it into the model, and leave it out"
+            )
         for shard in self.optimizer.shards:
             if shard.main.data_ptr() != shard.bucket.weight_shard.data_ptr():
                 shard.main.copy_(shard.bucket.weight_shard)
@@ -173,8 +186,77 @@ class MegatronOptimizer:
         return [saved[identity(group)] for group in current_groups]
 
 
-class ChainedOptimizer(MegatronOptimizer):
-    """What no optimizer here is, for programs that ask with ``isinstance``: one has all chunks, and experts, too."""
+class MixedPrecisionOptimizer(MegatronOptimizer):
+    """``MegatronOptimizer`` of 16-bit weights, or of a wrapper that shards."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError("ChainedOptimizer: one optimizer has all chunks and experts; call get_megatron_optimizer")
+
+class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
+    """``MegatronOptimizer`` of 16-bit weights without sharding."""
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """``MegatronOptimizer`` of float32 weights without sharding."""
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """``MegatronOptimizer``s of different models, whose gradients are clipped by their common norm.
+
+    ``get_megatron_optimizer`` makes one optimizer of all chunks and experts and needs none.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        self.chained_optimizers = list(chained_optimizers)
+        if not self.chained_optimizers:
+            raise ConfigError("ChainedOptimizer: chained_optimizers=[] is empty; call get_megatron_optimizer")
+        self.config = self.chained_optimizers[0].config
+        self.model_chunks = [chunk for each in self.chained_optimizers for chunk in each.model_chunks]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, which the scheduler changes."""
+        return [group for each in self.chained_optimizers for group in each.param_groups]
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        return [parameter for each in self.chained_optimizers for parameter in each.get_parameters()]
+
+    def get_grad_norm(self) -> float:
+        """The norm of the gradients of all optimizers."""
+        return float(sum(each.get_grad_norm() ** 2 for each in self.chained_optimizers)) ** 0.5
+
+    def step_with_norm(self, norm: float) -> bool:
+        """Take the step of every optimizer; whether all were taken."""
+        return all([each.step_with_norm(norm) for each in self.chained_optimizers])
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, which all have in common."""
+        return self.chained_optimizers[0].scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        """The loss scale."""
+        return self.chained_optimizers[0].get_loss_scale()
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Take over weights that were loaded into the models."""
+        for each in self.chained_optimizers:
+            each.reload_model_params(state_dict)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Those of all optimizers, by their places in the chain; parameters of two models need different names."""
+        return {str(i): each.sharded_state_dict() for i, each in enumerate(self.chained_optimizers)}
+
+    def state_dict(self) -> Any:
+        """Those of all optimizers, by their places in the chain."""
+        return {str(i): each.state_dict() for i, each in enumerate(self.chained_optimizers)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from a ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        if len(state_dict) != len(self.chained_optimizers):
+            raise ConfigError(
+                f"ChainedOptimizer: the state has {len(state_dict)} optimizers, and this one "
+                f"{len(self.chained_optimizers)}; chain as many as were saved"
+            )
+        for i, each in enumerate(self.chained_optimizers):
+            each.load_state_dict(state_dict[str(i)])

@@ -16,6 +16,7 @@ from megatron_core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_core.distributed.param_and_grad_buffer import reduce_scatter_with_fp32_accumulation
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer import (
+    ChainedOptimizer,
     DistributedOptimizer,
     LayerWiseDistributedOptimizer,
     MegatronOptimizer,
@@ -26,6 +27,7 @@ from megatron_core.optimizer import (
     get_mup_config_overrides,
 )
 from megatron_core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
+from megatron_core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron_core.optimizer.param_layout import BufferKey
 from megatron_core.parallel.current import current
 from megatron_core.verify.ranks import run_ranks
@@ -289,3 +291,41 @@ def test_sums_in_float32_of_what_travels_in_16_bits() -> None:
     for first, second, out in run_ranks(4, summed, True):
         assert (first.unique().tolist(), second.unique().tolist(), out.tolist()) == ([259.0], [518.0], [259.0] * 3)
     assert run_ranks(4, summed, False)[0][0].unique().tolist() != [259.0]
+
+
+def chained(separate: bool) -> tuple[float, list[torch.Tensor], list[str]]:
+    """Two steps of two models with one optimizer each, or of both as chunks of one optimizer, saved and loaded."""
+    parallel_state.initialize_model_parallel()
+    settings = OptimizerConfig(lr=0.1, weight_decay=0.0, clip_grad=0.5)
+    torch.manual_seed(3)
+    models = [nn.ModuleDict({name: nn.Linear(6, 6)}) for name in "ab"]
+    wrapped = [DistributedDataParallel(None, DistributedDataParallelConfig(), inner) for inner in models]
+    each = [
+        get_megatron_optimizer(settings, chunks) for chunks in ([wrapped[:1], wrapped[1:]] if separate else [wrapped])
+    ]
+    optimizer = ChainedOptimizer(each) if separate else each[0]
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for i, inner in enumerate(models):
+            (next(iter(inner.values()))(torch.ones(2, 6)).square().sum() * (i + 1)).backward()
+        for chunk in wrapped:
+            chunk.finish_grad_sync()
+        taken, norm, _ = optimizer.step()
+        assert taken
+        norms.append(norm)
+        state = optimizer.sharded_state_dict()
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    kinds = [type(one).__name__ for one in each]
+    assert len(optimizer.get_parameters()) == 4
+    return norms[-1], [p.detach() for inner in models for p in inner.parameters()], kinds
+
+
+def test_optimizers_of_several_models_clip_together() -> None:
+    (norm, found, kinds), (whole_norm, expected, _) = (run_ranks(1, chained, each)[0] for each in (True, False))
+    assert (norm, kinds) == (pytest.approx(whole_norm, rel=1e-6), ["FP32Optimizer"] * 2)
+    for ours, weight in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, weight)
+    assert issubclass(DistributedOptimizer, MixedPrecisionOptimizer) and issubclass(ChainedOptimizer, MegatronOptimizer)
