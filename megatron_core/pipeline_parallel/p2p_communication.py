@@ -128,8 +128,7 @@ class P2PCommunicator:
         """The output of the previous stage, or a list for a list of shapes; None on the first stage."""
         shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
         found = [
-            None if is_first_stage or shape == () else self._communicate(recv_prev=True, tensor_shape=shape)[0]
-            for shape in shapes
+            None if is_first_stage else self._communicate(recv_prev=True, tensor_shape=shape)[0] for shape in shapes
         ]
         return found if shapes is tensor_shapes else found[0]
 
@@ -137,8 +136,7 @@ class P2PCommunicator:
         """The gradient of the next stage's input, or a list for a list of shapes; None on the last stage."""
         shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
         found = [
-            None if is_last_stage or shape == () else self._communicate(recv_next=True, tensor_shape=shape)[1]
-            for shape in shapes
+            None if is_last_stage else self._communicate(recv_next=True, tensor_shape=shape)[1] for shape in shapes
         ]
         return found if shapes is tensor_shapes else found[0]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
-from megatron_core.errors import ConfigError
+from megatron_core import parallel_state, tensor_parallel
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.pipeline_parallel import p2p_communication as p2p
+from megatron_core.pipeline_parallel import schedules, utils
 from megatron_core.verify.ranks import run_ranks
 
 SHAPE = (3, 2, 4)
@@ -38,12 +39,14 @@ def by_functions(ranks: int, variable: bool) -> Tensor:
     config, layer = settings(variable_seq_lengths=variable), layers()[torch.distributed.get_rank()]
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     for x in inputs(variable):
-        shape = None if variable else SHAPE
+        shape = [()] if variable else SHAPE  # as get_tensor_shapes has it
         received = p2p.recv_forward(shape, config)
+        received = received[0] if variable else received
         source = x if first else received
         output = layer(source).tanh()
         p2p.send_forward(output, config)
         grad = p2p.recv_backward(shape, config)
+        grad = grad[0] if variable else grad
         (output.square().sum() if last else (output * grad).sum()).backward()
         p2p.send_backward(source.grad, config)
     return layer.weight.grad
@@ -132,3 +135,61 @@ def test_memory_is_reused_by_name() -> None:
     assert all(other.data_ptr() != large.data_ptr() for other in others)
     parallel_state.destroy_global_memory_buffer()
     assert not memory.buffer
+
+
+def test_schedules_as_tables() -> None:
+    """The rows are those of Megatron Core's documentation of interleaving."""
+    assert schedules.get_schedule_table(4, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    assert schedules.get_schedule_table(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    stage = SimpleNamespace(current_stage=1, total_stages=4, virtual_pipeline_model_parallel_size=None)
+    assert schedules.get_pp_rank_microbatches(8, 1, 4, p2p_communicator=stage) == (8, False, 2, 6)
+    assert schedules.get_pp_rank_microbatches(8, 1, 4, forward_only=True, p2p_communicator=stage) == (8, True, 8, 0)
+    stage.virtual_pipeline_model_parallel_size = 2  # (4 - 1 - 1) * 2 + (2 - 1) * 4
+    assert schedules.get_pp_rank_microbatches(8, 2, 4, p2p_communicator=stage) == (16, False, 8, 8)
+    group = SimpleNamespace(size=lambda: 2)
+    config = SimpleNamespace(variable_seq_lengths=False, sequence_parallel=True, hidden_size=6)
+    given = {"seq_length": 16, "micro_batch_size": 3, "tp_group": group, "cp_group": group}
+    assert schedules.get_tensor_shapes(**given, config=config) == [(4, 3, 6)]
+    config.variable_seq_lengths = True
+    assert schedules.get_tensor_shapes(**given, config=config) == [()]
+
+
+def test_backward_of_an_output_without_memory() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    output = x.square() * 1.0
+    schedules.deallocate_output_tensor([{"a": output}], deallocate_pipeline_outputs=True)
+    assert output.numel() == 1
+    schedules.custom_backward(output, torch.full((5, 4), 3.0))
+    torch.testing.assert_close(x.grad, 6.0 * x.detach())
+    with pytest.raises(LayoutError, match="is a view"):
+        schedules.deallocate_output_tensor(x[1:], True)
+    with pytest.raises(LayoutError, match=r"shape \(5, 4\); deallocate it before"):
+        schedules.custom_backward(x * 1.0, None)
+
+
+def neighbours() -> list[int]:
+    parallel_state.initialize_model_parallel(1, 3)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    functions = (utils.get_pp_first_rank, utils.get_pp_last_rank, utils.get_pp_next_rank, utils.get_pp_prev_rank)
+    return [each(group) for each in functions]
+
+
+def test_ranks_of_stages() -> None:
+    assert run_ranks(3, neighbours) == [[0, 2, 1, 2], [0, 2, 2, 0], [0, 2, 0, 1]]
+
+
+def test_attributes_of_split_parameters() -> None:
+    split, other, whole = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    tensor_parallel.set_tensor_model_parallel_attributes(split, True, 0, 1)
+    tensor_parallel.copy_tensor_model_parallel_attributes(other, split)
+    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
+    found = [(p.tensor_model_parallel, p.partition_dim, p.partition_stride) for p in (split, other, whole)]
+    assert found == [(True, 0, 1), (True, 0, 1), (False, -1, 1)]
+    second = SimpleNamespace(rank=lambda: 1)
+    counts = tensor_parallel.param_is_not_tensor_parallel_duplicate
+    assert [counts(p, second) for p in (split, whole)] == [True, False]
+    assert counts(whole)
+    whole.allreduce = False
+    assert not counts(whole, None, second)
+    with pytest.raises(LayoutError, match="set these attributes once"):
+        tensor_parallel.set_tensor_model_parallel_attributes(split, True, 0, 1)
