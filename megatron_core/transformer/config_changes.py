@@ -1,7 +1,7 @@
 """For Megatron Core's users: assignments to a configuration from which models were built already."""
 
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import nn
 
@@ -27,6 +27,9 @@ _LIVE = frozenset(
 )
 """Fields of ``ModelConfig`` that layers read in every forward."""
 _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+_MODELS: dict[int, list[tuple["ref[nn.Module]", ModelConfig]]] = {}
+"""By the id of a configuration, as ``vars(config)`` has its fields alone: the models built from it, each with what this
+package's layers read."""
 _WHEN_BUILT = ("sequence_parallel", "params_dtype", "tp_comm_overlap", "cp_comm_type", "kernel_backend")
 
 
@@ -39,20 +42,19 @@ class ChangingConfig:
 
     def add_model(self, root: nn.Module, model: ModelConfig) -> None:
         """Remember that ``root`` was built with ``model``, which this configuration made."""
-        self.__dict__.setdefault("_models", []).append((ref(root), model))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the models, for copies."""
-        return {name: value for name, value in vars(self).items() if name != "_models"}
+        if id(self) not in _MODELS:
+            _MODELS[id(self)] = []
+            finalize(self, _MODELS.pop, id(self))
+        _MODELS[id(self)].append((ref(root), model))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field, also for the models; ConfigError, and nothing is set, where they were built with another value
         and cannot change."""
-        known = self.__dict__.get("_models", ())
-        models = [(root, model) for root, model in known if root() is not None]
-        if not models or name.startswith("_"):
+        known = _MODELS.get(id(self), [])
+        known[:] = models = [(root, model) for root, model in known if root() is not None]
+        if not models:
             return object.__setattr__(self, name, value)
-        self.__dict__["_models"], old = models, getattr(self, name, None)
+        old = getattr(self, name, None)
         before = self._read()
         object.__setattr__(self, name, value)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +379,7 @@ def test_changes_that_a_model_cannot_follow_are_errors(name: str, value: Any, re
     with pytest.raises(ConfigError, match=rf"{name}=.* cannot be set: a model was built with .*{reason}"):
         setattr(settings, name, value)
     assert getattr(settings, name) == old
+    assert set(vars(settings)) == {field.name for field in fields(settings)}
     setattr(settings, name, old)
     settings.grad_scale_func = settings.no_sync_func = len  # the schedule reads them
     del model
