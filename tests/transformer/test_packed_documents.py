@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
+from megatron_core.inference.kv_cache import KVCache
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -229,6 +230,18 @@ def test_lengths_that_do_not_fill_the_sequences(lengths: list[list[int]], words:
         model_of(**EXACT)(tokens_of(1), document_lengths=lengths)
 
 
-def test_documents_and_a_cache_do_not_go_together() -> None:
-    with pytest.raises(DataError, match="cache"):
-        model_of(**EXACT)(tokens_of(1), document_lengths=LENGTHS, cache=object())
+@pytest.mark.parametrize("path", ["fused", "fused, rope, groups", "unfused", "unfused, rope, one group"])
+@torch.inference_mode()
+def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
+    """Their logits, and those of one more token of each, are those of passes without a cache."""
+    model, tokens, more = model_of(**PATHS[path]).eval(), tokens_of(1)[:1], [5, 9, 14]
+    cache = KVCache(tokens.device)
+    positions = cache.begin_prompts(LENGTHS[0])
+    together = model(tokens, position_ids=positions, document_lengths=LENGTHS[:1], cache=cache)[0]
+    cache.end()
+    positions = cache.begin_tokens()
+    following = model(torch.tensor(more)[:, None], position_ids=positions, cache=cache)[:, 0]
+    for (_, first, end), token, found in zip(PLACES, more, following, strict=False):
+        alone = model(torch.cat([tokens[:, first:end], torch.tensor([[token]])], dim=1))[0]
+        torch.testing.assert_close(together[first:end], alone[:-1], atol=1e-11, rtol=0.0)
+        torch.testing.assert_close(found, alone[-1], atol=1e-11, rtol=0.0)
