@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
 
 from megatron_core.config.model import LatentAttentionConfig, MuPConfig
 from megatron_core.config.moe import MoEConfig
@@ -19,6 +18,7 @@ LEGAL: dict[str, Callable[[float], bool]] = {
     "from 0 up to, not including, 1": lambda x: 0 <= x < 1,
     "above 0 and up to 1": lambda x: 0 < x <= 1,
     "0 to 1": lambda x: 0 <= x <= 1,
+    "up to 126": lambda x: x <= 126,
     "up to 65,536": lambda x: x <= 2**16,
     "up to 2,147,483,647": lambda x: x < 2**31,
     "up to 1,000,000": lambda x: x <= 10**6,
@@ -39,18 +39,21 @@ NEEDS = {
 
 def range_problems(config: RunConfig) -> Iterator[str]:
     """Settings whose value is out of range, independent of other settings."""
-    values = config.flat()
-    for legal, names in RANGES.items():
-        yield from _outside(values, names, LEGAL[legal], legal)
+    values, found = config.flat(), dict[str, str]()
+    least = "0 or a finite number above it"
+    if config.training.skip_train:
+        rates = [("lr", LEGAL[least], least)]
+    else:
+        rates = [("lr", lambda x: 0 < x < math.inf, "a finite number above 0 (0 with --skip-train)")]
+    for names, is_legal, legal in (*rates, *((names, LEGAL[legal], legal) for legal, names in RANGES.items())):
+        for name in names.split():
+            if name not in found and values[name] is not None and not is_legal(values[name]):
+                found[name] = f"{name}={values[name]} is out of range; legal: {legal}"
+    yield from found.values()
     for name, value in values.items():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not _is_encodable(text):
                 yield f"{name}={text!r} has a character that no file's name and no flag can have; remove it"
-    if config.training.skip_train:
-        legal = "0 or a finite number above it"
-        yield from _outside(values, "lr", LEGAL[legal], legal)
-    else:
-        yield from _outside(values, "lr", lambda x: 0 < x < math.inf, "a finite number above 0 (0 with --skip-train)")
 
 
 def _is_encodable(text: str) -> bool:
@@ -58,12 +61,6 @@ def _is_encodable(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON or YAML file
         return False
-
-
-def _outside(values: dict[str, Any], names: str, is_legal: Callable[[float], bool], legal: str) -> Iterator[str]:
-    for name in names.split():
-        if values[name] is not None and not is_legal(values[name]):
-            yield f"{name}={values[name]} is out of range; legal: {legal}"
 
 
 def unused_problems(config: RunConfig) -> Iterator[str]:

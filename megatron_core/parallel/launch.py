@@ -287,6 +287,7 @@ def explained(error: Exception) -> tuple[int, str] | None:
 
 _OUT_OF_MEMORY = re.compile(
     "[Uu]nable to allocate|not enough memory|[Oo]ut of memory|[Cc]annot allocate memory|std::bad_alloc"
+    "|Storage size calculation overflowed|Overflow when unpacking long"
 )
 _SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
