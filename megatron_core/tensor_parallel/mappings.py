@@ -1,4 +1,4 @@
-"""For Megatron Core's users: the collective pairs, over the current tensor-parallel group unless another is given.
+"""The collectives of tensor parallelism and their adjoints, by default over the current tensor-parallel group.
 
 Each pair is a function and a class for autograd, whose ``apply`` and ``symbolic`` take the group first after the input.
 """

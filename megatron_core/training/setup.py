@@ -201,6 +201,13 @@ def _check_data(splits: Splits, *, skip_train: bool) -> None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
 
 
+def _links_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Links:
+    """Point-to-point messages between the stages, with their connections warmed up."""
+    links = Links(groups)
+    links.warm_up(device, plans.stage_to_rank)
+    return links
+
+
 def set_up(
     config: RunConfig,
     world: World,
@@ -253,8 +260,6 @@ def set_up(
         groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
     )
     decoupled = config.optimizer.decoupled()
-    links = Links(groups)
-    links.warm_up(world.device, plans.stage_to_rank)
     return Run(
         config=config,
         world=world,
@@ -267,7 +272,7 @@ def set_up(
         auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
-        links=links,
+        links=_links_of(groups, world.device, plans),
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
