@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import MegatronError
 from megatron_core.monitor.diagnosis import Diagnosis, diagnose
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
 from megatron_core.monitor.goodput import LOST
@@ -223,7 +223,7 @@ def _pipeline(summary: Summary) -> str:
         return paragraph("Not traced; record the first 20 steps with --trace-pipeline FOLDER.", "soft")
     try:
         measured = read_trace(folder)
-    except ConfigError as error:
+    except MegatronError as error:
         return paragraph(str(error), "note")
     timeline = measured.timelines[measured.typical]
     planned = simulate(timeline.plan, measured_costs(timeline))

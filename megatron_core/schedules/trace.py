@@ -23,11 +23,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.checks import check
 from megatron_core.schedules.simulate import StageCosts, Timeline
+from megatron_core.schema import items, real, text, whole, wrong
 
 MOST_STEPS = 20
 _LINES = json_lines("trace of a rank", b'{"rank": ')
@@ -88,6 +89,18 @@ class TraceWriter:
             file.write(json.dumps(entry) + "\n")
 
 
+def _is_action(value: Any) -> bool:
+    """Whether ``value`` is a name with the start and the end of an action."""
+    return isinstance(value, list) and len(value) == 3 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
+
+
+_HEADER = {
+    "rank": whole(), "pipeline": items(whole(0, 2**20)), "schedule": text, "stage_to_rank": items(whole(0, 2**20)),
+    "host": text,
+}  # fmt: skip
+_ENTRY = {"step": whole(), "began": real(-1e12, 1e12), "actions": items(_is_action)}
+
+
 @dataclass(frozen=True)
 class Measured:
     """The measured steps of one pipeline."""
@@ -116,7 +129,12 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
     if not common:
         raise ConfigError(f"{folder} has no step that all ranks have finished; trace a run of one step or more")
     stage_to_rank = tuple(header["stage_to_rank"])
-    timelines = {step: _timeline([steps[step] for _, steps in files], stage_to_rank, one_host) for step in common}
+    try:
+        timelines = {step: _timeline([steps[step] for _, steps in files], stage_to_rank, one_host) for step in common}
+    except MegatronError:  # its actions are no complete plan
+        raise
+    except (ValueError, LookupError) as error:
+        raise ConfigError(f"{folder} is no pipeline trace: {error}; trace again into an empty folder") from error
     return Measured(header["schedule"], timelines)
 
 
@@ -149,11 +167,12 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
     path = _path(folder, rank)
     try:
         header, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        missing = {"rank", "pipeline", "schedule", "stage_to_rank", "host"} - set(header)
-        if missing:
-            raise ValueError(f"the first line lacks {', '.join(sorted(missing))}")
+        for number, (record, fields) in enumerate([(header, _HEADER), *((entry, _ENTRY) for entry in steps)], 1):
+            if not isinstance(record, dict) or (names := wrong(record, fields)):
+                what = ", ".join(names) if isinstance(record, dict) else "an object"
+                raise ValueError(f"line {number} lacks a legal value of {what}")
         return header, {entry["step"]: entry for entry in steps}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no pipeline trace: {error}; write one with --trace-pipeline {folder}") from error
 
 
