@@ -33,6 +33,7 @@ from megatron_core.training.config import (
 )
 from megatron_core.transformer.enums import AttnBackend
 from megatron_core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
+from megatron_core.transformer.utils import openai_gelu
 
 Kind = TypeVar("Kind")
 
@@ -163,7 +164,8 @@ def core_transformer_config_from_args(
     read = lambda name, default=None: getattr(args, name, default)  # noqa: E731
     dtype = torch.float16 if read("fp16") else torch.bfloat16 if read("bf16") else torch.float32
     gated = read("swiglu", False) or read("geglu", False)
-    activation = nn.functional.silu if read("swiglu") else squared_relu if read("squared_relu") else nn.functional.gelu
+    gelu = openai_gelu if read("openai_gelu") else nn.functional.gelu
+    activation = nn.functional.silu if read("swiglu") else squared_relu if read("squared_relu") else gelu
     given = {
         "params_dtype": read("params_dtype", dtype),
         "pipeline_dtype": read("params_dtype", dtype),

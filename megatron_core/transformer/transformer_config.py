@@ -70,6 +70,8 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
     add_qkv_bias: bool = False
     gated_linear_unit: bool = False
     activation_func: Callable[[Tensor], Tensor] = nn.functional.gelu
+    bias_activation_fusion: bool = False
+    """With biases, GELU in the tanh approximation, which Megatron Core's fused kernel computes."""
     num_moe_experts: int | None = None
     rotary_interleaved: bool = False
     window_size: tuple[int, int] | None = None
@@ -319,13 +321,15 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
     def _activation(self) -> dict[str, bool]:
         function = self.activation_func
         name = getattr(function, "__name__", str(function))
-        if self.gated_linear_unit and name in ("silu", "gelu"):
-            return {"swiglu": name == "silu", "geglu": name == "gelu"}
+        fused = self.bias_activation_fusion and self.add_bias_linear
+        approximate = {"openai_gelu": name == "openai_gelu" or (name == "gelu" and fused)}
+        if self.gated_linear_unit and name in ("silu", "gelu", "openai_gelu"):
+            return {"swiglu": name == "silu", "geglu": name != "silu"} | approximate
         if not self.gated_linear_unit and name in ("gelu", "openai_gelu", "squared_relu"):
-            return {"squared_relu": name == "squared_relu", "openai_gelu": name == "openai_gelu"}
+            return {"squared_relu": name == "squared_relu"} | approximate
         raise ConfigError(
             f"activation_func={name} with gated_linear_unit={self.gated_linear_unit} is not supported; legal: gelu, "
-            "openai_gelu, squared_relu, and gated silu, gelu"
+            "openai_gelu, squared_relu, and gated silu, gelu, openai_gelu"
         )
 
 

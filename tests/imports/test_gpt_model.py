@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megatron_core.models.gpt.gpt_layer_specs import (
 from megatron_core.packed_seq_params import PackedSeqParams
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.training.argument_utils import core_transformer_config_from_args
 from megatron_core.transformer import transformer_config
 from megatron_core.transformer.identity_op import IdentityOp
 from megatron_core.transformer.spec_utils import ModuleSpec
@@ -386,3 +388,17 @@ def test_changes_that_a_model_cannot_follow_are_errors(name: str, value: Any, re
     gc.collect()
     setattr(settings, name, value)
     assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fused_gelu_is_the_tanh_approximation(gated: bool) -> None:
+    """As ``bias_gelu_impl`` and ``bias_geglu_impl`` of Megatron Core, which need biases."""
+    for fused, biases in ((True, True), (True, False), (False, True)):
+        model = config(bias_activation_fusion=fused, add_bias_linear=biases, gated_linear_unit=gated).model_config()
+        assert (model.openai_gelu, model.geglu) == (fused and biases, gated)
+
+
+def test_the_tanh_approximation_is_a_flag() -> None:
+    for flag, function in (({"openai_gelu": True}, openai_gelu), ({}, torch.nn.functional.gelu)):
+        args = Namespace(num_layers=2, hidden_size=16, num_attention_heads=4, **flag)
+        assert core_transformer_config_from_args(args).activation_func is function
