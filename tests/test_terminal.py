@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,10 @@ def on_terminal() -> Iterator[int]:
 
 def received(terminal: int) -> str:
     """What has been written to a terminal, which receives ``\\r\\n`` for each newline."""
-    return os.read(terminal, 1 << 16).decode().replace("\r\n", "\n")
+    data = b""
+    while select.select([terminal], [], [], 0.2)[0]:  # a read gives a part
+        data += os.read(terminal, 1 << 16)
+    return data.decode().replace("\r\n", "\n")
 
 
 def test_generated_text_is_escaped_on_a_terminal() -> None:
