@@ -82,11 +82,10 @@ class P2PCommunicator:
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, list[Any] | None]:
         """(From the previous rank, from the next one, handles if they are not waited for)."""
-        sent = [None if x is None else x.contiguous() for x in (tensor_send_next, tensor_send_prev)]
-        from_prev, from_next = (
-            self._empty(shape) for shape in self._shapes(*sent, (recv_prev, recv_next), tensor_shape)
-        )
-        handles = self._exchange(*sent, from_prev, from_next)
+        to_next, to_prev = (None if x is None else x.contiguous() for x in (tensor_send_next, tensor_send_prev))
+        shapes = self._shapes(to_next, to_prev, (recv_prev, recv_next), tensor_shape)
+        from_prev, from_next = (self._empty(shape) for shape in shapes)
+        handles = self._exchange(to_next, to_prev, from_prev, from_next)
         if wait_on_reqs:
             for handle in handles:
                 handle.wait()
@@ -104,11 +103,12 @@ class P2PCommunicator:
             if tensor_shape is None and any(wanted):
                 raise ConfigError("tensor_shape=None: give the shape (sequence, batch, hidden) of what is received")
             return [tensor_shape if want else None for want in wanted]
-        sent = [None if x is None else torch.tensor(x.shape, device=self._device()) for x in (to_next, to_prev)]
-        found = [
-            torch.empty(_DIMENSIONS, dtype=torch.int64, device=self._device()) if want else None for want in wanted
-        ]
-        for handle in self._exchange(*sent, *found):
+        next_shape, prev_shape = (
+            None if x is None else torch.tensor(x.shape, device=self._device()) for x in (to_next, to_prev)
+        )
+        empty = torch.empty(_DIMENSIONS, dtype=torch.int64, device=self._device())
+        found = [empty.clone() if want else None for want in wanted]
+        for handle in self._exchange(next_shape, prev_shape, found[0], found[1]):
             handle.wait()
         return [None if shape is None else shape.tolist() for shape in found]
 

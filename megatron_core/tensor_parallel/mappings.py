@@ -104,7 +104,7 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
         return _gather_rows(input_, group, output_split_sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Reduce-scatter dim 0, or take this rank's rows."""
         sizes = ctx.output_split_sizes
         if ctx.tensor_parallel_output_grad:
@@ -141,7 +141,7 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
         return _sum_rows(input_, group, input_split_sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gather dim 0."""
         return _gather_rows(grad_output, ctx.group, ctx.input_split_sizes), None, None, None
 
@@ -158,13 +158,15 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         """Send rank i ``input_split_sizes[i]`` rows and receive ``output_split_sizes[i]``; None: equal parts."""
         even = [len(input) // group.size()] * group.size()
-        ctx.group, ctx.back = group, (output_split_sizes or even, input_split_sizes or even)
-        return collectives.all_to_all_rows(input, *reversed(ctx.back), group)
+        sent, received = input_split_sizes or even, output_split_sizes or even
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return collectives.all_to_all_rows(input, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """The rows go back."""
-        return None, collectives.all_to_all_rows(grad_output.contiguous(), *ctx.back, ctx.group), None, None, None
+        back = collectives.all_to_all_rows(grad_output.contiguous(), ctx.received, ctx.sent, ctx.group)
+        return None, back, None, None, None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
