@@ -178,6 +178,7 @@ def core_transformer_config_from_args(
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
         "num_moe_experts": "num_experts",
+        "fp8": "fp8_format",
         "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
         "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     }

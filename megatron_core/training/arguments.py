@@ -46,6 +46,7 @@ def parse_args(
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:
         args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    args.fp8 = args.fp8_format
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
 

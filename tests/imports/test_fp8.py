@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from megatron_core import parallel_state
 from megatron_core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron_core.training.arguments import core_transformer_config_from_args, parse_args
 from megatron_core.verify.ranks import run_ranks
 from tests.imports.test_gpt_model import IDS, config, gpt
 
@@ -72,3 +75,13 @@ def test_delayed_scales_are_those_of_the_step_before_on_all_ranks(ranks: int) ->
 def test_layers_at_the_ends_stay_out() -> None:
     model = gpt(config(num_layers=3, bf16=True, params_dtype=torch.bfloat16, fp8="hybrid", first_last_layers_bf16=True))
     assert [layer.mlp.linear_fc1.fp8 is not None for layer in model.decoder.layers] == [False, True, False]
+
+
+def test_a_programs_flags_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+    monkeypatch.setattr(sys, "argv", ["program.py", *flags.split(), "--fp8-margin", "1"])
+    args = parse_args()
+    settings = core_transformer_config_from_args(args)
+    found = args.fp8, settings.fp8, settings.fp8_recipe, settings.fp8_margin
+    assert found == ("hybrid", "hybrid", "tensorwise", 1)
+    assert get_gpt_layer_local_spec(fp8=args.fp8) == get_gpt_layer_local_spec()

@@ -30,10 +30,10 @@ def get_gpt_layer_local_submodules(
     """The parts of a layer, of which only ``num_experts`` changes the classes.
 
     What the layer's norms, heads and products are, ``TransformerConfig`` says: ``qk_layernorm``, ``normalization`` and
-    ``multi_latent_attention`` must be set there; ``moe_grouped_gemm`` changes nothing. ConfigError for fp8, qk_l2_norm
-    and other arguments that are set.
+    ``multi_latent_attention`` must be set there, and ``fp8``; ``moe_grouped_gemm`` changes nothing. ConfigError for
+    qk_l2_norm and other arguments that are set.
     """
-    wrong = [name for name, value in {"fp8": fp8, "qk_l2_norm": qk_l2_norm, **unsupported}.items() if value]
+    wrong = [name for name, value in {"qk_l2_norm": qk_l2_norm, **unsupported}.items() if value]
     wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
     if wrong:
         raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
