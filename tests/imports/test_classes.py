@@ -22,6 +22,7 @@ from megatron_core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron_core.process_groups_config import ProcessGroupCollection
+from megatron_core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.dot_product_attention import DotProductAttention
 from megatron_core.transformer.enums import AttnMaskType
@@ -273,3 +274,30 @@ def tokens_of_a_pipeline() -> list[float]:
 
 def test_tokens_are_those_of_the_last_stage() -> None:
     assert run_ranks(2, tokens_of_a_pipeline) == [[0.25] * 4] * 2
+
+
+def parts_of_ranks(tp: int, sp: bool) -> list[Tensor]:
+    """Outputs of attention, MLP and block alone, gathered over the sequence, and the gradient of the input."""
+    parallel_state.initialize_model_parallel(tp)
+    model_parallel_cuda_manual_seed(7)
+    settings = config(tensor_model_parallel_size=tp, sequence_parallel=sp)
+    group, rank = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
+    attention = SelfAttention(settings, layer_number=1, attn_mask_type=AttnMaskType.causal)
+    modules = [attention, MLP(settings, name="m"), TransformerBlock(settings, get_gpt_layer_local_spec())]
+    found = []
+    for module in modules:
+        x = (X.chunk(tp)[rank] if sp else X).clone().requires_grad_()
+        output = module(x)
+        output = output[0] if isinstance(output, tuple) else output
+        (output * output.detach().cos()).sum().backward()
+        for part in (output.detach(), x.grad):
+            found.append(gather_from_sequence_parallel_region(part, group=group) if sp else part)
+    return found
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_parts_alone_on_two_ranks(sp: bool) -> None:
+    (expected,) = run_ranks(1, parts_of_ranks, 1, False)
+    for found in run_ranks(2, parts_of_ranks, 2, sp):
+        for ours, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, whole, rtol=0, atol=1e-12)
