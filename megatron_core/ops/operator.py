@@ -2,9 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NoReturn
 
 import torch
+
+NUMBERS: dict[Any, Callable[[Any], Any]] = {float: float, int: index, float | None: float, int | None: index}
+"""Annotations of numbers -> their conversion."""
 
 
 class Operator:
@@ -20,7 +24,10 @@ class Operator:
         self._name, self._differentiable = f"megatron_core::{name}", True
         self._implementation = implementation
         self._operator = define(name)(implementation)
-        self._signature = inspect.signature(implementation)
+        self._signature = inspect.signature(implementation, eval_str=True)
+        kinds = enumerate(parameter.annotation for parameter in self._signature.parameters.values())
+        # As the dispatcher does: a C function reads a number of another type from another register.
+        self._numbers = [(at, NUMBERS[kind]) for at, kind in kinds if kind in NUMBERS]
 
     def register_fake(self, fake: Callable) -> None:
         """Give the function that makes outputs without computing them, from the same arguments."""
@@ -55,9 +62,15 @@ class Operator:
         return refuse
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
-            return self._implementation(*arguments)
-        direct = torch.compiler.is_compiling() or not (self._differentiable or torch.is_grad_enabled())
+        if torch.compiler.is_compiling():
+            return self._operator(*arguments)
+        if torch.is_inference_mode_enabled():
+            given = list(arguments)
+            for at, convert in self._numbers:
+                if at < len(given) and given[at] is not None:
+                    given[at] = convert(given[at])
+            return self._implementation(*given)
+        direct = not (self._differentiable or torch.is_grad_enabled())
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
 
 

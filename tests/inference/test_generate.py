@@ -288,6 +288,12 @@ def test_wrong_sampling_names_the_setting(wrong: dict) -> None:
         Sampling(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"max_batch_size": 0}, {"max_length": -5}, {"max_length": 1}])
+def test_wrong_bounds_name_the_setting(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}: give"):
+        Engine(_generator({}), **wrong)
+
+
 def test_learned_positions_end_the_text() -> None:
     """Sixteen positions: four of the prompt and twelve more; a longer prompt is told so."""
     assert len(list(generate(_generator({}), _request(new=50)))) == 12

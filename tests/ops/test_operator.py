@@ -51,11 +51,29 @@ def losses(logits: Tensor, backend: ops.Backend = "native") -> Tensor:
 @pytest.mark.parametrize("epsilon", [0, 1, np.float32(1e-5), torch.tensor(1e-5)])
 def test_scalars_of_other_types_are_converted(epsilon: Any) -> None:
     x = torch.randn(4, 64)
-    torch.testing.assert_close(norm(x, epsilon), ops.rms_norm(x, torch.ones(64), float(epsilon), backend="reference"))
+    expected = ops.rms_norm(x, torch.ones(64), float(epsilon), backend="reference")
+    torch.testing.assert_close(norm(x, epsilon), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(norm(x, epsilon), expected)
+
+
+def test_inference_mode_calls_the_function_itself() -> None:
+    """Without the dispatcher, and with the same result."""
+    x = torch.randn(4, 64)
+    expected = ops.rms_norm(x, torch.ones(64), backend="reference")
+    with torch.inference_mode(), Seen() as seen:
+        found = norm(x)
+    assert "megatron_core::rms_norm" not in seen.names
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad(), Seen() as seen:
+        norm(x)
+    assert "megatron_core::rms_norm" in seen.names
 
 
 def test_scalars_of_wrong_types_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"int.*'window'.*float"):
+        ops.attention_softmax(torch.randn(4, 4), window=2.0, backend="native")
+    with torch.inference_mode(), pytest.raises(TypeError, match="float"):
         ops.attention_softmax(torch.randn(4, 4), window=2.0, backend="native")
 
 
