@@ -93,7 +93,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     """The backward of an output that ``deallocate_output_tensor`` has freed; torch's own compares the shapes."""
     if output.numel() != 1:
         raise LayoutError(f"custom_backward: the output has the shape {tuple(output.shape)}; deallocate it before")
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         tensors=(output,),
         grad_tensors=(torch.ones_like(output) if grad_output is None else grad_output,),

@@ -48,7 +48,7 @@ class DotProductAttention(ExportedModule, CoreAttention):
             for name, default in (("rate", config.attention_dropout), ("scale", config.softmax_scale))
         )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

@@ -55,7 +55,7 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
         adopt(self, PARTS, config, context, SampleNumbers(current()))
         draw_weights(self, context.seed, f"decoder.layers.{number}.self_attention.")
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -131,9 +131,7 @@ class MLP(ExportedModule, mlp.MLP):
         adopt(self, PARTS, config, context, SampleNumbers(current()))
         draw_weights(self, context.seed, f"{name or f'mlp.{int(torch.randint(2**62, ()))}'}.")
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, per_token_scale: Any = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, per_token_scale: Any = None) -> tuple[Tensor, Tensor | None]:
         """``[s, b, h]`` -> (the same shape, the bias to be added or None)."""
         if not isinstance(per_token_scale, SequenceContext):
             refuse("MLP.forward", per_token_scale=per_token_scale)

@@ -70,8 +70,9 @@ class LossCollector(nn.Module):
         tokens = torch.as_tensor(count, dtype=torch.float64, device=hidden.device)
         for group in (layers.cp.whole, *[layers.tp_group] * layers.sequence_parallel):
             all_reduce_(tokens, group)
-        given = {"sequences": hidden.shape[1], "tokens": tokens, "per_token": per_token}
-        return replace(passed, auxiliary_losses=self.collect_losses(layers.config, names, **given))
+        batch = hidden.shape[1]
+        place = self.collect_losses(layers.config, names, sequences=batch, tokens=tokens, per_token=per_token)
+        return replace(passed, auxiliary_losses=place)
 
     def _sum_loads(self, device: torch.device) -> None:
         """Add the load of the last micro-batch, whose forward is over, to the sum."""

@@ -109,13 +109,12 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         passed = self.sequence(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, padding_mask)
         per_token = self.config.calculate_per_token_loss
         passed = self.with_losses(self.context, self._loss_names, hidden_states, passed, per_token=per_token)
-        cp_group = self.context.cp.whole
+        ids: Tensor | None = input_ids
+        positions: Tensor | None = position_ids
+        given = {"cp_group": self.context.cp.whole, "packed_seq_params": packed_seq_params}
         for layer in self.layers:
-            input_ids, position_ids = (
-                roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)[0]  # type: ignore[misc]
-                for x in (input_ids, position_ids)
-            )
-            outputs.append(layer(embedding(input_ids=input_ids, position_ids=position_ids), outputs[-1], passed))
+            (ids, _), (positions, _) = (roll_tensor(x, **given) for x in (ids, positions))
+            outputs.append(layer(embedding(input_ids=ids, position_ids=positions), outputs[-1], passed))
         return torch.cat(outputs)
 
 

@@ -49,7 +49,7 @@ class MoELayer(ExportedModule, layer.MoELayer):
         super().bind(config, context, samples)
         self.expert_layers, self.layer_number = [self.router.layer_number], self.router.layer_number + 1
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         intermediate_tensors: Any = None,
