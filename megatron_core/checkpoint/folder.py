@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import socket
 import uuid
@@ -174,6 +175,14 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     if (root / MANIFEST).is_file():
         return Candidates((root,), named=True)
     complete = complete_iterations(root)
+    if not complete and _is_of_megatron(root):
+        source = root.absolute()
+        target = shlex.quote(str(source.with_name(f"{source.name}-converted")))
+        iteration = "" if step is None else f" --ckpt-step {step}"
+        raise CheckpointError(
+            f"load={load} is a checkpoint of Megatron-LM; run python tools/convert_checkpoint.py --from megatron --to "
+            f"native --load {shlex.quote(str(source))} --save {target}{iteration}, then give --load {target}"
+        )
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
         incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)
@@ -206,6 +215,12 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
 def _is_written(folder: Path) -> bool:
     """Whether a rank has written into ``folder``, whose manifest is gone: it cannot be taken for an empty one."""
     return any(folder.glob("rank_*.safetensors"))
+
+
+def _is_of_megatron(root: Path) -> bool:
+    """Whether ``root``, or the folder of an iteration in it, has files of Megatron-LM."""
+    folders = (root, *root.glob("iter_*"), root / "release")
+    return any((each / ".metadata").is_file() or any(each.glob("mp_rank_*/*.pt")) for each in folders)
 
 
 def find_checkpoint(load: str, step: int | None = None) -> Path | None:

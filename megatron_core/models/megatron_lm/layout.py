@@ -165,6 +165,8 @@ class DistributedFiles:
         self._metadata = load_metadata(folder / ".metadata")
         common = folder / "common.pt"
         content = load_tensors(common) if common.is_file() else self._object("common_state/shard_0_1")
+        if isinstance(content, list) and len(content) == 1:  # as Megatron Core 0.19 and 0.20 store it
+            content = content[0]
         arguments = getattr(content.get("args") if isinstance(content, dict) else None, "arguments", None)
         if not isinstance(arguments, dict):
             raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
@@ -232,7 +234,10 @@ class DistributedFiles:
                 try:
                     with path.open("rb") as file:
                         file.seek(info.offset)
-                        return file.read(info.length)
+                        data = file.read(info.length)
                 except OSError as error:
                     raise CheckpointError(f"{path} cannot be read: {error}") from None
+                if len(data) != info.length:
+                    raise CheckpointError(f"{path} is truncated: {name} is incomplete; copy the whole checkpoint")
+                return data
         raise CheckpointError(f"{self.folder}: its metadata say nothing of where {name} is")

@@ -37,6 +37,8 @@ METADATA = {
     },
 }
 """The plain records that describe a folder of ``torch.distributed.checkpoint``."""
+PLANS = {"torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}}
+"""Records of the saving itself, which Megatron Core keeps in the metadata and nothing here reads."""
 
 
 class Inert:
@@ -96,7 +98,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in METADATA.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
-        if module.split(".")[0] == "pathlib":  # where it was written
+        if module.split(".")[0] == "pathlib" or name in PLANS.get(module, ()):
             return Inert
         raise CheckpointError(
             f"the metadata name the Python object {module}.{name}, which is not read from a checkpoint"

@@ -1,0 +1,98 @@
+"""Checkpoints that Megatron-LM itself wrote: import, and the losses that Megatron-LM computed after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shlex
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.checkpoint import find_checkpoint
+from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.pickles import load_metadata
+from megatron_core.training.conversion import import_megatron
+from tests.models.test_megatron_checkpoints import imported
+
+DATA = Path(__file__).parent / "megatron_0_20"
+NAMES = sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """The folder of a stored checkpoint."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(folder / "theirs", filter="data")
+    return folder / "theirs"
+
+
+def steps(name: str) -> list[dict[str, Any]]:
+    """Tokens and loss of each iteration after the checkpoint."""
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+def test_files_are_there() -> None:
+    assert len(NAMES) >= 2 and {path.name.split(".")[0] for path in DATA.glob("*.tar.xz")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_give_the_loss_of_megatron(name: str, tmp_path: Path) -> None:
+    import_megatron(unpack(name, tmp_path), tmp_path / "ours")
+    model, first = imported(tmp_path / "ours"), steps(name)[0]
+    tokens = torch.tensor(first["tokens"])
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(first["loss"], abs=1e-5)
+
+
+def test_load_names_the_command(tmp_path: Path) -> None:
+    theirs = unpack("gpt", tmp_path)
+    for folder in (theirs, theirs / "iter_0000003"):
+        with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM; run python tools/convert") as found:
+            find_checkpoint(str(folder))
+        command = shlex.split(str(found.value).partition("run ")[2].partition(", then")[0])
+        assert command[command.index("--load") + 1] == str(folder) and "--save" in command
+    with pytest.raises(CheckpointError, match="--ckpt-step 3,"):
+        find_checkpoint(str(theirs), 3)
+
+
+class Planted:
+    """An object whose unpickling makes a folder."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
+def plant(path: Path) -> None:
+    metadata = load_metadata(path)
+    metadata.planner_data, metadata.all_local_plans = None, [Planted()]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "truncated metadata": (lambda f: cut(f / ".metadata"), r"\.metadata cannot be read"),
+    "an object in the plans": (lambda f: plant(f / ".metadata"), r"names? the Python object posix\.mkdir"),
+    "a truncated file": (lambda f: [cut(path) for path in f.glob("*.distcp")], "is truncated: .* is incomplete"),
+    "a missing file": (lambda f: [path.unlink() for path in f.glob("*.distcp")], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_is_one_sentence(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, message = FAULTS[fault]
+    monkeypatch.chdir(tmp_path)
+    theirs = unpack("gpt", tmp_path)
+    spoil(theirs / "iter_0000003")
+    with pytest.raises(CheckpointError, match=message) as found:
+        import_megatron(theirs, tmp_path / "ours")
+    assert "\n" not in str(found.value)
+    assert find_checkpoint(str(tmp_path / "ours")) is None and not (tmp_path / "ran").exists()
