@@ -54,6 +54,9 @@ class Settings:
     """To hf: the architecture, such as llama; default: the one the model came from, or the first that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights that are written; default that of the stored ones."""
+    optimizer: bool | None = None
+    """From megatron to native: read the optimizer's state, so that the training continues at its iteration, or only the
+    weights; default: the state if it can be read."""
     verify: bool = True
     """Compare the logits of a Hugging Face folder with `transformers`; where they differ nothing is written."""
 
@@ -68,7 +71,8 @@ def convert(settings: Settings) -> str:
     if settings.source == "hf":
         difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
     elif settings.to == "native":
-        import_megatron(load, save, step=settings.ckpt_step, dtype=dtype)
+        found = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
+        return f"{load} -> {save} (native); {found}; not verified"
     else:
         with native_folder(settings) as (native, step):
             difference = export_hugging_face(
@@ -89,7 +93,7 @@ def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
     try:
         save.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as folder:
-            import_megatron(Path(settings.load), Path(folder), step=settings.ckpt_step)
+            import_megatron(Path(settings.load), Path(folder), step=settings.ckpt_step, optimizer=False)
             yield Path(folder), None
     except OSError as error:
         raise CheckpointError(f"{save.parent} cannot be written: {error}") from error

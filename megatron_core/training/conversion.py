@@ -19,6 +19,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_hugging_face
 from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.models.megatron_lm.progress import Progress
 from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
@@ -49,17 +50,37 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     return difference
 
 
-def import_megatron(source: Path, save: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint of Megatron-LM as iteration 0 into ``save``, one tensor in memory at a time.
+def import_megatron(
+    source: Path,
+    save: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: bool | None = None,
+) -> str:
+    """Write a checkpoint of Megatron-LM into ``save``, one tensor in memory at a time.
 
-    ``step`` is the iteration, by default the latest; the rest as for ``import_hugging_face``.
+    ``step`` is the iteration, by default the latest. With the state of Adam the result continues the training at that
+    iteration; with the weights alone it is iteration 0. ``optimizer`` requires the state or leaves it out; None reads
+    it if it can be read. -> what was read besides the weights.
     """
     check_empty(save)
     with MegatronReader(source, step) as reader:
-        config = RunConfig.from_flat(RunConfig().flat() | reader.settings | {"vocab_size": reader.state["vocab_size"]})
+        settings = reader.settings | {"vocab_size": reader.state["vocab_size"]}
+        kinds = [] if optimizer is False else reader.kinds
+        if optimizer and not kinds:
+            raise CheckpointError(
+                f"{source} has no optimizer state that can be read: it must be Adam's, saved without the distributed "
+                "optimizer or with --dist-ckpt-optim-fully-reshardable; convert the weights alone with --no-optimizer"
+            )
+        progress = reader.progress() if kinds else None
+        config = RunConfig.from_flat(RunConfig().flat() | settings | dict(progress.settings if progress else {}))
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes)
-        write_native(reader, config, shapes, save, dtype or reader.dtype())
+        write_native(reader, config, shapes, save, dtype or reader.dtype(), kinds=kinds, progress=progress)
+    if progress is None:
+        return "weights without optimizer state, as iteration 0"
+    return f"weights and optimizer state of iteration {progress.iteration}"
 
 
 def check_empty(save: Path) -> None:
@@ -75,22 +96,31 @@ def write_native(
     save: Path,
     dtype: torch.dtype,
     others: Sequence[Path] = (),
+    *,
+    kinds: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> None:
-    """Write the tensors of ``shapes`` as iteration 0 of a run of ``config`` into ``save``.
+    """Write the tensors of ``shapes`` and the ``kinds`` of their optimizer state into ``save``.
 
+    ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
     ``others`` are files of a tokenizer that ``config`` does not use; they are kept for an export.
     """
+    counters = TrainState()
+    if progress is not None:
+        tokens = progress.consumed_samples * config.data.seq_length
+        counters = TrainState(progress.iteration, progress.consumed_samples, tokens)
     state = {
-        **asdict(TrainState()),
-        "optimizer_steps": 0,
+        **asdict(counters),
+        "optimizer_steps": 0 if progress is None else progress.optimizer_steps,
         "loss_scale": {},
         "vocab_size": reader.state["vocab_size"],
         "config": config.flat(),
     }
     files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
-    tensors = (read_whole(reader, name, shape, dtype) for name, shape in shapes.items())
     entries = [(f"model.{name}", dtype, shape) for name, shape in shapes.items()]
-    save_tensors(save, 0, entries, tensors, state, extra_files=files)
+    entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in shapes.items()]
+    tensors = (read_whole(reader, name, shape, kind) for name, kind, shape in entries)
+    save_tensors(save, counters.iteration, entries, tensors, state, extra_files=files)
 
 
 def export_hugging_face(
@@ -267,7 +297,7 @@ def read_whole(
 ) -> Tensor:
     """One tensor, whole."""
     tensor = torch.empty(shape, dtype=dtype)
-    reader.fill([Piece(f"model.{name}", shape, Box((0,) * len(shape), shape), tensor, owned=True)])
+    reader.fill([Piece(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
     return tensor
 
 

@@ -10,13 +10,17 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.datasets.base import Sample
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.pickles import load_metadata
+from megatron_core.training.compatibility import stored_config
 from megatron_core.training.conversion import import_megatron
+from tests.checkpoint.runs import start, train
 from tests.models.test_megatron_checkpoints import imported
 
 DATA = Path(__file__).parent / "megatron_0_20"
@@ -48,6 +52,40 @@ def test_weights_give_the_loss_of_megatron(name: str, tmp_path: Path) -> None:
         logits = model(tokens[:, :-1])
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
     assert loss.item() == pytest.approx(first["loss"], abs=1e-5)
+
+
+class Recorded:
+    """The tokens that Megatron-LM trained on, as a data set; four sequences for each iteration from 0."""
+
+    sequence_length = 16
+
+    def __init__(self, name: str) -> None:
+        self._rows = [row for step in steps(name) for row in step["tokens"]]
+
+    def __getitem__(self, index: int) -> Sample:
+        row = np.array(self._rows[index - 12])
+        return {"tokens": row[:-1], "labels": row[1:], "loss_mask": np.ones(16, np.float32)}
+
+
+def continued(folder: str, name: str, layout: dict[str, Any]) -> list[float]:
+    """The losses of iterations 4 to 6 in ``layout``."""
+    stored = stored_config(find_checkpoint(folder))
+    flat = stored.flat() | {"load": folder, "mock_data": True, "eval_iters": 0} | layout
+    run = start(flat)
+    assert (run.state.iteration, run.state.consumed_samples, run.optimizer.steps_taken) == (3, 12, 3)
+    run.train_loader = run.loader(Recorded(name))
+    return [loss for loss, _ in train(run, 3)]
+
+
+CONTINUED = ("gpt", "gpt_rank_files", "llama_tp2_fully")
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_training_continues_with_the_losses_of_megatron(name: str, tmp_path: Path) -> None:
+    said = import_megatron(unpack(name, tmp_path), tmp_path / "ours", optimizer=True)
+    assert said == "weights and optimizer state of iteration 3"
+    losses = continued(str(tmp_path / "ours"), name, {})
+    assert losses == pytest.approx([step["loss"] for step in steps(name)], abs=2e-5)
 
 
 def test_load_names_the_command(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class RankFiles:
         if not isinstance(arguments, dict):
             raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
         self.arguments: Mapping[str, Any] = arguments
+        self.common: Mapping[str, Any] = first
         self._tp, self._pp, self._ep = (
             int(arguments.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline", "expert")
         )
@@ -70,8 +71,8 @@ class RankFiles:
                 "tensor-parallel size; such experts are read from --ckpt-format torch_dist alone"
             )
 
-    def parts(self, model: ModelConfig) -> Parts:
-        """Every stored part of our tensors, by name."""
+    def parts(self, model: ModelConfig, kind: str | None = None) -> Parts:
+        """Every stored part of our tensors, by name; ``kind`` is that of optimizer state."""
         if model.query_groups % self._tp:
             raise CheckpointError(
                 f"{self.folder}: {model.query_groups} key-value groups on {self._tp} tensor-parallel ranks are read "
@@ -85,7 +86,9 @@ class RankFiles:
                 numbers = set()
                 for tp in range(self._tp):
                     for ep in range(self._ep):
-                        for name, tensor in self._state(tp, pp, ep).get(chunk, {}).items():
+                        state = self._state(tp, pp, ep)
+                        tensors = state.get(chunk, {}) if kind is None else self._adam(state, kind)
+                        for name, tensor in tensors.items():
                             layer = LAYER.fullmatch(name.removeprefix("module."))
                             numbers |= {int(layer[1])} if layer else set()
                             self._add(found, name, tensor, tp, ep, before, model)
@@ -93,6 +96,33 @@ class RankFiles:
         if model.share_embeddings_and_output_weights:
             found.pop("output_layer.weight", None)  # the copy of the last stage
         return found
+
+    def optimizer_parts(self, model: ModelConfig) -> dict[str, Parts]:
+        """The parts of each kind of Adam's state; empty if the state is absent, distributed or of several chunks."""
+        optimizer = self.common.get("optimizer")
+        optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+        if not isinstance(optimizer, dict) or not optimizer.get("state") or "model" not in self.common:
+            return {}
+        kinds = ["exp_avg", "exp_avg_sq"] + ["main"] * ("fp32_from_fp16_params" in self.common["optimizer"])
+        return {kind: self.parts(model, kind) for kind in kinds}
+
+    def _adam(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+        """One kind of a rank's Adam state by parameter: matrices come first, vectors follow."""
+        names = [n for n, t in state["model"].items() if isinstance(t, Tensor) and not n.endswith("_extra_state")]
+        names.sort(key=lambda name: state["model"][name].dim() < 2 or name.endswith(".bias"))
+        optimizer = state["optimizer"]
+        if kind == "main":
+            tensors = [tensor for group in optimizer["fp32_from_fp16_params"] for tensor in group]
+        else:
+            numbered = optimizer.get("optimizer", optimizer)["state"]
+            tensors = [numbered[number][kind] for number in sorted(numbered)]
+        shapes = [state["model"][name].shape for name in names]
+        if [tensor.shape for tensor in tensors] != shapes:
+            raise CheckpointError(
+                f"{self.folder}: the optimizer's {kind} does not have the shapes of the weights; convert the weights "
+                "alone with --no-optimizer"
+            )
+        return dict(zip(names, tensors, strict=True))
 
     def _add(self, found: Parts, name: str, tensor: Any, tp: int, ep: int, before: int, model: ModelConfig) -> None:
         name = name.removeprefix("module.")
@@ -171,29 +201,38 @@ class DistributedFiles:
         if not isinstance(arguments, dict):
             raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
         self.arguments: Mapping[str, Any] = arguments
+        self.common: Mapping[str, Any] = content
         self._last: tuple[Any, Tensor] | None = None
 
-    def parts(self, model: ModelConfig) -> Parts:
-        """Every stored part of our tensors, by name."""
+    def parts(self, model: ModelConfig, prefix: str = "") -> Parts:
+        """Every stored part of our tensors, by name; ``prefix`` is that of a kind of optimizer state."""
         found: Parts = {}
-        for name, entry in self._metadata.state_dict_metadata.items():
-            if not name.startswith(MODEL) or "_extra_state" in name or not hasattr(entry, "chunks"):
+        for stored, entry in self._metadata.state_dict_metadata.items():
+            name = stored.removeprefix(prefix)
+            if not stored.startswith(prefix) or not name.startswith(MODEL) or "_extra_state" in name:
                 continue
-            for chunk in entry.chunks:
+            for chunk in getattr(entry, "chunks", ()):
                 box = Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
-                for ours, part in self._places(name, tuple(entry.size), box):
+                read = partial(self._chunk, stored, box.start)
+                for ours, part in self._places(name, tuple(entry.size), Part(box, read)):
                     found.setdefault(ours, []).append(part)
         if model.share_embeddings_and_output_weights:
             found.pop("output_layer.weight", None)
         return found
 
-    def _places(self, name: str, size: tuple[int, ...], box: Box) -> Iterator[tuple[str, Part]]:
+    def optimizer_parts(self, model: ModelConfig) -> dict[str, Parts]:
+        """The parts of each kind of Adam's state; empty if the state is absent or in flat buffers."""
+        kinds = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
+        found = {ours: [self.parts(model, f"optimizer.state.{kind}.") for kind in kinds[ours]] for ours in kinds}
+        return {ours: next(filter(None, parts)) for ours, parts in found.items() if any(parts)}
+
+    def _places(self, name: str, size: tuple[int, ...], chunk: Part) -> Iterator[tuple[str, Part]]:
         """The parts of ours that a chunk is: one in each layer if layers are stacked."""
-        read = partial(self._chunk, name, box.start)
+        box, read = chunk.box, chunk.read
         layer = LAYER.fullmatch(name)
         if layer is not None or not name.startswith("decoder.layers."):
             ours = name if layer is None else f"decoder.layers.{layer[1]}.{plain_name(layer[2])}"
-            yield self._half(ours, size, Part(box, read))
+            yield self._half(ours, size, chunk)
             return
         rest = plain_name(name.removeprefix("decoder.layers."))
         inner = Box(box.start[1:], box.stop[1:])

@@ -14,7 +14,8 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.layout import DistributedFiles, RankFiles
+from megatron_core.models.megatron_lm.layout import DistributedFiles, Part, Parts, RankFiles
+from megatron_core.models.megatron_lm.progress import Progress
 from megatron_core.models.megatron_lm.settings import settings_of_arguments
 from megatron_core.parallel.texts import listed
 
@@ -24,7 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class MegatronReader:
-    """Megatron-LM's weights of one iteration, in its format ``torch`` or ``torch_dist``; a context manager.
+    """Weights and Adam state of one iteration of Megatron-LM, ``torch`` or ``torch_dist``; a context manager.
 
     ``folder`` is what ``--save`` named, or one iteration in it. Nothing that the files name is run.
     Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
@@ -38,6 +39,8 @@ class MegatronReader:
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         self._parts = files.parts(self.model)
+        self._common, self._arguments = files.common, files.arguments
+        self._optimizer = files.optimizer_parts(self.model)
         vocabulary = self.settings.get("vocab_size") or self._rows("embedding.word_embeddings.weight")
         self.state: dict[str, Any] = {"vocab_size": vocabulary}
 
@@ -55,7 +58,7 @@ class MegatronReader:
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Copy the stored values into the memory of every piece; dtypes are converted."""
         for piece in pieces:
-            for part in self._parts.get(piece.name.removeprefix("model."), ()):
+            for part in self._stored(piece.name):
                 common = piece.box.intersect(part.box)
                 if common is None:
                     continue
@@ -67,15 +70,36 @@ class MegatronReader:
                     )
                 piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
 
+    def _stored(self, name: str) -> list[Part]:
+        if name.startswith("optimizer."):
+            _, kind, rest = name.split(".", 2)
+            return self._optimizer[kind].get(rest, [])
+        return self._parts.get(name.removeprefix("model."), [])
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of optimizer state that are there: moments, and main weights beside 16-bit weights."""
+        found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
+        return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
+
+    def progress(self) -> Progress:
+        """Where the training was."""
+        return Progress.of(self._common, self._arguments, self.folder)
+
     def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
         """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other."""
-        missing, unused = sorted(set(ours) - set(self._parts)), sorted(set(self._parts) - set(ours))
+        self._check(ours, self._parts)
+        for kind in self.kinds:
+            self._check(ours, self._optimizer[kind])
+
+    def _check(self, ours: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
+        missing, unused = sorted(set(ours) - set(parts)), sorted(set(parts) - set(ours))
         if missing or unused:
             faults = {"missing": missing, "without a use": unused}
             told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
             raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {told}")
         for name, shape in ours.items():
-            boxes = {part.box for part in self._parts[name]}
+            boxes = {part.box for part in parts[name]}
             found = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=False))
             padded = (max(found[0], shape[0]), *shape[1:]) if name in VOCABULARY else shape
             if found != padded or sum(box.numel for box in boxes) != prod(found):

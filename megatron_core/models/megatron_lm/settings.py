@@ -35,6 +35,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         given["openai_gelu"] = True  # the fused kernel is the approximation
     if not arguments.get("num_experts"):
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if not arguments.get("group_query_attention"):
+        given.pop("num_query_groups", None)  # Megatron-LM fills it in
     kinds = field_types()
     wanted = [f.name for f in fields(ModelConfig) if f.name not in EXECUTION_SETTINGS] + [*DATA[:2]]
     found = {}
