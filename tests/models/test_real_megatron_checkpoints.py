@@ -20,6 +20,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.pickles import load_metadata
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.conversion import import_megatron
+from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.models.test_megatron_checkpoints import imported
 
@@ -77,7 +78,7 @@ def continued(folder: str, name: str, layout: dict[str, Any]) -> list[float]:
     return [loss for loss, _ in train(run, 3)]
 
 
-CONTINUED = ("gpt", "gpt_rank_files", "llama_tp2_fully")
+CONTINUED = ("gpt", "gpt_rank_files", "llama_tp2_fully", "llama_tp2_dp_reshardable", "llama_pp2", "experts")
 
 
 @pytest.mark.parametrize("name", CONTINUED)
@@ -86,6 +87,27 @@ def test_training_continues_with_the_losses_of_megatron(name: str, tmp_path: Pat
     assert said == "weights and optimizer state of iteration 3"
     losses = continued(str(tmp_path / "ours"), name, {})
     assert losses == pytest.approx([step["loss"] for step in steps(name)], abs=2e-5)
+
+
+def _continue_on_two_ranks(folder: str, name: str, layout: dict[str, Any]) -> None:
+    losses = continued(folder, name, layout)
+    assert losses == pytest.approx([step["loss"] for step in steps(name)], abs=2e-5)
+
+
+@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"use_distributed_optimizer": True}])
+def test_training_continues_in_another_layout(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Stages of Megatron-LM's pipeline continue as tensor-parallel and as data-parallel ranks."""
+    import_megatron(unpack("llama_pp2", tmp_path), tmp_path / "ours", optimizer=True)
+    run_ranks(2, _continue_on_two_ranks, str(tmp_path / "ours"), "llama_pp2", layout)
+
+
+def test_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """The flat buffers of the format torch are not read: weights alone, or an error if the state is required."""
+    theirs = unpack("llama_tp2_rank_files", tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no optimizer state that can be read.*--no-optimizer"):
+        import_megatron(theirs, tmp_path / "ours", optimizer=True)
+    said = import_megatron(theirs, tmp_path / "ours")
+    assert said == "weights without optimizer state, as iteration 0"
 
 
 def test_load_names_the_command(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.flat_buffers import KINDS, ORDERS, buckets_of, registered, split
 from megatron_core.models.megatron_lm.pickles import load_metadata, load_tensors
 from megatron_core.parallel.boxes import Box
 
@@ -106,6 +108,10 @@ class RankFiles:
         kinds = ["exp_avg", "exp_avg_sq"] + ["main"] * ("fp32_from_fp16_params" in self.common["optimizer"])
         return {kind: self.parts(model, kind) for kind in kinds}
 
+    def optimizer_counts(self) -> Any:
+        """The optimizer's step and parameter groups."""
+        return self.common.get("optimizer")
+
     def _adam(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
         """One kind of a rank's Adam state by parameter: matrices come first, vectors follow."""
         names = [n for n, t in state["model"].items() if isinstance(t, Tensor) and not n.endswith("_extra_state")]
@@ -174,6 +180,23 @@ def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -
         yield _part(tensor, zero)
 
 
+def _local_weights(weights: Parts, rank: int, size: int, gated: bool) -> dict[str, Tensor]:
+    """A tensor-parallel rank's part of every weight."""
+    found = {}
+    for name, parts in weights.items():
+        whole = torch.zeros(tuple(max(ends) for ends in zip(*(p.box.stop for p in parts), strict=True)))
+        whole = whole.to(parts[0].read().dtype)
+        for part in parts:
+            whole[part.box.index] = part.read()
+        if ROWS.search(name):
+            halves = whole.chunk(2) if gated and "linear_fc1." in name else (whole,)
+            whole = torch.cat([half.chunk(size)[rank] for half in halves])
+        elif COLUMNS.search(name):
+            whole = whole.chunk(size, dim=1)[rank]
+        found[name] = whole
+    return found
+
+
 def _part(tensor: Tensor, start: tuple[int, ...]) -> Part:
     return Part(Box((0,) * len(start), tuple(tensor.shape)).shifted(start), lambda: tensor)
 
@@ -224,7 +247,50 @@ class DistributedFiles:
         """The parts of each kind of Adam's state; empty if the state is absent or in flat buffers."""
         kinds = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
         found = {ours: [self.parts(model, f"optimizer.state.{kind}.") for kind in kinds[ours]] for ours in kinds}
-        return {ours: next(filter(None, parts)) for ours, parts in found.items() if any(parts)}
+        by_name = {ours: next(filter(None, parts)) for ours, parts in found.items() if any(parts)}
+        return by_name or self._flat_parts(model)
+
+    def optimizer_counts(self) -> Any:
+        """The optimizer's step and parameter groups; ``dp_reshardable`` has an object for each rank of the model."""
+        name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+        if name not in self._metadata.state_dict_metadata:
+            return self.common.get("optimizer")
+        found = self._object(name)
+        return found[0] if isinstance(found, list) and found else found
+
+    def _flat_parts(self, model: ModelConfig) -> dict[str, Parts]:
+        """The same from the flat buffers of the distributed optimizer; empty if their order is not known."""
+        ranks, weights = buckets_of(self._metadata.state_dict_metadata), self.parts(model)
+        tp, pp = (int(self.arguments.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
+        tied = model.share_embeddings_and_output_weights and pp > 1
+        if len(ranks) != tp * pp or tied or model.num_experts or model.num_layers % pp or model.query_groups % tp:
+            return {}
+        found: dict[str, Parts] = {"exp_avg": {}, "exp_avg_sq": {}, "main": {}}
+        for rank, names in ranks.items():
+            stage, each = rank // tp, model.num_layers // pp
+            layers = range(stage * each, (stage + 1) * each)
+            own = _local_weights(weights, rank % tp, tp, model.gated_linear_unit)
+            shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+            buckets = {kind: [self._flat(name + kind) for name in names] for kind in KINDS}
+            ends = {"first": stage == 0, "last": stage == pp - 1}
+            orders = [registered(shapes, order, layers, **ends) for order in ORDERS]
+            state = next(filter(None, (split(order, shapes, buckets, own.__getitem__) for order in orders)), None)
+            if state is None:
+                return {}
+            for kind, theirs in zip(("main", "exp_avg", "exp_avg_sq"), KINDS, strict=True):
+                for name, tensor in state[theirs].items():
+                    parts = _local_parts(name, tensor, rank % tp, tp, model.gated_linear_unit)
+                    found[kind].setdefault(name, []).extend(parts)
+        return found
+
+    def _flat(self, name: str) -> Tensor:
+        """A whole flat tensor."""
+        entry = self._metadata.state_dict_metadata[name]
+        whole = torch.zeros(tuple(entry.size))
+        for chunk in entry.chunks:
+            start = chunk.offsets[0]
+            whole[start : start + chunk.sizes[0]] = self._chunk(name, tuple(chunk.offsets))
+        return whole
 
     def _places(self, name: str, size: tuple[int, ...], chunk: Part) -> Iterator[tuple[str, Part]]:
         """The parts of ours that a chunk is: one in each layer if layers are stacked."""

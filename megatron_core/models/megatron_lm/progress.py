@@ -32,12 +32,12 @@ class Progress:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], folder: Path) -> Progress:
+    def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path) -> Progress:
         """Read the counters; errors: ``CheckpointError`` for one that is absent or not a number."""
         counters = {
             "iteration": common.get("iteration"),
             "consumed_train_samples": arguments.get("consumed_train_samples"),
-            "optimizer step": _step(common.get("optimizer")),
+            "optimizer step": _step(optimizer),
         }
         for name, value in counters.items():
             if type(value) is not int or value < 0:

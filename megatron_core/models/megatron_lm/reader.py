@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ class MegatronReader:
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         self._parts = files.parts(self.model)
-        self._common, self._arguments = files.common, files.arguments
-        self._optimizer = files.optimizer_parts(self.model)
+        self._files = files
         vocabulary = self.settings.get("vocab_size") or self._rows("embedding.word_embeddings.weight")
         self.state: dict[str, Any] = {"vocab_size": vocabulary}
 
@@ -76,6 +76,10 @@ class MegatronReader:
             return self._optimizer[kind].get(rest, [])
         return self._parts.get(name.removeprefix("model."), [])
 
+    @cached_property
+    def _optimizer(self) -> dict[str, Parts]:
+        return self._files.optimizer_parts(self.model)
+
     @property
     def kinds(self) -> list[str]:
         """The kinds of optimizer state that are there: moments, and main weights beside 16-bit weights."""
@@ -83,13 +87,17 @@ class MegatronReader:
         return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
 
     def progress(self) -> Progress:
-        """Where the training was."""
-        return Progress.of(self._common, self._arguments, self.folder)
+        """The position of the training."""
+        files = self._files
+        return Progress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
 
-    def check_complete(self, ours: Mapping[str, tuple[int, ...]]) -> None:
-        """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other."""
+    def check_complete(self, ours: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ()) -> None:
+        """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other.
+
+        The same holds for ``kinds`` of optimizer state.
+        """
         self._check(ours, self._parts)
-        for kind in self.kinds:
+        for kind in kinds:
             self._check(ours, self._optimizer[kind])
 
     def _check(self, ours: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
