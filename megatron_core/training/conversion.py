@@ -70,8 +70,9 @@ def import_megatron(
         kinds = [] if optimizer is False else reader.kinds
         if optimizer and not kinds:
             raise CheckpointError(
-                f"{source} has no optimizer state that can be read: it must be Adam's, saved with --ckpt-format torch_dist, "
-                "or with torch and without the distributed optimizer; convert the weights alone with --no-optimizer"
+                f"{source} has no optimizer state that can be read: it must be Adam's, saved with --ckpt-format "
+                "torch_dist, or with torch and without the distributed optimizer; convert the weights alone with "
+                "--no-optimizer"
             )
         progress = reader.progress() if kinds else None
         config = RunConfig.from_flat(RunConfig().flat() | settings | dict(progress.settings if progress else {}))

@@ -55,7 +55,8 @@ class Progress:
                         f"the checkpoint was trained with {name}={arguments[name]!r}, which is not supported; convert "
                         "the weights alone with --no-optimizer"
                     ) from None
-        return cls(*counters.values(), settings=found)  # type: ignore[arg-type]
+        iteration, samples, steps = (int(value) for value in counters.values() if value is not None)
+        return cls(iteration, samples, steps, found)
 
 
 def _step(optimizer: Any) -> int | None:
