@@ -140,6 +140,14 @@ def cut(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "truncated metadata": (lambda f: cut(f / ".metadata"), r"\.metadata cannot be read"),
+    "metadata of another kind": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps({"state": 1})),
+        r"\.metadata cannot be read: .* no attribute",
+    ),
+    "metadata with a huge length": (
+        lambda f: (f / ".metadata").write_bytes(b"\x80\x04\x8e" + b"\xff" * 8),
+        r"\.metadata cannot be read",
+    ),
     "an object in the plans": (lambda f: plant(f / ".metadata"), r"names? the Python object posix\.mkdir"),
     "a truncated file": (lambda f: [cut(path) for path in f.glob("*.distcp")], "is truncated: .* is incomplete"),
     "a missing file": (lambda f: [path.unlink() for path in f.glob("*.distcp")], "cannot be read"),

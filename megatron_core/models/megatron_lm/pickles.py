@@ -78,8 +78,18 @@ def load_tensors(source: Path | bytes) -> Any:
 def load_metadata(path: Path) -> Any:
     """The ``.metadata`` of ``torch.distributed.checkpoint``; ``CheckpointError`` as ``load_tensors``."""
     try:
-        return _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        for entry in found.state_dict_metadata.values():
+            if hasattr(entry, "chunks"):
+                _ = [entry.size, *((*chunk.offsets, *chunk.sizes) for chunk in entry.chunks)]
+        for index, info in found.storage_data.items():
+            _ = [index.fqn, Path(info.relative_path), info.offset + info.length]
+        return found
     except (
+        MemoryError,
+        OverflowError,
+        RuntimeError,
+        SystemError,
         OSError,
         EOFError,
         ValueError,
@@ -89,7 +99,7 @@ def load_metadata(path: Path) -> Any:
         KeyError,
         pickle.UnpicklingError,
     ) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 class _MetadataUnpickler(pickle.Unpickler):
