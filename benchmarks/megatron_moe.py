@@ -65,8 +65,9 @@ def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[
     import_module("torch._inductor.compile_fx")  # which asks for the real triton
     sys.path.insert(0, str(checkout))
     sys.meta_path.insert(0, _Triton())
-    import megatron.core
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    import megatron.core
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 

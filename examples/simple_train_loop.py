@@ -1,10 +1,9 @@
 """A training loop of one's own with Megatron Core's imports: groups, GPT, data, schedule, optimizer, checkpoint.
 
-It follows Megatron-LM's tutorial (run_simple_mcore_train_loop.py), with `megatron.core` replaced by `megatron_core`,
-and runs on a laptop's CPU:
+It follows Megatron-LM's tutorial (run_simple_mcore_train_loop.py) and runs on a CPU:
 
-    torchrun --nproc-per-node 2 examples/simple_train_loop.py
-    torchrun --nproc-per-node 4 examples/simple_train_loop.py --tensor 2 --pipeline 2
+    torchrun --nproc-per-node 2 -m megatron_core.drop_in examples/simple_train_loop.py
+    torchrun --nproc-per-node 4 -m megatron_core.drop_in examples/simple_train_loop.py --tensor 2 --pipeline 2
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from megatron_core import dist_checkpointing, parallel_state
-from megatron_core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron_core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron_core.datasets.utils import compile_helpers
-from megatron_core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron_core.distributed.finalize_model_grads import finalize_model_grads
-from megatron_core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron_core.models.gpt.gpt_model import GPTModel
-from megatron_core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_core.tokenizers import MegatronTokenizer
-from megatron_core.transformer.transformer_config import TransformerConfig
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import compile_helpers
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE_LENGTH = 64
 BATCH = 8

@@ -22,7 +22,6 @@ PACKAGE = "megatron_core"
 LEVELS = {
     "errors": 0,
     "command": 0,
-    "lazy": 0,
     "schema": 0,
     "terminal": 0,
     "text_file": 0,
@@ -34,29 +33,6 @@ LEVELS = {
     "ops": 2,
     "tokenizers": 2,
     "parallel": 2,
-    # Modules for Megatron Core's users, at its paths.
-    "enums": 0,
-    "package_info": 0,
-    "rerun_state_machine": 1,
-    "safe_globals": 3,
-    "num_microbatches_calculator": 1,
-    "packed_seq_params": 3,
-    "hyper_comm_grid": 3,
-    "timers": 3,
-    "model_parallel_config": 3,
-    "process_groups_config": 4,
-    "utils": 4,
-    "fusions": 5,
-    "extensions": 5,
-    "activations": 6,
-    "config_logger": 3,
-    "fp8_utils": 3,
-    "inference_params": 3,
-    "jit": 0,
-    "msc_utils": 0,
-    "distributed": 5,
-    "dist_checkpointing": 4,
-    "optimizer_param_scheduler": 6,
     "parallel_state": 3,
     "tensor_parallel": 3,
     "context_parallel": 3,
@@ -72,6 +48,7 @@ LEVELS = {
     "inference": 6,
     "training": 6,
     "verify": 7,
+    "drop_in": 7,  # ``megatron`` below it is a package of its own
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors")}
@@ -82,8 +59,11 @@ NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}
 
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
-LIBRARY = sorted((ROOT / PACKAGE).rglob("*.py"))
-SOURCES = LIBRARY + PROGRAMS
+ADAPTERS = ROOT / PACKAGE / "drop_in" / "megatron"
+"""The packages that programs written for Megatron-LM import."""
+DROP_IN = sorted(ADAPTERS.rglob("*.py"))
+LIBRARY = sorted(set((ROOT / PACKAGE).rglob("*.py")) - set(DROP_IN))
+SOURCES = LIBRARY + DROP_IN + PROGRAMS
 MAX_FILE, MAX_FUNCTION = 400, 80
 
 
@@ -217,9 +197,16 @@ def test_nobody_imports_private_names() -> None:
         f"{relative(path)}: {name}"
         for path in SOURCES
         for name in imports(path)
-        if name.startswith(PACKAGE) and any(re.match("_(?!_)", part) for part in name.split("."))
+        if name.startswith((PACKAGE, "megatron."))
+        and any(re.match("_(?!_)", part) for part in name.split("."))
+        and not (path in DROP_IN and is_private_name_of_megatron(path, name))
     ]
     assert found == []
+
+
+def is_private_name_of_megatron(path: Path, name: str) -> bool:
+    """Whether a module of the drop-in imports from the engine's module at the same path, which has the name for it."""
+    return name.startswith(dotted(path).replace("megatron.core", PACKAGE, 1) + ".")
 
 
 def test_file_sizes() -> None:
@@ -237,28 +224,39 @@ def test_function_sizes() -> None:
     assert {name: n for name, n in found.items() if n > MAX_FUNCTION} == {}
 
 
-def for_megatrons_users(path: Path) -> bool:
-    """Whether a module exists only because users of Megatron import it, which its first line says."""
-    return (ast.get_docstring(tree(path)) or "").startswith(("For Megatron Core's users:", "For Megatron-LM's users:"))
-
-
-def test_nothing_imports_what_is_for_megatrons_users() -> None:
-    """Beside other such modules; packages hand their names on when they are asked for, which loads nothing."""
-    theirs = {module_name(path) for path in LIBRARY if for_megatrons_users(path)}
+def test_nothing_imports_the_drop_in() -> None:
+    """The engine and the programs do not depend on ``drop_in`` or on ``megatron``."""
     found = [
         f"{relative(path)}: {name}"
-        for path in LIBRARY
-        if not for_megatrons_users(path) and path.name != "__init__.py"
-        for name in inner_imports(path)
-        if name in theirs or name.rpartition(".")[0] in theirs
+        for path in [*LIBRARY, *PROGRAMS]
+        if ROOT / PACKAGE / "drop_in" not in path.parents
+        for name in imports(path)
+        if name.split(".")[0] == "megatron" or name.startswith(f"{PACKAGE}.drop_in")
     ]
-    assert theirs >= {"datasets.utils", "num_microbatches_calculator"}
     assert found == []
+
+
+def dotted(path: Path) -> str:
+    """``megatron.core.enums`` for drop_in/megatron/core/enums.py; a package's name for its ``__init__``."""
+    parts = path.relative_to(ADAPTERS.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_drop_in_has_no_cycle() -> None:
+    modules = {dotted(path): path for path in DROP_IN}
+    graph = {
+        name: {other if other in modules else other.rpartition(".")[0] for other in imports(path)} & set(modules)
+        for name, path in modules.items()
+    }
+    # A package file may import its own modules, and these may import their package's other modules.
+    graph = {name: others for name, others in graph.items() if modules[name].name != "__init__.py"}
+    assert len(graph) > 100
+    assert cycle(graph) == []
 
 
 def test_no_file_of_leftovers() -> None:
     leftovers = ("utils", "util", "helpers", "misc")
-    assert [relative(p) for p in SOURCES if p.stem in leftovers and not for_megatrons_users(p)] == []
+    assert [relative(p) for p in LIBRARY + PROGRAMS if p.stem in leftovers] == []
 
 
 RESTRICTED = "megatron_core/models/megatron_lm/pickles.py"
@@ -325,22 +323,18 @@ def test_the_rules_find_something(code: str) -> None:
     assert any(unwanted(node) for node in ast.walk(ast.parse(code)))
 
 
-def test_packages_only_hand_names_on() -> None:
-    """Imports and a docstring; and ``__getattr__`` for names that are imported on first use."""
+def test_packages_only_export_names() -> None:
+    """A package file has imports and a docstring; importing ``drop_in`` changes ``sys.path``, which is its purpose."""
     found = []
-    for path in LIBRARY:
-        if path.name == "__init__.py":
+    for path in LIBRARY + DROP_IN:
+        if path.name == "__init__.py" and path.parent != ADAPTERS.parent:
             found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not only_exports(node)]
     assert found == []
 
 
 def only_exports(node: ast.stmt) -> bool:
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(only_exports, node.body))
     if isinstance(node, ast.Assign):
-        return ast.unparse(node.targets[0]) == "__getattr__"
-    if isinstance(node, ast.FunctionDef):
-        return node.name == "__getattr__"
+        return ast.unparse(node.value).startswith("lazy_loader.attach_stub(")
     return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node)
 
 
@@ -363,7 +357,7 @@ def test_every_config_field_has_a_docstring() -> None:
 
 
 def test_everything_public_has_a_docstring() -> None:
-    found = [f"{relative(path)}: {name}" for path in LIBRARY for name in undocumented(tree(path), "")]
+    found = [f"{relative(path)}: {name}" for path in LIBRARY + DROP_IN for name in undocumented(tree(path), "")]
     assert found == []
 
 
@@ -385,7 +379,7 @@ def packages_loaded_by(statements: str) -> set[str]:
 
 
 def test_import_loads_little_beside_torch() -> None:
-    """What makes an import slow is what it pulls in: no tokenizers, plots or servers for those who want layers."""
+    """Importing the layers loads no tokenizers, plots or servers."""
     face = f"import {PACKAGE}\nfrom {PACKAGE} import parallel_state\nimport {PACKAGE}.tensor_parallel"
     extra = packages_loaded_by(face) - packages_loaded_by("import torch, torch.distributed, yaml, tyro")
-    assert extra == {PACKAGE}
+    assert extra == {PACKAGE, "lazy_loader"}

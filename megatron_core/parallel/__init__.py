@@ -1,16 +1,8 @@
-"""The layout: grid, process groups, collectives and how parameters are split.
+"""The layout: grid, process groups, collectives and shards of parameters.
 
-Names are imported when they are first used: ``parallel.grid`` is free of torch, and importing it must not import torch.
+Names are imported on first use, because ``parallel.grid`` must not import torch; ``__init__.pyi`` lists them.
 """
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from megatron_core.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from megatron_core.parallel.grid import Grid
-    from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
-    from megatron_core.parallel.launch import World, run_job, start_world
-    from megatron_core.parallel.sharding import ShardSpec, spec_of
-
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_core import dist_checkpointing
+from megatron.core import dist_checkpointing
+from megatron.core.transformer.module import MegatronModule
+from megatron.training import checkpointing
 from megatron_core.errors import CheckpointError
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig
-from megatron_core.training import checkpointing
 from megatron_core.training.compatibility import open_model
 from megatron_core.training.conversion import export_hugging_face
-from megatron_core.transformer.module import MegatronModule
 from tests.runs import tiny_run
 from tools.inspect_checkpoint import Settings, inspect_checkpoint
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_core.datasets.blended_dataset import BlendedDataset
-from megatron_core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron_core.datasets.blended_megatron_dataset_config import (
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron_core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron_core.datasets.megatron_dataset import MegatronDataset
-from megatron_core.datasets.utils import Split
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write_counting
 from tests.datasets.megatron_order import reference

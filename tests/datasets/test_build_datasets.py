@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron_core.config import DataConfig
 from megatron_core.datasets import (
     BlendedDataset,
@@ -16,9 +19,6 @@ from megatron_core.datasets import (
     write_header,
 )
 from megatron_core.datasets import build_datasets as build
-from megatron_core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron_core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron_core.datasets.utils import get_blend_from_list
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_core.datasets import IndexedDataset
-from megatron_core.datasets.gpt_dataset import (
+from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
     MockGPTDataset,
     MockGPTLowLevelDataset,
 )
-from megatron_core.datasets.megatron_dataset import pad_token_id
-from megatron_core.datasets.utils import Split
+from megatron.core.datasets.megatron_dataset import pad_token_id
+from megatron.core.datasets.utils import Split
+from megatron_core.datasets import IndexedDataset
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write
 from tests.datasets.megatron_order import reference

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.datasets import varlen_dataset
 from megatron_core.datasets.conversations import ConversationFile
 from megatron_core.datasets.message_schemas import messages_of, schema_of
 from megatron_core.errors import DataError
-from megatron_core.training.datasets import varlen_dataset
 
 ASKED = [{"role": "user", "content": "Sum?\n\n1 2"}, {"role": "assistant", "content": "3"}]
 LINES = {

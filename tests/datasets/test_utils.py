@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_core.datasets import helpers
-from megatron_core.datasets.utils import Split, compile_helpers, get_blend_from_list, normalize
+from megatron.core.datasets import helpers
+from megatron.core.datasets.utils import Split, compile_helpers, get_blend_from_list, normalize
 from megatron_core.errors import ConfigError
 from tests.datasets.megatron_order import reference
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_core import parallel_state
-from megatron_core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_core.optimizer.muon import newton_schulz
 from megatron_core.parallel.sharding import ShardSpec, spec_of, split, split_fused, split_qkv
 from megatron_core.verify.ranks import run_ranks

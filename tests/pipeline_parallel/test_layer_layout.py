@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core import parallel_state
 from megatron_core.config import ParallelConfig
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.pipeline_parallel import LayerType, PipelineParallelLayerLayout
 from megatron_core.verify.ranks import run_ranks, this_world
 
 DEEPSEEK = "Et*3|(tt|)*29,m|L"

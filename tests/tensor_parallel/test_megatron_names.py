@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.tensor_parallel import (
+    VocabUtility,
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.tensor_parallel import (
     CudaRNGStatesTracker,
-    VocabUtility,
     broadcast_data,
-    gather_split_1d_tensor,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_equal_chunks,
 )
 from megatron_core.verify.ranks import run_ranks
 

@@ -1,1 +1,0 @@
-"""For Megatron Core's users: how sharded state dicts are written."""

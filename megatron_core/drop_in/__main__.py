@@ -1,0 +1,45 @@
+"""``python -m megatron_core.drop_in PROGRAM ARGS``: run a program written for Megatron-LM unchanged."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_core.drop_in import FOLDER, report_other_copies
+
+USAGE = """usage: python -m megatron_core.drop_in PROGRAM [ARGS ...]
+       python -m megatron_core.drop_in -m MODULE [ARGS ...]
+       python -m megatron_core.drop_in --path
+
+Run a Python program whose imports of megatron.core and megatron.training find this package's modules.
+Under torchrun: torchrun --nproc-per-node N -m megatron_core.drop_in PROGRAM [ARGS ...]
+--path prints the folder to put on PYTHONPATH instead."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the program named by ``arguments`` as ``__main__``."""
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print(USAGE, file=sys.stdout if arguments else sys.stderr)
+        sys.exit(0 if arguments else 2)
+    if arguments == ["--path"]:
+        print(FOLDER)
+        return
+    is_module = arguments[0] == "-m"
+    target, *rest = arguments[is_module:] or [""]
+    if not target or (not is_module and not Path(target).is_file()):
+        sys.exit(f"error: no program {target!r}; give the path of a Python file, or -m MODULE")
+    # As the interpreter does: the folder of a program takes the place of the current one.
+    sys.path[1] = os.getcwd() if is_module else str(Path(target).resolve().parent)
+    root = str(FOLDER.parents[1])
+    if root not in sys.path:
+        sys.path.append(root)
+    report_other_copies()
+    sys.argv = [target, *rest]
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

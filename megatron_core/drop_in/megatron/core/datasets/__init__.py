@@ -1,0 +1,1 @@
+"""Data sets under Megatron Core's names."""

@@ -1,0 +1,212 @@
+"""Write and read sharded state dicts."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    apply_factory_merges,
+    built,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron_core.checkpoint import (
+    CheckpointReader,
+    Piece,
+    Save,
+    find_newest,
+    open_newest,
+    pieces_of,
+    save_checkpoint,
+)
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.current import current
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.parallel.sharding import replicated
+from megatron_core.parallel.texts import all_agree, tell_all
+
+COMMON = "common"
+OBJECTS = "objects"
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[..., Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    iteration: int = 0,
+) -> None:
+    """Write a nested dict of ``ShardedTensor``, tensors and JSON values; all ranks call it together.
+
+    Tensors become parts of global ones by their keys, each ``ShardedObject`` is its main replica's, and everything else
+    the first rank's; factories are stored as what they build. The folder gets the layout of this package's checkpoints,
+    whose number ``iteration`` is.
+    CheckpointError: values of other kinds, a part that no rank or that two wrote, or a rank that failed.
+    """
+    _refuse(common_strategy=common_strategy, async_sharded_save=async_sharded_save)
+    if not isinstance(sharded_strategy, TorchDistSaveShardedStrategy | None):
+        _refuse(sharded_strategy=sharded_strategy)
+    items = list(_walk(built(sharded_state_dict), ()))
+    pieces = [piece for path, value in items for piece in _pieces(path, value)]
+    common = {".".join(path): value for path, value in items if not isinstance(value, _LEAVES)}
+    objects = {v.unique_key: v.data for _, v in items if isinstance(v, ShardedObject) and is_main_replica(v.replica_id)}
+    try:
+        json.dumps(common)
+        texts = tell_all(json.dumps(objects), _device())
+    except TypeError as error:
+        raise CheckpointError(f"a sharded state dict holds tensors and JSON values alone: {error}") from error
+    everywhere = {key: value for text in texts for key, value in json.loads(text).items()}
+    state = {COMMON: common, OBJECTS: everywhere, "content_metadata": content_metadata}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    save_checkpoint(
+        Save(Path(checkpoint_dir), iteration, state, rank=current().rank, ranks=ranks),
+        pieces,
+        partial(all_agree, device=_device()),
+    )
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = None,
+) -> dict[str, Any]:
+    """The same nested dict with loaded values; the memory of every tensor in it is filled in place.
+
+    All ranks call it together, and first compare the hashes of the files.
+    ``strict`` is always so: CheckpointError for a tensor that is not stored, or that has another shape.
+    """
+    _refuse(common_strategy=common_strategy)
+    if not isinstance(sharded_strategy, TorchDistLoadShardedStrategy | None):
+        _refuse(sharded_strategy=sharded_strategy)
+    stored = open_newest(str(checkpoint_dir), None, device=_device())
+    if stored is None:
+        raise CheckpointError(_absent(checkpoint_dir))
+    return load_from(stored, sharded_state_dict)
+
+
+def load_from(stored: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """As ``load``, from an open checkpoint, which this closes."""
+    parts = built(sharded_state_dict)
+    with stored as reader:
+        reader.fill(piece for path, value in _walk(parts, ()) for piece in _pieces(path, value))
+        filled = _filled(parts, (), reader.state.get(COMMON, {}) | reader.state.get(OBJECTS, {}))
+        return dict(apply_factory_merges(filled, sharded_state_dict))
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
+    """What ``save`` does in any case."""
+    return TorchDistSaveShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
+    """What ``load`` does in any case."""
+    return TorchDistLoadShardedStrategy()
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """What is not sharded, by its path of keys joined by dots."""
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        return dict(reader.state.get(COMMON, {}))
+
+
+def _folder(checkpoint_dir: str | Path) -> Path:
+    folder = find_newest(str(checkpoint_dir), None)
+    if folder is None:
+        raise CheckpointError(_absent(checkpoint_dir))
+    return folder
+
+
+def _absent(checkpoint_dir: str | Path) -> str:
+    return f"{checkpoint_dir} has no complete checkpoint; name the folder that save was given"
+
+
+def _refuse(**given: Any) -> None:
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise CheckpointError(f"dist_checkpointing: {', '.join(wrong)} is not supported; leave it out")
+
+
+def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested dicts, and of lists that hold tensors or objects at any depth."""
+    if isinstance(value, dict) or _holds_leaves(value):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _walk(item, (*path, str(name)))
+    else:
+        yield path, value
+
+
+_LEAVES = ShardedTensor | Tensor | LocalNonpersistentObject | ShardedObject
+
+
+def _holds_leaves(value: Any) -> bool:
+    """Whether a list is more than a JSON value."""
+    if not isinstance(value, list | tuple):
+        return False
+    return any(isinstance(leaf, _LEAVES) for leaf in _nested(value))
+
+
+def _nested(value: Any) -> Iterator[Any]:
+    """Everything in nested dicts, lists and tuples."""
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested(item)
+    else:
+        yield value
+
+
+def _pieces(path: tuple[str, ...], value: Any) -> Iterator[Piece]:
+    """A tensor as boxes of a global one, as this package's own checkpoints have them."""
+    groups = current()
+    if isinstance(value, ShardedTensor):
+        shape, first, stop = value.flattened or (value.local_shape, 0, value.data.numel())
+        writes = value.is_main_replica
+        if value.flattened is None:  # of equal copies on data-parallel ranks the first one writes
+            writes = writes and groups.group("-".join(value.spec.replica_axes)).rank() == 0
+        name = value.key if value.key.startswith("optimizer.") else f"model.{value.key}"
+        for piece in pieces_of(name, value.spec, shape, first, stop, value.data.reshape(-1)):
+            yield piece if writes else replace(piece, owned=False)
+    elif isinstance(value, Tensor):
+        spec, flat = replicated(tuple(value.shape)), value.detach().reshape(-1)
+        for piece in pieces_of(f"{COMMON}.{'.'.join(path)}", spec, tuple(value.shape), 0, value.numel(), flat):
+            yield replace(piece, owned=groups.rank == 0)
+
+
+def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(item, (*path, str(name)), common) for name, item in value.items()}
+    if _holds_leaves(value):
+        return [_filled(item, (*path, str(i)), common) for i, item in enumerate(value)]
+    if isinstance(value, ShardedTensor):
+        return value.data.view(value.local_shape[value.prepended :])
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    if isinstance(value, ShardedObject):
+        if value.unique_key not in common:
+            raise CheckpointError(f"the checkpoint has no object {value.unique_key}")
+        return common[value.unique_key]
+    return value if isinstance(value, Tensor) else common.get(".".join(path), value)
+
+
+def _device() -> torch.device:
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

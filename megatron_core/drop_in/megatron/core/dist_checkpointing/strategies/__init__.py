@@ -1,0 +1,1 @@
+"""How sharded state dicts are written."""

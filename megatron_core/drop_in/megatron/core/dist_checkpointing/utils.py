@@ -1,0 +1,37 @@
+"""Other keys in a sharded state dict."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+
+
+def _keyed(value: Any) -> Iterator[ShardedTensor | ShardedObject | ShardedTensorFactory]:
+    if isinstance(value, ShardedTensor | ShardedObject | ShardedTensorFactory):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _keyed(item)
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put ``prefix`` before every key, in place."""
+    replace_prefix_for_sharding(sharded_state_dict, "", prefix)
+
+
+def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+    """Replace the prefix of every key, in place. CheckpointError for a key without it, before any is replaced."""
+    found = list(_keyed(sharded_state_dict))
+    if others := [each.key for each in found if not each.key.startswith(old_prefix)]:
+        raise CheckpointError(f"the key {others[0]} does not begin with old_prefix={old_prefix!r}")
+    for each in found:
+        each.key = new_prefix + each.key.removeprefix(old_prefix)
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Replace the first prefix of ``prefix_map`` that a key begins with by its value, in place; keep other keys."""
+    for each in _keyed(sharded_state_dict):
+        old = next((prefix for prefix in prefix_map if each.key.startswith(prefix)), "")
+        each.key = prefix_map.get(old, "") + each.key.removeprefix(old)

@@ -1,0 +1,5 @@
+"""Data parallelism of models and the completion of their gradients."""
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads

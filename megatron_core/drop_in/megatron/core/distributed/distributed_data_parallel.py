@@ -1,0 +1,193 @@
+"""A model whose gradients are averaged over data-parallel ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import buffers_of, partition_buckets
+from megatron.core.distributed.param_layout import FullParamLayout, in_order, whole_in_shards
+from megatron.core.process_groups_config import check_groups
+from megatron.core.transformer.module import MegatronModule, sharded
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel.buffer import BucketKind
+from megatron_core.data_parallel.layout import InOrder, Rule
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.collectives import broadcast_
+from megatron_core.parallel.current import current
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
+
+
+class DistributedDataParallel(MegatronModule):
+    """``DataParallel`` of one chunk of a model, with Megatron Core's arguments and rules.
+
+    Gradients are collected in ``parameter.main_grad`` and, by ``finish_grad_sync``, averaged over data- and
+    context-parallel ranks; with ``config.calculate_per_token_loss`` they are summed. Then they are also in
+    ``parameter.grad``, where a parameter's dtype is that of its gradient and ZeRO does not shard it, so that optimizers
+    of torch see them. The first forward after that begins a new step and sets them to zero, unless
+    ``zero_grad_buffer`` has done so. ``disable_bucketing`` makes one bucket of each kind: of weights that decay and
+    of those that do not, of experts, and of gradients that are completed alike. ``full_param_layout`` says which of
+    Megatron's rules fills the buckets: ``LayerWiseDistributedOptimizer``'s, by which no shard cuts a hidden matrix, if
+    the layout has a buffer for these, or else ``DistributedOptimizer``'s.
+    """
+
+    buffers: Any
+    """Megatron's name for the flat buffers of dense layers, in place of the method of ``nn.Module``."""
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: FullParamLayout | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = current()
+        check_groups(pg_collection, ("dp", "dp_cp", "expt_dp"), "DistributedDataParallel")
+        self.module, self.ddp_config, self._groups = module, ddp_config, groups
+        keys = [] if full_param_layout is None else full_param_layout.layouts
+        self._whole_matrices = any(key.is_managed_by_layer_wise_optimizer for key in keys)
+        size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * groups.group("dp-cp").size())
+        self.data_parallel = DataParallel(
+            {0: module},
+            groups,
+            zero_stage=ddp_config.zero_stage,
+            overlap_grad_reduce=ddp_config.overlap_grad_reduce,
+            overlap_param_gather=ddp_config.overlap_param_gather,
+            bucket_size=2**62 if disable_bucketing else size,
+            rule_of=self._rule_of,
+        )
+        self.buckets = self.data_parallel.buckets
+        self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))
+        together = not ddp_config.overlap_grad_reduce
+        self.bucket_groups = partition_buckets(self.buffers, together)
+        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
+        self._step_is_over, self._amax_histories = False, None
+        settings = config.fp8_settings() if isinstance(config, TransformerConfig) else None
+        if settings is not None:
+            ranks, device = groups.group("tp-dp-cp"), self.data_parallel.device
+            self._amax_histories = AmaxHistories([module], settings, ranks, device)
+
+    def _rule_of(self, kind: BucketKind, shards: int) -> Rule:
+        if not self.ddp_config.zero_stage:
+            return InOrder()
+        whole = self._whole_matrices and kind.is_hidden_matrix
+        return (whole_in_shards if whole else in_order)(shards, self.ddp_config.pad_buckets_for_high_nccl_busbw)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's; the first one after ``finish_grad_sync`` begins a new step. ConfigError while weights, or in
+        training gradients, are offloaded."""
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.check_resident(gradients=torch.is_grad_enabled())
+        if self._step_is_over and torch.is_grad_enabled():
+            self.zero_grad_buffer()
+        return self.module(*inputs, **kwargs)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hand on the previous stage's output."""
+        inner: Any = self.module
+        inner.set_input_tensor(input_tensor)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In it nothing is reduced; the backward pass after it is the step's last one and may overlap reductions."""
+        yield
+        self.data_parallel.enable_grad_sync(0)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Begin to reduce gradients, which are complete; with ``overlap_grad_reduce``."""
+        self.data_parallel.start_grad_sync(0)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Complete, sum and average all gradients; scales of FP8 then follow the step's largest values."""
+        self.data_parallel.finish_grad_sync()
+        if not getattr(self.config, "calculate_per_token_loss", False):
+            self.scale_gradients(1.0 / self._groups.group("dp-cp").size())
+        for bucket in self.buckets:
+            own: Any = () if bucket.is_sharded else bucket.parameters
+            for parameter in own:
+                if parameter.dtype == bucket.grads.dtype:
+                    parameter.grad = parameter.main_grad
+        if self._amax_histories is not None:
+            self._amax_histories.update()
+        self._step_is_over = True
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply this rank's reduced gradients."""
+        for bucket in self.buckets:
+            bucket.grad_shard.mul_(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a new step: gradients are zero."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self.data_parallel.zero_grad()
+        self._step_is_over = False
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gather the weights that other ranks have updated; with ``force_sync`` wait for them."""
+        self.data_parallel.start_param_sync()
+        if force_sync:
+            self.data_parallel.finish_param_sync()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Nothing: with ``overlap_param_gather`` a forward always waits for the weights that it reads."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """With ``param_sync`` gather all weights now, for code that reads them outside of a forward."""
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def free_overlap_buffers(self) -> None:
+        """Wait for parameters that are on their way, before a checkpoint is saved."""
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.free_overlap_buffers()
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Free the memory of all gradients until ``restore_grad_buffers``, as between steps; their values are lost."""
+        if synchronize and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.offload_to_cpu(move_params=False)
+        if empty_cache and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Give all gradients memory again; they are zero."""
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.reload_from_cpu(move_params=False)
+        if synchronize and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def broadcast_params(self) -> None:
+        """Make all copies equal to that of the first data-parallel rank."""
+        for bucket in self.buckets:
+            if bucket.splits_weights:
+                raise ConfigError("broadcast_params needs whole weights: use a sharding strategy below ZeRO 3")
+            axes = "-".join(bucket.kind.replica_axes)
+            group = self._groups.group(axes)
+            if not isinstance(group, LocalGroup):
+                broadcast_(bucket.weights, self._groups.ranks(axes)[0], group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, without a prefix of this wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """The module's; values are copied into the flat buffers."""
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The module's."""
+        return sharded(self.module, prefix)

@@ -1,0 +1,233 @@
+"""The buckets of ``DistributedDataParallel`` as buffers, under Megatron's names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.param_layout import (
+    PerBufferParamLayout,
+    group_params_for_buffers,
+    lay_out,
+)
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel.layout import InOrder
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.collectives import SummedAfter, reduce_scatter_wide_
+from megatron_core.parallel.groups import Group
+
+
+def _compute_default_per_buffer_param_layout(
+    params: Sequence[nn.Parameter], bucket_size: int | None
+) -> PerBufferParamLayout:
+    """Parameters one after another, without padding, as they lie where nothing is sharded."""
+    return lay_out(params, bucket_size, InOrder())
+
+
+def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
+    """Equal parts of a flat tensor, one for each rank."""
+    return list(buffer.view(data_parallel_world_size, -1))
+
+
+def reduce_scatter_with_fp32_accumulation(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    all_to_all_output_tensor: torch.Tensor | None = None,
+) -> SummedAfter | None:
+    """Fill ``output_tensor`` with this rank's part of the sum, taken in float32, of what ranks send in 16 bits.
+
+    A handle with ``async_op``. Memory for the messages is allocated here, also if ``all_to_all_output_tensor`` offers
+    it, whose size is checked.
+    """
+    if op != torch.distributed.ReduceOp.SUM:
+        raise ConfigError(f"reduce_scatter_with_fp32_accumulation sums; op={op} is not supported")
+    if all_to_all_output_tensor is not None and all_to_all_output_tensor.numel() != input_tensor.numel():
+        raise ConfigError(
+            f"all_to_all_output_tensor has {all_to_all_output_tensor.numel()} elements; give {input_tensor.numel()}"
+        )
+    members: Any = torch.distributed.group.WORLD if group is None else group
+    handle = reduce_scatter_wide_(output_tensor, input_tensor, members)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+class _ParamAndGradBucket:
+    """A bucket, and where it lies among those of its buffer."""
+
+    def __init__(self, bucket: Bucket, offset: int, bucket_id: int) -> None:
+        self.bucket, self.offset, self.bucket_id = bucket, offset, bucket_id
+        self.params_list, self.params = bucket.parameters, set(bucket.parameters)
+        self.numel_unpadded = bucket.used
+        pairs = zip(bucket.parameters, bucket.offsets, strict=True)
+        self.param_to_index = {parameter: (at, at + parameter.numel()) for parameter, at in pairs}
+
+    @property
+    def param_data(self) -> torch.Tensor:
+        """The flat weights; without memory while stage 3 has freed them."""
+        return self.bucket.weights
+
+    @property
+    def grad_data(self) -> torch.Tensor:
+        """The flat gradients of the parameters, before they are reduced."""
+        return self.bucket.grads
+
+
+class _ParamAndGradBuffer:
+    """Buckets with one dtype and one data-parallel group, one after another in one flat tensor.
+
+    ``param_data`` and ``grad_data`` may be offloaded: ``storage().resize_(0)`` frees the memory of all buckets, and
+    the size before gives it back. Sharding strategies that free gradients or weights themselves have no flat tensor
+    for these; reading it is a ConfigError.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets: list[_ParamAndGradBucket] = []
+        self.param_index_map: dict[nn.Parameter, tuple[int, int, int]] = {}
+        self.numel = 0
+        for number, bucket in enumerate(buckets):
+            view = _ParamAndGradBucket(bucket, self.numel, number)
+            for parameter, (start, stop) in view.param_to_index.items():
+                self.param_index_map[parameter] = (self.numel + start, self.numel + stop, number)
+            self.buckets.append(view)
+            self.numel += bucket.weights.numel()
+        self.params = list(self.param_index_map)
+        self.numel_unpadded = sum(view.numel_unpadded for view in self.buckets)
+        self.data_parallel_group: Group = buckets[0].dp_group
+        self.data_parallel_world_size = self.data_parallel_group.size()
+        self.param_dtype, self.grad_dtype = buckets[0].weights.dtype, buckets[0].grads.dtype
+        self._grad_data = None if buckets[0].splits_grads else self._join_grads()
+        self._param_data = None if buckets[0].splits_weights else self._join_weights()
+        self._sizes = {"param_data": 0, "grad_data": 0}
+        self._param_data_cpu: torch.Tensor | None = None
+
+    def _join_grads(self) -> torch.Tensor:
+        """Move the gradients, which are zero yet, into one flat tensor."""
+        for view in self.buckets:
+            view.bucket.grads.untyped_storage().resize_(0)  # there is never room for both
+        device = self.buckets[0].bucket.grads.device
+        flat = torch.zeros(self.numel, dtype=self.grad_dtype, device=device)
+        for view in self.buckets:
+            view.bucket.grads = flat[view.offset : view.offset + view.bucket.weights.numel()]
+            for parameter, (start, stop) in view.param_to_index.items():
+                parameter.main_grad = view.bucket.grads[start:stop].view_as(parameter)  # type: ignore[attr-defined]
+        return flat
+
+    def _join_weights(self) -> torch.Tensor:
+        flat = torch.cat([view.bucket.weights for view in self.buckets])
+        for view in self.buckets:
+            view.bucket.weights = flat[view.offset : view.offset + view.bucket.weights.numel()]
+            for parameter, (start, stop) in view.param_to_index.items():
+                parameter.data = view.bucket.weights[start:stop].view_as(parameter)
+        return flat
+
+    @property
+    def param_data(self) -> torch.Tensor:
+        """The flat weights of all buckets."""
+        return self._flat("weights", self._param_data)
+
+    @property
+    def grad_data(self) -> torch.Tensor:
+        """The flat gradients of all buckets, before they are reduced."""
+        return self._flat("gradients", self._grad_data)
+
+    @staticmethod
+    def _flat(what: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise ConfigError(
+                f"data_parallel_sharding_strategy frees the {what} itself, so that a buffer has no flat tensor of them;"
+                " use no_shard or optim to offload them"
+            )
+        return tensor
+
+    def check_resident(self, *, gradients: bool) -> None:
+        """ConfigError where weights, or with ``gradients`` these, are offloaded."""
+        needed = {"param_data": self._param_data, "grad_data": self._grad_data if gradients else None}
+        for name, tensor in needed.items():
+            if tensor is not None and not tensor.untyped_storage().nbytes():
+                raise ConfigError(
+                    f"{name} of a buffer is offloaded (its storage has size 0); give it its memory back before forward"
+                )
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Move the weights to the CPU and drop the gradients, so that both free their memory."""
+        if move_params and self.param_data.untyped_storage().nbytes():
+            self._param_data_cpu = self.param_data.cpu().clone()
+            self._free("param_data")
+        if move_grads and self.grad_data.untyped_storage().nbytes():
+            self._free("grad_data")
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Bring back what ``offload_to_cpu`` has freed; gradients are zero."""
+        if move_params and self._param_data_cpu is not None and not self.param_data.untyped_storage().nbytes():
+            self.param_data.untyped_storage().resize_(self._sizes["param_data"])
+            self.param_data.copy_(self._param_data_cpu)
+            self._param_data_cpu = None
+        if move_grads and self._sizes["grad_data"] and not self.grad_data.untyped_storage().nbytes():
+            self.grad_data.untyped_storage().resize_(self._sizes["grad_data"])
+            self.grad_data.zero_()
+
+    def _free(self, name: str) -> None:
+        storage = getattr(self, name).untyped_storage()
+        self._sizes[name] = storage.nbytes()
+        storage.resize_(0)
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply this rank's reduced gradients."""
+        for view in self.buckets:
+            view.bucket.grad_shard.mul_(scaling_factor)
+
+    def reset(self) -> None:
+        """Set gradients to zero."""
+        for view in self.buckets:
+            view.bucket.zero_grad()
+
+
+class _ParamAndGradBucketGroup:
+    """Buckets that are reduced and gathered together."""
+
+    def __init__(self, buckets: list[_ParamAndGradBucket]) -> None:
+        self.buckets = buckets
+        self.params = set().union(*(view.params for view in buckets))
+        self.intra_distributed_optimizer_instance_size = buckets[0].bucket.dp_group.size()
+        self.param_gather_dispatched = False
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Begin to gather the weights that other ranks have updated; with ``force_sync`` wait for them."""
+        for view in self.buckets:
+            view.bucket.start_gather()
+        self.param_gather_dispatched = True
+        if force_sync:
+            self.finish_param_sync()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Wait for the weights."""
+        for view in self.buckets:
+            view.bucket.finish_gather()
+
+    def free_overlap_buffers(self) -> None:
+        """Wait for what is under way; afterwards no memory is held for it."""
+        self.finish_param_sync()
+
+
+def buffers_of(data: DataParallel, *, experts: bool) -> list[_ParamAndGradBuffer]:
+    """The buckets of dense layers, or of experts, by dtype and data-parallel group."""
+    found: dict[Any, list[Bucket]] = {}
+    for bucket in data.buckets:
+        if ("edp" in bucket.kind.replica_axes) is experts:
+            found.setdefault((bucket.kind.dtype, bucket.kind.replica_axes), []).append(bucket)
+    return [_ParamAndGradBuffer(buckets) for buckets in found.values()]
+
+
+def partition_buckets(
+    buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
+) -> list[_ParamAndGradBucketGroup]:
+    """Each bucket on its own, or all together."""
+    views = [view for buffer in buffers for view in buffer.buckets]
+    groups = [views] if force_single_bucket_group and views else [[view] for view in views]
+    return [_ParamAndGradBucketGroup(group) for group in groups]

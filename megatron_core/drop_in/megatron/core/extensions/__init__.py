@@ -1,0 +1,1 @@
+"""Modules of other libraries, by this package's own."""

@@ -1,0 +1,1 @@
+"""Operations under the names of its fused kernels; ``ops`` has this package's own."""

@@ -1,0 +1,13 @@
+"""The loss over a split vocabulary under the name of Megatron's fused one."""
+
+from torch import Tensor
+
+from megatron_core.parallel.groups import Group
+from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group | None = None
+) -> Tensor:
+    """Losses ``[s, b]`` of this rank's logits ``[s, b, v/tp]``."""
+    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)

@@ -1,0 +1,158 @@
+"""A grid of ranks with named dimensions, and process groups over some of them."""
+
+import os
+from dataclasses import dataclass, field
+from math import prod
+from numbers import Integral
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.rank_lists import generate_masked_orthogonal_rank_groups
+
+_BASE = "base"
+
+
+@dataclass
+class _View:
+    """One way to factorise the ranks."""
+
+    name: str
+    shape: list[int]
+    dim_names: list[str]
+    shared_dims: list[str] = field(default_factory=list)
+
+    def ordered(self, dims: str | list[str]) -> list[str]:
+        """``dims`` from the slowest to the fastest."""
+        for dim in wanted if isinstance(wanted := dims, list) else [dims]:
+            if dim not in self.dim_names:
+                raise ConfigError(f"{dim!r} is not in view {self.name!r}, which has {self.dim_names}")
+        return [dim for dim in reversed(self.dim_names) if dim in dims] if isinstance(dims, list) else [dims]
+
+    def ranks(self, dims: list[str], offset: int) -> list[list[int]]:
+        """Groups of ranks that differ only on ``dims``, of which the last one is the fastest within a group."""
+        order = [*reversed(dims), *(dim for dim in self.dim_names if dim not in dims)]
+        size = dict(zip(self.dim_names, self.shape, strict=True))
+        stride = {dim: prod(self.shape[:i]) for i, dim in enumerate(self.dim_names)}
+        inside = _offsets([(size[d], stride[d]) for d in order[: len(dims)]])
+        groups = generate_masked_orthogonal_rank_groups(
+            prod(self.shape), self.shape, [d in dims for d in self.dim_names]
+        )
+        return [[offset + group[0] + at for at in inside] for group in groups]
+
+
+def _offsets(axes: list[tuple[int, int]]) -> list[int]:
+    found = [0]
+    for size, stride in axes:
+        found = [at + i * stride for i in range(size) for at in found]
+    return found
+
+
+class HyperCommGrid:
+    """Ranks ``rank_offset ...`` as a grid of the given ``shape``, the fastest dimension first, as in ``rank_order``.
+
+    ``register_view`` adds other factorisations of the same ranks, such as that of experts. Groups are made by
+    ``create_pg`` and looked up by ``get_pg``. Errors: ValueError, LayoutError (RuntimeError) where the grid is larger
+    than the world, KeyError for groups that exist already, or not.
+    """
+
+    def __init__(
+        self, shape: list[int], dim_names: list[str], rank_offset: int = 0, backend: str | None = None
+    ) -> None:
+        if len(shape) != len(dim_names):
+            raise ConfigError(f"len(shape) {shape} != len(dim_names) {dim_names}; name every dimension")
+        if rank_offset < 0:
+            raise ConfigError(f"rank_offset must be non-negative, got {rank_offset}")
+        self.shape, self.dim_names = list(shape), list(dim_names)
+        self.rank_offset, self.backend, self.size = rank_offset, backend, prod(shape)
+        world = _world_size()
+        if self.size > world - rank_offset:
+            raise LayoutError(f"Grid shape {shape} is over sized with world size {world} and rank offset {rank_offset}")
+        self._views = {_BASE: _View(_BASE, self.shape, self.dim_names)}
+        self._pgs: dict[str | tuple[str, tuple[str, ...]], Any] = {}
+
+    def register_view(
+        self, name: str, shape: list[int], dim_names: list[str], shared_dims: list[str] | None = None
+    ) -> None:
+        """Add a factorisation; dimensions that it shares with the first one must have the same groups in both."""
+        shared = list(shared_dims or ())
+        view, base = _View(name, list(shape), list(dim_names), shared), self._views[_BASE]
+        problems = [
+            (name in self._views, f"View {name!r} is already registered"),
+            (len(shape) != len(dim_names), f"len(shape) {shape} != len(dim_names) {dim_names}"),
+            (len(set(dim_names)) != len(dim_names), f"View {name!r} has duplicate dim_names: {dim_names}"),
+            (
+                any(not isinstance(n, Integral) or n <= 0 for n in shape),
+                f"View {name!r} shape must be positive ints, got {shape}",
+            ),
+            (prod(shape) != self.size, f"View {name!r} shape {shape}, but the grid size is {self.size}"),
+            (len(set(shared)) != len(shared), f"View {name!r} has duplicate shared_dims: {shared}"),
+        ]
+        for dim in shared:
+            missing = f"Shared dim {dim!r} of view {name!r} is not in the"
+            problems.append((dim not in self.dim_names, f"{missing} base view {self.dim_names}"))
+            problems.append((dim not in dim_names, f"{missing} view's dim_names {dim_names}"))
+        for wrong, message in problems:
+            if wrong:
+                raise ConfigError(message)
+        for dims in [*([dim] for dim in shared), *([shared] if len(shared) > 1 else [])]:
+            if view.ranks(view.ordered(dims), 0) != base.ranks(base.ordered(dims), 0):
+                what = f"Shared dims {dims!r} have" if len(dims) > 1 else f"Shared dim {dims[0]!r} has"
+                raise ConfigError(f"{what} different membership across views {_BASE!r} and {name!r}")
+        self._views[name] = view
+
+    def create_pg(self, dims: str | list[str], *, view: str | None = None, **kwargs: Any) -> Any:
+        """Make the groups over ``dims`` and return this rank's; all ranks call it."""
+        key, owner, ordered = self._find(dims, view)
+        if key in self._pgs:
+            where = "" if isinstance(key, str) else f" for view {view!r}"
+            raise KeyError(f"Process group {dims}{where} has already been created; use get_pg")
+        ranks = owner.ranks(ordered, self.rank_offset)
+        self._pgs[key], _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+        return self._pgs[key]
+
+    def get_pg(self, dims: str | list[str], *, view: str | None = None) -> Any:
+        """This rank's group over ``dims``."""
+        key, _, _ = self._find(dims, view)
+        if key not in self._pgs:
+            what = key if isinstance(key, str) else f"{dims} for view {view!r}"
+            preposition = "for " if isinstance(key, str) else ""
+            raise KeyError(f"Process group {preposition}{what} hasn't been created. Call create_pg first.")
+        return self._pgs[key]
+
+    def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
+        """The ranks of all groups over ``dims``."""
+        found = self._view(view)
+        return found.ranks(found.ordered(dims), self.rank_offset)
+
+    def destroy(self) -> None:
+        """Destroy the groups that this rank is in."""
+        for group in {id(pg): pg for pg in self._pgs.values()}.values():
+            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._pgs.clear()
+
+    def _view(self, name: str | None) -> _View:
+        if (name or _BASE) not in self._views:
+            raise KeyError(f"View {name!r} is not registered; there are {list(self._views)}")
+        return self._views[name or _BASE]
+
+    def _find(self, dims: str | list[str], view: str | None) -> tuple[Any, _View, list[str]]:
+        """The key of a group, the view that lists its ranks, and its dimensions in order; shared ones are the first
+        view's."""
+        found = self._view(view)
+        ordered = found.ordered(dims)
+        base = self._views[_BASE]
+        if found is base or all(dim in found.shared_dims for dim in ordered):
+            ordered = base.ordered(ordered)
+            return "-".join(ordered), base, ordered
+        return (found.name, tuple(ordered)), found, ordered
+
+
+def _world_size() -> int:
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if dist.is_initialized():
+        return dist.get_world_size()
+    raise LayoutError("Cannot determine world size: initialise torch.distributed, or set WORLD_SIZE")

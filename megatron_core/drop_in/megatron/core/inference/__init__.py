@@ -1,0 +1,1 @@
+"""Generation under Megatron Core's names."""

@@ -1,0 +1,1 @@
+"""Models under Megatron Core's names."""

@@ -1,0 +1,57 @@
+"""The embedding of tokens and positions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.exported import ExportedModule, adopt, refuse
+from megatron.core.transformer.layer_context import SampleNumbers, layer_context, sequence_context
+from megatron.core.transformer.stages import draw_weights
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core.errors import ConfigError
+from megatron_core.models.gpt import model
+from megatron_core.parallel.current import current
+from megatron_core.transformer.context import SequenceContext
+
+
+class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
+    """Token ids ``[b, s]`` -> ``[s, b, h]``, with learned positions where ``position_embedding_type`` says so."""
+
+    stands_for = model.LanguageModelEmbedding
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        if num_tokentypes or not scatter_to_sequence_parallel:
+            raise ConfigError("num_tokentypes and scatter_to_sequence_parallel=False are not supported; leave them out")
+        own = config.model_config(position_embedding_type=position_embedding_type, make_vocab_size_divisible_by=1)
+        context = layer_context(config, own, pg_collection, tp_group)
+        model.LanguageModelEmbedding.__init__(self, context, vocab_size, max_sequence_length)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        adopt(self, (), config, context, SampleNumbers(current()))
+        draw_weights(self, context.seed, "embedding.")
+
+    @torch.no_grad()
+    def zero_parameters(self) -> None:
+        """Set all weights to 0."""
+        for parameter in self.parameters():
+            parameter.zero_()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Any = None) -> Tensor:
+        """``[b, s]`` twice -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel)."""
+        if isinstance(tokentype_ids, SequenceContext):
+            return super().forward(input_ids, position_ids, tokentype_ids)
+        refuse("LanguageModelEmbedding.forward", tokentype_ids=tokentype_ids)
+        samples = self._samples.take(len(input_ids), input_ids.device) if self.training else None
+        own = self.context.split.residual(position_ids, dim=1)
+        passed = sequence_context(self.context, own.transpose(0, 1), None, None, samples)
+        return super().forward(input_ids, own, passed)

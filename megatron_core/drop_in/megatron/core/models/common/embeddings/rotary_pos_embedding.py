@@ -1,0 +1,49 @@
+"""The angles of rotary positions."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.common.embeddings.rope_utils import (
+    apply_rotary_pos_emb,
+    get_pos_emb_on_this_cp_rank,
+)
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.transformer.rotary import llama3_frequencies, plain_frequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles position x base^(-2i/r) of the first ``rotary_percent`` of the channels of a head, each twice.
+
+    They are what ``TransformerBlock`` and ``TransformerLayer`` take as ``rotary_pos_emb``; ``GPTModel`` makes its own.
+    ``use_cpu_initialization`` changes nothing. With ``cp_group`` the angles are those of this rank's tokens.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        frequencies = plain_frequencies(int(kv_channels * rotary_percent), float(rotary_base))
+        if rope_scaling:
+            frequencies = llama3_frequencies(frequencies, rope_scaling_factor)
+        self.frequencies = frequencies / (seq_len_interpolation_factor or 1.0)
+        self.rotary_interleaved, self.cp_group = rotary_interleaved, cp_group
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """``[s, 1, 1, r]`` float64 of ``max_seq_len`` positions from ``offset`` on: angle i at the channels
+        i and r/2 + i, or 2i and 2i + 1 where rotation is interleaved."""
+        split = SequenceSplit()
+        if self.cp_group is not None:
+            split = SequenceSplit(cp_rank=self.cp_group.rank(), cp_size=self.cp_group.size())
+        angles = torch.outer((split.positions(max_seq_len) + offset).to(torch.float64), self.frequencies)
+        twice = torch.stack([angles, angles], -1).flatten(1) if self.rotary_interleaved else torch.cat([angles] * 2, -1)
+        return twice[:, None, None, :]

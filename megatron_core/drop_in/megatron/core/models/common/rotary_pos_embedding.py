@@ -1,0 +1,6 @@
+"""Rotary positions under their former path."""
+
+from megatron.core.models.common.embeddings import (
+    RotaryEmbedding,
+    apply_rotary_pos_emb,
+)

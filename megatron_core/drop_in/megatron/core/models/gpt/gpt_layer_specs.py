@@ -1,0 +1,113 @@
+"""Specifications of GPT layers; those with Transformer Engine's name give the same layer."""
+
+from typing import Any
+
+from megatron.core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron_core.errors import ConfigError
+from megatron_core.transformer import MLP, Norm, SelfAttention
+from megatron_core.transformer.attention import SelfAttentionSubmodules
+from megatron_core.transformer.mlp import MLPSubmodules
+
+
+def get_gpt_layer_local_submodules(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: Any = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    **unsupported: Any,
+) -> TransformerLayerSubmodules:
+    """The parts of a layer, of which only ``num_experts`` changes the classes.
+
+    What the layer's norms, heads and products are, ``TransformerConfig`` says: ``qk_layernorm``, ``normalization`` and
+    ``multi_latent_attention`` must be set there, and ``fp8``; ``moe_grouped_gemm`` changes nothing. ConfigError for
+    qk_l2_norm and other arguments that are set.
+    """
+    wrong = [name for name, value in {"qk_l2_norm": qk_l2_norm, **unsupported}.items() if value]
+    wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
+    if wrong:
+        raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
+    dense, sparse = (MLP, MLPSubmodules()), (MoELayer, MoESubmodules())
+    module, submodules = dense if num_experts is None else sparse
+    mlp = ModuleSpec(module, submodules=submodules)
+    metainfo = {"qk_layernorm": qk_layernorm, "multi_latent_attention": multi_latent_attention}
+    set_ones = {name: value for name, value in metainfo.items() if value}
+    attention = ModuleSpec(SelfAttention, submodules=SelfAttentionSubmodules(), metainfo=set_ones)
+    if normalization is not None:
+        attention.metainfo["normalization"] = normalization
+    return TransformerLayerSubmodules(input_layernorm=Norm, self_attention=attention, pre_mlp_layernorm=Norm, mlp=mlp)
+
+
+def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """The specification of a layer with ``get_gpt_layer_local_submodules(...)``."""
+    return ModuleSpec(TransformerLayer, submodules=get_gpt_layer_local_submodules(*args, **kwargs))
+
+
+def get_gpt_layer_with_transformer_engine_submodules(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: Any = None,
+    qk_l2_norm: bool = False,
+    use_te_op_fuser: bool = False,
+    use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
+    **unsupported: Any,
+) -> TransformerLayerSubmodules:
+    """The same as ``get_gpt_layer_local_submodules``; ``use_te_op_fuser`` and ``use_te_activation_func`` change
+    nothing."""
+    return get_gpt_layer_local_submodules(
+        num_experts,
+        moe_grouped_gemm,
+        qk_layernorm,
+        multi_latent_attention,
+        fp8,
+        qk_l2_norm=qk_l2_norm,
+        use_kitchen=use_kitchen,
+        **unsupported,
+    )
+
+
+def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """The specification of a layer with ``get_gpt_layer_with_transformer_engine_submodules(...)``."""
+    return ModuleSpec(TransformerLayer, submodules=get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs))
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The specifications of all layers of the model, with experts where ``config.moe_layer_freq`` has them."""
+    model = config.model_config()
+    experts = [config.num_moe_experts if model.has_experts(i) else None for i in range(config.num_layers)]
+    specs = [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: Any,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec | None:
+    """The layers of multi-token prediction, ``config.mtp_num_layers`` of them, made as the model's last layer; None
+    without them. ``GPTModel`` builds them on its last stage."""
+    if not config.mtp_num_layers:
+        return None
+    return ModuleSpec(MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules([spec]))

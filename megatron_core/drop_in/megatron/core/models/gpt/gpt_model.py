@@ -1,0 +1,255 @@
+"""A GPT, or this rank's stage of one, with Megatron Core's arguments."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.exported import adopt, refuse
+from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
+from megatron.core.transformer.loss_collector import LossCollector, keep_expert_biases_in_fp32
+from megatron.core.transformer.module import sharded
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.stages import stage_layers
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
+from megatron_core.errors import ConfigError
+from megatron_core.models.gpt import model
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.current import current
+from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.tensor_parallel.random import current_seed
+from megatron_core.transformer import router_replay
+from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
+from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
+
+_CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_PARTS, MultiTokenPredictionBlock)
+
+
+class GPTModel(LossCollector, LanguageModule, model.GPTModel):
+    """``model.GPTModel`` built from a ``TransformerConfig`` and a layer's specification, see ``layer_specs_of``.
+
+    The layers are those of this pipeline rank and of chunk ``vp_stage``. Weights and dropout depend on the seed of
+    ``model_parallel_cuda_manual_seed`` (1234 before it is called), on names and on the numbers of the sequences, never
+    on ranks; layers keep their global numbers in ``state_dict``. Losses of experts and of multi-token prediction
+    (``config.mtp_num_layers``) join in backward, as means over each micro-batch. ConfigError for what is not supported.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: Any = None,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        refused = {
+            "fp16_lm_cross_entropy": fp16_lm_cross_entropy,
+            "logit_dtype": logit_dtype,
+            "scatter_embedding_sequence_parallel=False": not scatter_embedding_sequence_parallel,
+            "mtp_block_spec without mtp_num_layers": mtp_block_spec is not None and not config.mtp_num_layers,
+            "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
+            # A training loop of this package counts them over the whole batch; the caller's has no place for them.
+            "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
+        }
+        if wrong := [name for name, value in refused.items() if value]:
+            raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
+        kinds = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
+        if position_embedding_type not in kinds:
+            raise ConfigError(f"position_embedding_type={position_embedding_type!r} is none of {', '.join(kinds)}")
+        rotary = {
+            "rotary_percent": rotary_percent,
+            "rotary_base": float(rotary_base),
+            "rotary_seq_len_interpolation_factor": seq_len_interpolation_factor,
+        }
+        if rope_scaling:
+            rotary |= {"use_rope_scaling": True, "rope_scaling_factor": rope_scaling_factor}
+        own = config.model_config(
+            position_embedding_type=position_embedding_type,
+            untie_embeddings_and_output_weights=not share_embeddings_and_output_weights,
+            make_vocab_size_divisible_by=1,
+            max_position_embeddings=max_sequence_length,
+            **rotary,
+        )
+        groups, specs = current(), layer_specs_of(config, transformer_layer_spec)
+        _check_stages(config, groups)
+        model.GPTModel.__init__(
+            self,
+            own,
+            vocab_size,
+            max_sequence_length,
+            parallel=config.parallel_options(),
+            layers=stage_layers(config, vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            tp_group=getattr(pg_collection, "tp", None),
+            groups=groups,
+            seed=current_seed(),
+            layer_specs=specs,
+        )
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.parallel_output, self.vp_stage = parallel_output, vp_stage
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.samples, self._context_group = SampleNumbers(groups), groups.group("cp")
+        self._loss_names = auxiliary_loss_names(own, specs)
+        self.expert_layers = own.expert_layers
+        adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), self.samples)
+        keep_expert_biases_in_fp32(self)
+        self._replay = None
+        if config.moe_enable_routing_replay:
+            self._replay = _Replay({n: RouterReplay() for n in stage_layers(config, vp_stage) if own.has_experts(n)})
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: Any = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
+        sample_index: Tensor | None = None,
+    ) -> Tensor:
+        """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]`` (this rank's part of it with
+        ``parallel_output``); ``[s, b, h]`` before the last stage.
+
+        A mask is ``[b, 1, s, s]``, True where a query must not see a key; None is causal, and faster.
+        ``packed_seq_params`` says where documents lie. ``padding_mask`` ``[b, s]`` is True for tokens that do not count
+        in losses and loads of experts, by default those whose ``loss_mask`` is 0. ``sample_index`` ``[b]`` keys
+        dropout; by default sequences are counted as they come.
+        """
+        refuse(
+            "GPTModel.forward",
+            decoder_input=decoder_input,
+            inference_context=inference_context if inference_params is None else inference_params,
+            extra_block_kwargs=extra_block_kwargs,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )
+        if sample_index is None and self.training:
+            sample_index = self.samples.take(len(input_ids), input_ids.device)
+        documents = None
+        if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
+            length = input_ids.shape[1] * self.split.cp_size
+            documents, attention_mask = packed_seq_params.document_lengths(len(input_ids), length), None
+        counted = loss_mask if padding_mask is None else ~padding_mask.bool()
+        auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, counted, documents)
+        self._gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
+        output: Tensor = super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            labels=labels,
+            sample_index=sample_index,
+            document_lengths=documents,
+            loss_mask=counted,
+            router_replay=self._replay,
+            auxiliary_losses=auxiliary,
+            later=later,
+        )
+        return output if labels is None or not self.post_process else output.contiguous()
+
+    def _auxiliary(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        counted: Tensor | None,
+        documents: Any,
+    ) -> tuple[MicroBatchAuxiliaryLosses | None, LaterTokens | None]:
+        """A place for the losses that layers add, as means over this micro-batch, and the labels of multi-token
+        prediction; None outside of the training."""
+        adds = self._loss_names or self.model_config.moe_router_enable_expert_bias
+        if not adds or not self.training or not torch.is_grad_enabled():
+            return None, None
+        mask = torch.ones_like(input_ids, dtype=torch.float32) if loss_mask is None else loss_mask
+        depths, later = self.model_config.mtp_num_layers or 0, None
+        if self.mtp is not None and labels is not None:
+            whole = {"labels": labels, "loss_mask": mask}
+            if documents is not None:
+                whole["document_lengths"] = pad_sequence([torch.tensor(own) for own in documents], batch_first=True)
+            later = LaterTokens.of(whole, depths, SequenceSplit(), input_ids.device)
+        tokens = (mask if counted is None else counted).sum(dtype=torch.float64)
+        all_reduce_(tokens, self._context_group)
+        collected = self.collect_losses(
+            self.model_config,
+            self._loss_names,
+            sequences=len(input_ids),
+            tokens=tokens,
+            per_token=self.config.calculate_per_token_loss,
+            counts={} if later is None else self._counts(later),
+        )
+        return collected, later
+
+    def _counts(self, later: LaterTokens) -> dict[str, Tensor]:
+        sums = later.masks.sum((1, 2), dtype=torch.float64).clamp_min(1.0)
+        return dict(zip(mtp_loss_names(self.model_config), sums, strict=True))
+
+    def _logits(self, logits: Tensor) -> Tensor:
+        return super()._logits(logits) if self._gathers or self.tp_group.size() == 1 else logits
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """The weight that embeds tokens and, when tied, scores them."""
+        return self._shared_weight()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Every parameter as a part of a global tensor, by its name in ``state_dict``."""
+        return sharded(self, prefix)
+
+
+class _Replay(router_replay.RouterReplay):
+    """What layers of this package ask, answered by those that Megatron's users speak to; by layer."""
+
+    def __init__(self, layers: dict[int, RouterReplay]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
+        """The experts ``[n, b, k]`` that a layer is to use; users' are ``[n b, k]``."""
+        return self._layers[layer_number].replayed(chosen.flatten(0, 1)).view_as(chosen)
+
+
+def _check_stages(config: TransformerConfig, groups: Any) -> None:
+    if groups.size("pp") > 1 and config.pipeline_model_parallel_size != groups.size("pp"):
+        raise ConfigError(
+            f"TransformerConfig has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but the "
+            f"current groups have {groups.size('pp')} pipeline ranks; set it, so that each stage gets its layers"
+        )

@@ -1,0 +1,99 @@
+"""Learning rates, weight decay and epsilon of single parameters."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict
+
+from torch import nn
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
+from megatron.core.utils import log_single_rank
+from megatron_core.errors import ConfigError
+from megatron_core.optimizer.mup import width_factors
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """What a parameter group may have of its own."""
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+    eps: float
+    optimizer: str
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """No weight decay for vectors, but for norms of queries and keys with ``apply_wd_to_qk_layernorm``; the learning
+    rates of embeddings and output layer with ``decoupled_lr``."""
+
+    def is_plain_vector(param: nn.Parameter, name: str) -> bool:
+        norms = config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name)
+        return (param.dim() == 1 or name.endswith(".bias")) and not norms
+
+    vectors = ParamWithNamePredicate("vectors", is_plain_vector)
+    overrides: dict[ParamKey, ParamGroupOverride] = {ParamKey(with_name_predicate=vectors): {"wd_mult": 0.0}}
+    if config.decoupled_lr is not None:
+        rates = {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr}
+        given: Any = {name: value for name, value in rates.items() if value is not None}
+        overrides[ParamKey(attr="is_embedding_or_output_parameter")] = given
+    return overrides
+
+
+def get_mup_config_overrides(
+    config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Learning rates and epsilon of maximal update parametrisation, by ``mup.width_factors``; none at width 1.
+
+    With ``decoupled_lr`` embeddings and output layer keep theirs.
+    """
+    kind = optimizer_type.lower()
+    if "muon" in kind and config.muon_scale_mode == "spectral":
+        log_single_rank(
+            logging.getLogger(__name__),
+            logging.WARNING,
+            "Both MuP and muon_scale_mode=spectral are enabled. Matrices that Muon updates have its own scale, which "
+            "is spectral; --muon-scale-mode unit_rms_norm is Megatron-LM's other one.",
+        )
+    if mup_width_mult == 1.0:
+        return {}
+    family = "sgd" if kind == "sgd" else "muon" if "muon" in kind else "adam" if "adam" in kind else kind
+    overrides: dict[ParamKey, ParamGroupOverride] = {}
+    for hidden in (True, False):
+        lr, eps = width_factors(family, mup_width_mult, hidden=hidden)
+        rates = {"max_lr": config.lr, "min_lr": config.min_lr} if lr != 1.0 else {}
+        override: Any = {name: value * lr for name, value in rates.items() if value is not None}
+        override |= {"eps": config.adam_eps * eps} if eps != 1.0 else {}
+        if override:
+            key = ParamWithNamePredicate(f"mup {'hidden' if hidden else 'other'}", _of_class(config, family, hidden))
+            overrides[ParamKey(with_name_predicate=key)] = override
+    return overrides
+
+
+def _of_class(config: OptimizerConfig, family: str, hidden: bool) -> Callable[[nn.Parameter, str], bool]:
+    def matches(param: nn.Parameter, name: str) -> bool:
+        if config.decoupled_lr is not None and getattr(param, "is_embedding_or_output_parameter", False):
+            return False
+        embedding = getattr(param, "is_embedding_parameter", "embedding" in name.lower())
+        embedding = embedding or getattr(param, "shared_embedding", False)
+        of_muon = family == "muon" and is_managed_by_layer_wise_optimizer(param)
+        return not of_muon and (param.dim() > 1 and not embedding) is hidden
+
+    return matches
+
+
+def is_managed_by_layer_wise_optimizer(param: nn.Parameter) -> bool:
+    """Whether Muon updates a parameter: a hidden matrix that is not marked ``use_muon=False``."""
+    excluded = getattr(param, "is_embedding_or_output_parameter", False) or not getattr(param, "use_muon", True)
+    return param.dim() == 2 and not excluded
+
+
+def combine_param_group_overrides(overrides: Iterable[ParamGroupOverride | None]) -> ParamGroupOverride:
+    """All settings together; ConfigError where two of them disagree."""
+    combined: dict[str, Any] = {}
+    for override in overrides:
+        for name, value in (override or {}).items():
+            if combined.setdefault(name, value) != value:
+                raise ConfigError(f"two overrides of {name}: {combined[name]} and {value}; give one")
+    return ParamGroupOverride(**combined)  # type: ignore[typeddict-item]

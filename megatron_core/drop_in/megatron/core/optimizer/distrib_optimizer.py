@@ -1,0 +1,77 @@
+"""The optimizer of models whose wrapper shards, and where parameters lie in its buffers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.param_layout import (
+    FullParamLayout,
+    PerBufferParamLayout,
+    group_params_for_buffers,
+    in_order,
+    lay_out,
+)
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron_core.data_parallel import Bucket
+
+
+class Range:
+    """Elements from ``start`` on before ``end``."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end, self.size = start, end, end - start
+
+
+class DistributedOptimizer(MixedPrecisionOptimizer):
+    """``MegatronOptimizer`` of ``DistributedDataParallel`` with ``use_distributed_optimizer``."""
+
+    @staticmethod
+    def _compute_per_buffer_param_layout(
+        params: Sequence[nn.Parameter],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: Any,
+        param_indices: Sequence[int] | None = None,
+    ) -> PerBufferParamLayout:
+        rule = in_order(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        return lay_out(params, bucket_size, rule, data_parallel_world_size, param_indices)
+
+    @classmethod
+    def compute_full_param_layout(
+        cls,
+        params: Sequence[nn.Parameter],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: Any,
+        expert_data_parallel_world_size: int | None = None,
+    ) -> FullParamLayout:
+        """Where the parameters of each buffer lie; experts are sharded over ``expert_data_parallel_world_size``."""
+        layouts = {}
+        for key, (members, indices) in group_params_for_buffers(params, ddp_config.grad_reduce_in_fp32).items():
+            size = expert_data_parallel_world_size if key.is_expert_parallel else None
+            layouts[key] = cls._compute_per_buffer_param_layout(
+                members, bucket_size, size or data_parallel_world_size, ddp_config, indices
+            )
+        return FullParamLayout(layouts)
+
+    @staticmethod
+    def _build_model_gbuf_range(param_and_grad_buffer: Any, bucket_index: int) -> dict[str, Any]:
+        """Which elements of a bucket's parameters this rank updates: in the parameter and in the rank's shard."""
+        bucket: Bucket = param_and_grad_buffer.buckets[bucket_index].bucket
+        ranges = {
+            parameter: {"param": Range(start, stop), "gbuf_local": Range(at, at + stop - start)}
+            for _, parameter, start, stop, at in bucket.pieces()
+        }
+        return {"param_map": ranges}
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        """The moments of each element."""
+        kind = self.config.muon_scalar_optimizer if self.config.optimizer == "muon" else self.config.optimizer
+        return ("exp_avg",) if kind == "lion" else ("exp_avg", "exp_avg_sq")
+
+    def _get_state_key_dtype(self, key: str) -> torch.dtype:
+        dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
+        return dtypes.get(key, torch.float32)

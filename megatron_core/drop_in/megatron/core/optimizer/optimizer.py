@@ -1,0 +1,262 @@
+"""One optimizer of all chunks of a model."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.optimizer.config_overrides import (
+    ParamGroupOverride,
+    combine_param_group_overrides,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron_core.data_parallel import Bucket
+from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.parallel.current import current
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import tell_all
+
+
+@dataclass
+class _AllChunks:
+    """The buckets of all chunks as one ``DataParallel`` has them."""
+
+    buckets: list[Bucket]
+    device: torch.device
+    compressor: None = None
+
+
+def _param_group_override_keys() -> tuple[str, ...]:
+    return tuple(ParamGroupOverride.__annotations__)
+
+
+param_group_identifier_keys = (*_param_group_override_keys(), "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart: nothing that schedulers change in every step."""
+
+
+class MegatronOptimizer:
+    """``Optimizer`` with Megatron Core's methods: ZeRO as the model's wrapper says, float32 main weights.
+
+    ``param_groups`` are the parameters with the same overrides; every step reads ``lr``, ``weight_decay`` and ``eps``
+    of each, and ``OptimizerParamScheduler`` sets the first two. Every rank has all groups, empty ones, too.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[Any],
+        config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
+    ) -> None:
+        self.config, self.model_chunks, self._own = config, list(model_chunks), config.translated()
+        wrappers = [chunk.data_parallel for chunk in self.model_chunks]
+        buckets = [bucket for wrapper in wrappers for bucket in wrapper.buckets]
+        dtype = next((bucket.weights.dtype for bucket in buckets), torch.float32)
+        everything: Any = _AllChunks(buckets, wrappers[0].device)
+        overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        self.param_groups = self._groups(everything, overrides)
+        scale = make_loss_scale(self._own, dtype)
+        self.optimizer = Optimizer(everything, self._own, current(), scale, param_groups=self.param_groups)
+
+    def _groups(self, everything: _AllChunks, overrides: dict[ParamKey, ParamGroupOverride]) -> list[dict[str, Any]]:
+        members = defaultdict[str, list[nn.Parameter]](list)
+        for bucket in everything.buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                own = combine_param_group_overrides(o for key, o in overrides.items() if key.matches(parameter, name))
+                members[json.dumps([sorted(own.items()), "edp" in bucket.kind.replica_axes])].append(parameter)
+        texts = tell_all("\n".join(members), everything.device)
+        keys = sorted({key for text in texts for key in text.splitlines()}, key=lambda key: (len(key), key))
+        return [self._group(members[key], *json.loads(key)) for key in keys]
+
+    def _group(self, params: list[nn.Parameter], own: list[tuple[str, Any]], is_expert: bool) -> dict[str, Any]:
+        lr, decay = self._own.lr, self._own.weight_decay
+        group: dict[str, Any] = {
+            "params": params,
+            "max_lr": lr,
+            "min_lr": self._own.min_lr,
+            "wd_mult": 1.0,
+            "eps": self._own.adam_eps,
+        }
+        group |= {"lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False} | dict(own)
+        default = not {"max_lr", "min_lr"} & dict(own).keys()
+        return group | {"lr": group["max_lr"], "weight_decay": decay * group["wd_mult"], "default_config": default}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, None]:
+        """Clip and update with the gradients that ``finalize_model_grads`` has left.
+
+        (Whether the step was taken, the norm before clipping, None as zeros are not counted).
+        """
+        norm = self.get_grad_norm()
+        return self.step_with_norm(norm), norm, None
+
+    def get_grad_norm(self) -> float:
+        """The norm of the gradients of all ranks' parameters."""
+        return float(self.optimizer.gradient_norm())
+
+    @torch.no_grad()
+    def step_with_norm(self, norm: float) -> bool:
+        """Clip by ``norm`` and update; whether the step was taken."""
+        skipped = self.optimizer.step(self._own.lr, norm)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        return not skipped
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, which ``step`` divides out: a model's ``grad_scale_func``."""
+        return loss * self.optimizer.loss_scale.scale
+
+    def get_loss_scale(self) -> Tensor:
+        """The loss scale."""
+        return torch.tensor([self.optimizer.loss_scale.scale])
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Take over weights that were loaded into the model."""
+        if state_dict is not None:
+            raise ConfigError(
+                "reload_model_params: state_dict is not supported; load it into the model, and leave it out"
+            )
+        for shard in self.optimizer.shards:
+            if shard.main.data_ptr() != shard.bucket.weight_shard.data_ptr():
+                shard.main.copy_(shard.bucket.weight_shard)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Moments and main weights as parts of global tensors, and ``state``; loading fills the tensors in place."""
+        return {**dict(self._tensors()), "state": self.state_dict()}
+
+    def _tensors(self) -> Iterator[tuple[str, ShardedTensor]]:
+        for bucket, tensors in self.optimizer.tensors():
+            for kind, flat in tensors.items():
+                for name, parameter, start, stop, at in bucket.pieces():
+                    key = f"optimizer.{kind}.{name}"
+                    part = flat[at : at + stop - start]
+                    replica = 0 if bucket.is_writer else 1
+                    flattened = (tuple(parameter.shape), start, stop)
+                    yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and rates; the tensors are in ``sharded_state_dict``, which every layout can read."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        scale = self.optimizer.loss_scale.state_dict()
+        return {"steps_taken": self.optimizer.steps_taken, "loss_scale": scale, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        state = state_dict.get("state", state_dict)
+        self.optimizer.set_steps_taken(state["steps_taken"])
+        self.optimizer.loss_scale.load_state_dict(state["loss_scale"])
+        for group, saved in zip(
+            self.param_groups,
+            self._filter_and_reorder_param_groups(self.param_groups, state["param_groups"]),
+            strict=True,
+        ):
+            group.update(saved)
+
+    @staticmethod
+    def _filter_and_reorder_param_groups(
+        current_groups: list[dict[str, Any]], state_dict_groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The saved group of each current one; NeMo writes ``pre_`` before two of the names that tell them apart."""
+
+        def identity(group: dict[str, Any]) -> tuple[Any, ...]:
+            return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+
+        saved = {identity(group): group for group in state_dict_groups}
+        missing = [group for group in current_groups if identity(group) not in saved]
+        if missing:
+            given = {key: missing[0].get(key) for key in param_group_identifier_keys}
+            raise CheckpointError(f"the checkpoint has no parameter group with {given}; use the settings that it has")
+        return [saved[identity(group)] for group in current_groups]
+
+
+class MixedPrecisionOptimizer(MegatronOptimizer):
+    """``MegatronOptimizer`` of 16-bit weights, or of a wrapper that shards."""
+
+
+class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
+    """``MegatronOptimizer`` of 16-bit weights without sharding."""
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """``MegatronOptimizer`` of float32 weights without sharding."""
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """``MegatronOptimizer``s of different models, whose gradients are clipped by their common norm.
+
+    ``get_megatron_optimizer`` makes one optimizer of all chunks and experts and needs none.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        self.chained_optimizers = list(chained_optimizers)
+        if not self.chained_optimizers:
+            raise ConfigError("ChainedOptimizer: chained_optimizers=[] is empty; call get_megatron_optimizer")
+        self.config = self.chained_optimizers[0].config
+        self.model_chunks = [chunk for each in self.chained_optimizers for chunk in each.model_chunks]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, which the scheduler changes."""
+        return [group for each in self.chained_optimizers for group in each.param_groups]
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank."""
+        return [parameter for each in self.chained_optimizers for parameter in each.get_parameters()]
+
+    def get_grad_norm(self) -> float:
+        """The norm of the gradients of all optimizers."""
+        return float(sum(each.get_grad_norm() ** 2 for each in self.chained_optimizers)) ** 0.5
+
+    def step_with_norm(self, norm: float) -> bool:
+        """Take the step of every optimizer; whether all were taken."""
+        return all([each.step_with_norm(norm) for each in self.chained_optimizers])
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, which all have in common."""
+        return self.chained_optimizers[0].scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        """The loss scale."""
+        return self.chained_optimizers[0].get_loss_scale()
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Take over weights that were loaded into the models."""
+        for each in self.chained_optimizers:
+            each.reload_model_params(state_dict)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Those of all optimizers, by their places in the chain; parameters of two models need different names."""
+        return {str(i): each.sharded_state_dict() for i, each in enumerate(self.chained_optimizers)}
+
+    def state_dict(self) -> Any:
+        """Those of all optimizers, by their places in the chain."""
+        return {str(i): each.state_dict() for i, each in enumerate(self.chained_optimizers)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from a ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        if len(state_dict) != len(self.chained_optimizers):
+            raise ConfigError(
+                f"ChainedOptimizer: the state has {len(state_dict)} optimizers, and this one "
+                f"{len(self.chained_optimizers)}; chain as many as were saved"
+            )
+        for i, each in enumerate(self.chained_optimizers):
+            each.load_state_dict(state_dict[str(i)])

@@ -1,0 +1,295 @@
+"""Messages between neighbouring pipeline stages, for schedules of their own.
+
+All ranks call the same functions in the same order. Without ``variable_seq_lengths`` the receiver knows the shape; with
+it the shape is sent first. Received tensors require gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.current import current
+from megatron_core.parallel.groups import Group
+
+Shape = Sequence[int]
+_DIMENSIONS = 3
+
+
+def is_single_shape(x: Any) -> bool:
+    """Whether ``x`` is one shape, and not a list of shapes."""
+    return isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(size, int) for size in x)
+
+
+class P2PCommunicator:
+    """Sends and receives between this rank of ``pp_group`` and its neighbours, the first and the last one included."""
+
+    def __init__(self, pp_group: Group, config: Any) -> None:
+        self.pp_group, self.config = pp_group, config
+        rank, size = pp_group.rank(), pp_group.size()
+        ranks = dist.get_process_group_ranks(pp_group) if isinstance(pp_group, dist.ProcessGroup) else [0] * size
+        self.next_rank, self.prev_rank = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank is the first of the pipeline."""
+        return self.current_stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank is the last of the pipeline."""
+        return self.current_stage == self.total_stages - 1
+
+    @property
+    def total_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return self.pp_group.size()
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's index in the pipeline."""
+        return self.pp_group.rank()
+
+    def _exchange(
+        self, to_next: Tensor | None, to_prev: Tensor | None, from_prev: Tensor | None, from_next: Tensor | None
+    ) -> list[Any]:
+        """Begin the messages; those to later ranks come first, so that they pair up between two ranks, too."""
+        if not isinstance(self.pp_group, dist.ProcessGroup):
+            raise LayoutError("a pipeline of one rank without torch.distributed has no neighbours to send to")
+        given = (
+            (dist.isend, to_next, self.next_rank),
+            (dist.irecv, from_prev, self.prev_rank),
+            (dist.isend, to_prev, self.prev_rank),
+            (dist.irecv, from_next, self.next_rank),
+        )
+        ops = [
+            dist.P2POp(call, tensor.detach(), rank, self.pp_group) for call, tensor, rank in given if tensor is not None
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None = None,
+        tensor_send_prev: Tensor | None = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        tensor_shape: Shape | None = None,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, list[Any] | None]:
+        """(From the previous rank, from the next one, handles if they are not waited for)."""
+        to_next, to_prev = (None if x is None else x.contiguous() for x in (tensor_send_next, tensor_send_prev))
+        shapes = self._shapes(to_next, to_prev, (recv_prev, recv_next), tensor_shape)
+        from_prev, from_next = (self._empty(shape) for shape in shapes)
+        handles = self._exchange(to_next, to_prev, from_prev, from_next)
+        if wait_on_reqs:
+            for handle in handles:
+                handle.wait()
+        return from_prev, from_next, None if wait_on_reqs else handles
+
+    def _shapes(
+        self,
+        to_next: Tensor | None,
+        to_prev: Tensor | None,
+        wanted: tuple[bool, bool],
+        tensor_shape: Shape | None,
+    ) -> list[Shape | None]:
+        """The shapes from the previous and from the next rank; None where nothing is received."""
+        if not self.config.variable_seq_lengths:
+            if tensor_shape is None and any(wanted):
+                raise ConfigError("tensor_shape=None: give the shape (sequence, batch, hidden) of what is received")
+            return [tensor_shape if want else None for want in wanted]
+        next_shape, prev_shape = (
+            None if x is None else torch.tensor(x.shape, device=self._device()) for x in (to_next, to_prev)
+        )
+        empty = torch.empty(_DIMENSIONS, dtype=torch.int64, device=self._device())
+        found = [empty.clone() if want else None for want in wanted]
+        for handle in self._exchange(next_shape, prev_shape, found[0], found[1]):
+            handle.wait()
+        return [None if shape is None else shape.tolist() for shape in found]
+
+    def _empty(self, shape: Shape | None) -> Tensor | None:
+        if shape is None:
+            return None
+        dtype = self.config.pipeline_dtype
+        if dtype is None:
+            raise ConfigError("pipeline_dtype=None: give the dtype of messages between stages, such as params_dtype")
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device(), requires_grad=True)
+
+    def _device(self) -> torch.device:
+        on_gpu = isinstance(self.pp_group, dist.ProcessGroup) and dist.get_backend(self.pp_group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """The output of the previous stage, or a list for a list of shapes; None on the first stage."""
+        shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
+        found = [
+            None if is_first_stage else self._communicate(recv_prev=True, tensor_shape=shape)[0] for shape in shapes
+        ]
+        return found if shapes is tensor_shapes else found[0]
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """The gradient of the next stage's input, or a list for a list of shapes; None on the last stage."""
+        shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
+        found = [
+            None if is_last_stage else self._communicate(recv_next=True, tensor_shape=shape)[1] for shape in shapes
+        ]
+        return found if shapes is tensor_shapes else found[0]
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        """Send outputs to the next stage; nothing on the last one."""
+        for tensor in _listed(output_tensors) if not is_last_stage else ():
+            self._communicate(tensor_send_next=tensor)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """Send gradients to the previous stage; nothing on the first one."""
+        for tensor in _listed(input_tensor_grads) if not is_first_stage else ():
+            self._communicate(tensor_send_prev=tensor)
+
+    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """Send outputs to the next stage and receive their gradients."""
+        shapes = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
+        found = [
+            None
+            if is_last_stage or output is None
+            else self._communicate(tensor_send_next=output, recv_next=True, tensor_shape=shape)[1]
+            for output, shape in zip(_listed(output_tensors), shapes, strict=True)
+        ]
+        return found if isinstance(output_tensors, list) else found[0]
+
+    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """Send gradients to the previous stage and receive its next output."""
+        shapes = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
+        found = [
+            None
+            if is_first_stage or grad is None
+            else self._communicate(tensor_send_prev=grad, recv_prev=True, tensor_shape=shape)[0]
+            for grad, shape in zip(_listed(input_tensor_grads), shapes, strict=True)
+        ]
+        return found if isinstance(input_tensor_grads, list) else found[0]
+
+    def send_forward_recv_forward(
+        self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Send to the next stage and receive from the previous one; with overlap (tensor, handles to wait for)."""
+        found, _, handles = self._communicate(
+            tensor_send_next=output_tensor,
+            recv_prev=recv_prev,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=not overlap_p2p_comm,
+        )
+        return (found, handles) if overlap_p2p_comm else found
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Send to the previous stage and receive from the next one; with overlap (tensor, handles to wait for)."""
+        _, found, handles = self._communicate(
+            tensor_send_prev=input_tensor_grad,
+            recv_next=recv_next,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=not overlap_p2p_comm,
+        )
+        return (found, handles) if overlap_p2p_comm else found
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Shape,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Send in both directions and receive (from the previous stage, from the next one)."""
+        return self._communicate(
+            tensor_send_next=output_tensor,
+            tensor_send_prev=input_tensor_grad,
+            recv_prev=recv_prev,
+            recv_next=recv_next,
+            tensor_shape=tensor_shape,
+        )[:2]
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _pipeline(config: Any) -> P2PCommunicator:
+    return P2PCommunicator(current().group("pp"), config)
+
+
+# The functions of releases before 0.14, over the current pipeline.
+
+
+def recv_forward(tensor_shape: Any, config: Any, is_first_stage: bool | None = None) -> Any:
+    """``P2PCommunicator.recv_forward``; by default the first rank is the first stage."""
+    pipeline = _pipeline(config)
+    return pipeline.recv_forward(tensor_shape, pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage)
+
+
+def recv_backward(tensor_shape: Any, config: Any, is_last_stage: bool | None = None) -> Any:
+    """``P2PCommunicator.recv_backward``; by default the last rank is the last stage."""
+    pipeline = _pipeline(config)
+    return pipeline.recv_backward(tensor_shape, pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage)
+
+
+def send_forward(output_tensor: Any, config: Any, is_last_stage: bool | None = None) -> None:
+    """``P2PCommunicator.send_forward``."""
+    pipeline = _pipeline(config)
+    pipeline.send_forward(output_tensor, pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage)
+
+
+def send_backward(input_tensor_grad: Any, config: Any, is_first_stage: bool | None = None) -> None:
+    """``P2PCommunicator.send_backward``."""
+    pipeline = _pipeline(config)
+    pipeline.send_backward(input_tensor_grad, pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage)
+
+
+def send_forward_recv_backward(
+    output_tensor: Any, tensor_shape: Any, config: Any, is_last_stage: bool | None = None
+) -> Any:
+    """``P2PCommunicator.send_forward_recv_backward``."""
+    pipeline = _pipeline(config)
+    last = pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage
+    return pipeline.send_forward_recv_backward(output_tensor, tensor_shape, last)
+
+
+def send_backward_recv_forward(
+    input_tensor_grad: Any, tensor_shape: Any, config: Any, is_first_stage: bool | None = None
+) -> Any:
+    """``P2PCommunicator.send_backward_recv_forward``."""
+    pipeline = _pipeline(config)
+    first = pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage
+    return pipeline.send_backward_recv_forward(input_tensor_grad, tensor_shape, first)
+
+
+def send_forward_recv_forward(
+    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
+) -> Any:
+    """``P2PCommunicator.send_forward_recv_forward``."""
+    return _pipeline(config).send_forward_recv_forward(output_tensor, recv_prev, tensor_shape, overlap_p2p_comm)
+
+
+def send_backward_recv_backward(
+    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
+) -> Any:
+    """``P2PCommunicator.send_backward_recv_backward``."""
+    return _pipeline(config).send_backward_recv_backward(input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm)
+
+
+def send_forward_backward_recv_forward_backward(
+    output_tensor: Tensor | None,
+    input_tensor_grad: Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    tensor_shape: Shape,
+    config: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """``P2PCommunicator.send_forward_backward_recv_forward_backward``."""
+    return _pipeline(config).send_forward_backward_recv_forward_backward(
+        output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
+    )

@@ -1,0 +1,26 @@
+"""``megatron_core.tensor_parallel.mappings`` at Megatron's path."""
+
+from megatron_core.tensor_parallel.mappings import (
+    _AllGatherFromTensorParallelRegion,
+    _AllToAll,
+    _CopyToModelParallelRegion,
+    _GatherFromModelParallelRegion,
+    _GatherFromSequenceParallelRegion,
+    _ReduceFromModelParallelRegion,
+    _ReduceScatterToSequenceParallelRegion,
+    _ReduceScatterToTensorParallelRegion,
+    _ScatterToModelParallelRegion,
+    _ScatterToSequenceParallelRegion,
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)

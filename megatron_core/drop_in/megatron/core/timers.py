@@ -1,0 +1,128 @@
+"""Named timers."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.errors import ConfigError
+
+
+class Timer:
+    """Adds up the time between ``start`` and ``stop``, in seconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._elapsed = self._active = 0.0
+        self._started: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin; with ``barrier`` when all ranks are here."""
+        if self._started is not None:
+            raise ConfigError(f"timer {self.name!r} has already been started; stop it first")
+        _wait(barrier)
+        self._started = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End and add up."""
+        if self._started is None:
+            raise ConfigError(f"timer {self.name!r} is not started; start it first")
+        _wait(barrier)
+        passed = time.perf_counter() - self._started
+        self._elapsed, self._active, self._started = self._elapsed + passed, self._active + passed, None
+
+    def reset(self) -> None:
+        """Forget what was added up, but for ``active_time``."""
+        self._elapsed, self._started = 0.0, None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """The sum since the last reset; a running timer goes on."""
+        running = self._started is not None
+        if running:
+            self.stop(barrier)
+        total = self._elapsed
+        if reset:
+            self.reset()
+        if running:
+            self.start(barrier)
+        return total
+
+    def active_time(self) -> float:
+        """The sum since the beginning."""
+        return self._active
+
+
+class _NoTimer(Timer):
+    """Of a level that is not logged."""
+
+    def start(self, barrier: bool = False) -> None:
+        """Nothing."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """Nothing."""
+
+
+class Timers:
+    """Timers by name, of levels 0 to ``log_level``; those of higher levels measure nothing."""
+
+    def __init__(self, log_level: int, log_option: str) -> None:
+        if log_option not in ("max", "minmax", "all") or log_level not in (0, 1, 2):
+            raise ConfigError(f"log_option={log_option!r} is max, minmax or all, log_level={log_level} is 0, 1 or 2")
+        self._log_level, self._log_option = log_level, log_option
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of a name, with the level of its first call."""
+        level = self._levels.setdefault(name, 2 if log_level is None else log_level)
+        if log_level not in (None, level):
+            raise ConfigError(f"timer {name!r} has log_level={level}, not {log_level}")
+        if name not in self._timers:
+            self._timers[name] = Timer(name) if level <= self._log_level else _NoTimer(name)
+        return self._timers[name]
+
+    def get_all_timers_string(
+        self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+    ) -> str:
+        """A line for each timer in milliseconds: least and largest of all ranks, or the largest, or all."""
+        _wait(barrier)
+        shown = [name for name, timer in self._timers.items() if not isinstance(timer, _NoTimer)]
+        names = names or shown
+        own = torch.tensor([self._timers[name].elapsed(reset) * 1000.0 / normalizer for name in names])
+        times = [own]
+        if dist.is_initialized():
+            times = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(times, own)
+        table = torch.stack(times)
+        lines = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[self._log_option]
+        text = [f"{lines} across ranks (ms):"]
+        for column, name in zip(table.t().tolist(), names, strict=True):
+            cells = {
+                "max": f"{max(column):.2f}",
+                "minmax": f"({min(column):.2f}, {max(column):.2f})",
+                "all": " ".join(f"{value:.2f}" for value in column),
+            }[self._log_option]
+            text.append(f"    {(name + ' ').ljust(48, '.')}: {cells}")
+        return "\n".join(text)
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print ``get_all_timers_string`` on one rank, by default the last."""
+        text = self.get_all_timers_string(names, normalizer, reset, barrier)
+        last = dist.get_world_size() - 1 if dist.is_initialized() else 0
+        if not dist.is_initialized() or dist.get_rank() == (last if rank is None else rank):
+            print(text, flush=True)
+
+
+def _wait(barrier: bool) -> None:
+    if barrier and dist.is_initialized():
+        dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""See ``build_tokenizer``."""

@@ -1,0 +1,4 @@
+"""``megatron_core.transformer.attention`` at Megatron's path; ``SelfAttention`` takes Megatron's arguments."""
+
+from megatron.core.transformer.layer_parts import SelfAttention
+from megatron_core.transformer.attention import CoreAttention, SelfAttentionSubmodules

@@ -1,0 +1,1 @@
+"""Transformer Engine's names at their path before release 0.10."""

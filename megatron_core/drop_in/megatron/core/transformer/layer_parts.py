@@ -1,0 +1,186 @@
+"""Attention, MLP and router of a layer with Megatron Core's arguments."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.exported import ExportedModule, adopt, refuse
+from megatron.core.transformer.layer_context import SampleNumbers, check_submodules, layer_context
+from megatron.core.transformer.loss_collector import keep_expert_biases_in_fp32
+from megatron.core.transformer.stages import draw_weights
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.current import current
+from megatron_core.transformer import attention, mlp
+from megatron_core.transformer.attention import SelfAttentionSubmodules
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.layer_spec import layer_spec
+from megatron_core.transformer.mlp import MLPSubmodules
+from megatron_core.transformer.moe import router
+
+
+class SelfAttention(ExportedModule, attention.SelfAttention):
+    """Attention alone; ``layer_number`` counts from 1 and is a part of the weights' names.
+
+    ``layer_number`` as an attribute counts from 0.
+    """
+
+    stands_for = attention.SelfAttention
+
+    attn_mask_type = AttnMaskType.causal
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules | None = None,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        model, number = config.model_config(), layer_number - 1
+        if model.multi_latent_attention:
+            raise ConfigError("SelfAttention: multi_latent_attention=True is another kind; build a TransformerLayer")
+        check_submodules(model, submodules)
+        context = layer_context(config, model, pg_collection)
+        given: Any = layer_spec(model, number).self_attention
+        attention.SelfAttention.__init__(self, context, number, **given.keywords)
+        self.attn_mask_type = attn_mask_type
+        adopt(self, PARTS, config, context, SampleNumbers(current()))
+        draw_weights(self, context.seed, f"decoder.layers.{number}.self_attention.")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        key_value_states: Any = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Any = None,
+        rotary_pos_sin: Any = None,
+        rotary_pos_cos_sin: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, h]`` -> (the same shape, the bias to be added or None). Without a mask every query sees all keys,
+        unless ``attn_mask_type`` is causal."""
+        if isinstance(attention_mask, SequenceContext):
+            return super().forward(hidden_states, attention_mask)
+        refuse(
+            "SelfAttention.forward",
+            key_value_states=key_value_states,
+            inference_context=inference_context if inference_params is None else inference_params,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+            sequence_len_offset=sequence_len_offset,
+        )
+        if attention_mask is None and packed_seq_params is None and not is_causal(self.attn_mask_type):
+            split = self.context.split
+            if split.cp_size > 1:
+                raise ConfigError(f"SelfAttention: attn_mask_type={self.attn_mask_type} needs context_parallel_size=1")
+            length = hidden_states.shape[0] * (split.tp_size if split.sequence_parallel else 1)
+            attention_mask = torch.zeros(1, 1, length, length, dtype=torch.bool, device=hidden_states.device)
+        passed = self.sequence(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
+        return super().forward(hidden_states, passed)
+
+
+def is_causal(kind: AttnMaskType) -> bool:
+    """Whether a query sees no key behind its own."""
+    return kind in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class MLP(ExportedModule, mlp.MLP):
+    """The feed-forward layer alone. Its weights depend on ``name``, or on a number of torch's CPU generator, which
+    ``model_parallel_cuda_manual_seed`` seeds alike on all ranks."""
+
+    stands_for = mlp.MLP
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Any = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        if is_expert or input_size not in (None, config.hidden_size):
+            raise ConfigError(
+                f"MLP: is_expert={is_expert}, input_size={input_size} is not supported; experts are in a MoELayer, and "
+                f"the input has hidden_size={config.hidden_size}"
+            )
+        model = config.model_config()
+        check_submodules(model, submodules)
+        context = layer_context(config, model, pg_collection, tp_group)
+        if ffn_hidden_size is not None:
+            context = replace(context, config=replace(model, ffn_hidden_size=ffn_hidden_size))
+        mlp.MLP.__init__(self, context, 0)
+        adopt(self, PARTS, config, context, SampleNumbers(current()))
+        draw_weights(self, context.seed, f"{name or f'mlp.{int(torch.randint(2**62, ()))}'}.")
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Any = None) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, h]`` -> (the same shape, the bias to be added or None)."""
+        if not isinstance(per_token_scale, SequenceContext):
+            refuse("MLP.forward", per_token_scale=per_token_scale)
+            per_token_scale = SequenceContext()
+        return super().forward(hidden_states, per_token_scale)
+
+
+class TopKRouter(ExportedModule, router.TopKRouter):
+    """The router alone. ``layer_number`` as an attribute counts from 0; ``set_layer_number`` from 1."""
+
+    stands_for = router.TopKRouter
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: Any = None, is_mtp_layer: bool = False, name: str | None = None
+    ) -> None:
+        context = layer_context(config, config.model_config(), pg_collection)
+        router.TopKRouter.__init__(self, context, 0)
+        adopt(self, PARTS, config, context, SampleNumbers(current()))
+        keep_expert_biases_in_fp32(self)
+        draw_weights(self, context.seed, f"{name or f'router.{int(torch.randint(2**62, ()))}'}.")
+
+    def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
+        """The configuration stays this package's, which the router reads."""
+        self._context, self._samples, self.expert_layers = context, samples, [self.layer_number]
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Number the layer, from 1."""
+        self.layer_number, self.expert_layers = layer_number - 1, [layer_number - 1]
+
+    def forward(self, input: Tensor, padding_mask: Any = None, context: SequenceContext | None = None) -> Any:
+        """``[s, b, h]`` -> (probabilities ``[s b, E]``, 0 where a token does not go, and where it goes, bool).
+
+        ``padding_mask`` ``[s, b]`` is True for padding. Losses that balance the load join in backward.
+        """
+        if isinstance(padding_mask, router.Tokens):
+            assert context is not None, "the layer passes both"
+            return super().forward(input, padding_mask, context)
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1)
+        passed = self.sequence(input, padding_mask=mask)
+        names = (router.BALANCING,) * self.config.balancing_loss + (router.Z_LOSS,) * self.config.router_z_loss
+        passed = self.with_losses(self.context, names, input, passed, per_token=False)
+        counted = input.new_ones(input.shape[:2]) if passed.token_mask is None else passed.token_mask
+        assert passed.residual_positions is not None, "sequence makes them"
+        routing = super().forward(input, router.Tokens(counted, passed.residual_positions, len(input)), passed)
+        taken = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+        shape = len(routing.experts), self.config.num_experts or 0
+        probs = routing.probs.new_zeros(shape).scatter(1, routing.experts, routing.probs * taken)
+        return probs, taken.new_zeros(shape).scatter(1, routing.experts, taken)
+
+
+PARTS = (SelfAttention, DotProductAttention, MLP, TopKRouter)
+"""The classes of the parts of a layer."""

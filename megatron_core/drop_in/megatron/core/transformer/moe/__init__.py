@@ -1,0 +1,1 @@
+"""Mixtures of experts under Megatron Core's names."""

@@ -1,0 +1,133 @@
+"""Choices, probabilities and losses of a router as functions of its logits."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import ConfigError
+from megatron_core.transformer.moe import choice
+from megatron_core.transformer.moe.choice import sinkhorn
+
+
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    dense_output: bool = False,
+    precomputed_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[T, E]`` -> probabilities and whether an expert was chosen, both ``[T, E]``; with ``dense_output`` the
+    probabilities and numbers of the chosen experts, ``[T, k]``.
+
+    ``router_replay`` records the choice or repeats one, ``precomputed_indices`` ``[T, k]`` replace it; ``fused``
+    changes nothing. Scores are computed in float32 or wider.
+    """
+    config = ModelConfig(
+        moe_router_topk=topk,
+        moe_router_pre_softmax=use_pre_softmax,
+        moe_router_num_groups=num_groups,
+        moe_router_group_topk=group_topk,
+        moe_router_topk_scaling_factor=scaling_factor,
+        moe_router_score_function=score_function,  # type: ignore[arg-type]
+    )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    experts = choice.choose(wide.detach(), expert_bias, config) if precomputed_indices is None else precomputed_indices
+    if router_replay is not None:
+        experts = router_replay.replayed(experts)
+    probs = choice.probabilities(wide, experts, config).to(logits.dtype)
+    if dense_output:
+        return probs, experts
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+    return torch.zeros_like(logits).scatter(1, experts, probs), chosen
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups: scores and numbers ``[T, k]`` of ``[T, E]``, see ``choice.choose``."""
+    config = ModelConfig(
+        moe_router_topk=topk,
+        moe_router_num_groups=num_groups,
+        moe_router_group_topk=group_topk,
+        moe_router_score_function="softmax",
+    )
+    experts = choice.choose(scores, None, config)
+    return scores.gather(1, experts), experts
+
+
+def switch_load_balancing_loss_func(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int,
+    topk: int,
+    num_experts: int,
+    moe_aux_loss_coeff: float,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """coefficient E / (k T^2) sum_e n_e sum_t P_te of normalised scores P ``[tokens, E]`` and counts n ``[E]``, where T
+    are the tokens that n counts; tokens with a True ``padding_mask`` do not count (Fedus et al. 2021, equation 4)."""
+    kept = probs if padding_mask is None else probs * ~padding_mask.unsqueeze(-1)
+    scale = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
+    return (kept.sum(0) * tokens_per_expert).sum() * scale
+
+
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """coefficient times the mean of the squared log-sum-exp over the tokens that count (Zoph et al. 2022)."""
+    squares = logits.logsumexp(-1).square()
+    counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
+    return (squares * counted).sum() / counted.sum().clamp_min(1.0) * z_loss_coeff
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """Tokens that an expert takes: ceil(tokens / experts x factor), at least ``min_capacity``."""
+    return max(math.ceil(num_tokens / num_experts * capacity_factor), min_capacity or 0)
+
+
+def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float) -> Tensor:
+    """bias + rate sign(mean load - load), ``[..., E]`` of loads summed over ranks already (Wang et al. 2024)."""
+    load = tokens_per_expert.to(torch.float32)
+    return expert_bias + expert_bias_update_rate * (load.mean(-1, keepdim=True) - load).sign()
+
+
+def router_gating_linear(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """Logits ``[..., E]`` in ``router_dtype``."""
+    shift = None if bias is None else bias.to(router_dtype)
+    return nn.functional.linear(input.to(router_dtype), weight.to(router_dtype), shift)
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """Adds a loss in backward: ``apply(output, loss)`` is ``output``, and the loss gets the gradient that
+    ``set_loss_scale`` was given, by default 1."""
+
+    main_loss_backward_scale: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:
+        """``output``."""
+        ctx.save_for_backward(aux_loss)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of both."""
+        (aux_loss,) = ctx.saved_tensors
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        return grad_output, torch.ones_like(aux_loss) * (1.0 if scale is None else scale)
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor) -> None:
+        """What the main loss is multiplied by before its backward."""
+        if not isinstance(scale, Tensor):
+            raise ConfigError(f"set_loss_scale({scale!r}): give a tensor")
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale

@@ -1,0 +1,213 @@
+"""Layers that predict tokens further ahead, and their labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.exported import ExportedModule, adopt, refuse
+from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
+from megatron.core.transformer.stages import draw_weights
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.current import current
+from megatron_core.transformer import multi_token
+from megatron_core.transformer.layer_spec import auxiliary_loss_names
+from megatron_core.transformer.multi_token import (
+    MultiTokenPredictionLayer,
+)
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """The specifications of these layers; they are made as the model's last layer is."""
+
+    layer_specs: list[Any] = field(default_factory=list)
+
+
+class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPredictionBlock):
+    """The layers that predict 2, 3, ... tokens ahead; ``spec`` is that of ``get_gpt_mtp_block_spec``."""
+
+    stands_for = multi_token.MultiTokenPredictionBlock
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: Any,
+        vp_stage: int | None = None,
+        pg_collection: Any = None,
+        mtp_layer_pattern: str | None = None,
+        mtp_num_depths: int = 0,
+        hybrid_submodules: Any = None,
+        mamba_submodules: Any = None,
+        name: str | None = None,
+    ) -> None:
+        refuse(
+            "MultiTokenPredictionBlock",
+            mtp_layer_pattern=mtp_layer_pattern,
+            hybrid_submodules=hybrid_submodules,
+            mamba_submodules=mamba_submodules,
+        )
+        parts = getattr(spec, "submodules", spec)
+        if not config.mtp_num_layers or not isinstance(parts, MultiTokenPredictionBlockSubmodules):
+            raise ConfigError(
+                f"MultiTokenPredictionBlock: mtp_num_layers={config.mtp_num_layers} with {spec!r}; set mtp_num_layers, "
+                "and take the specification from get_gpt_mtp_block_spec"
+            )
+        model = config.model_config()
+        layer_spec = parts.layer_specs[0]
+        specs = layer_specs_of(config, getattr(getattr(layer_spec, "submodules", None), "mtp_model_layer", layer_spec))
+        context = layer_context(config, model, pg_collection)
+        multi_token.MultiTokenPredictionBlock.__init__(self, context, 1, specs, own_embedding=False)
+        self._loss_names = auxiliary_loss_names(model, specs)
+        self.expert_layers = model.expert_layers
+        adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, SampleNumbers(current()))
+        draw_weights(self, context.seed, "mtp.")
+
+    _loss_names: tuple[str, ...] = ()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        padding_mask: Tensor | None = None,
+        context: Any = None,
+        context_mask: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Any = None,
+        rotary_pos_sin: Any = None,
+        attention_bias: Any = None,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        extra_block_kwargs: Any = None,
+        embedding: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """Hidden states ``[s, b, h]`` of the model -> ``[(1 + n) s, b, h]``: these, and those of each depth, for
+        ``process_mtp_loss``. ``embedding(input_ids=, position_ids=)`` is the model's."""
+        refuse(
+            "MultiTokenPredictionBlock.forward",
+            context=context,
+            context_mask=context_mask,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            attention_bias=attention_bias,
+            inference_params=inference_params,
+            sequence_len_offset=sequence_len_offset,
+            extra_block_kwargs=extra_block_kwargs,
+        )
+        if embedding is None:
+            raise ConfigError("MultiTokenPredictionBlock.forward: embedding=None; pass the model's embedding")
+        outputs: list[Tensor] = [hidden_states]
+        passed = self.sequence(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, padding_mask)
+        per_token = self.config.calculate_per_token_loss
+        passed = self.with_losses(self.context, self._loss_names, hidden_states, passed, per_token=per_token)
+        ids: Tensor | None = input_ids
+        positions: Tensor | None = position_ids
+        given = {"cp_group": self.context.cp.whole, "packed_seq_params": packed_seq_params}
+        for layer in self.layers:
+            (ids, _), (positions, _) = (roll_tensor(x, **given) for x in (ids, positions))
+            outputs.append(layer(embedding(input_ids=ids, position_ids=positions), outputs[-1], passed))
+        return torch.cat(outputs)
+
+
+def roll_tensor(
+    tensor: Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+    return_sum: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens that follow, 0 behind the last one of a sequence or of each document, and with ``return_sum`` their
+    sum.
+
+    ConfigError for context parallelism, where they are on other ranks, and for other shifts than to the next token.
+    """
+    if tensor is None:
+        return None, None
+    if shifts != -1 or (cp_group is not None and cp_group.size() > 1):
+        raise ConfigError(f"roll_tensor: shifts={shifts} or context parallelism is not supported; use whole sequences")
+    rolled = torch.roll(tensor, -1, dims)
+    borders = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+    ends = torch.tensor([tensor.shape[dims]]) if borders is None else borders[1:]
+    rolled.index_fill_(dims, ends.to(rolled.device, torch.int64) - 1, 0)
+    return rolled, rolled.sum() if return_sum else None
+
+
+class MTPLossAutoScaler(torch.autograd.Function):
+    """(output, loss) -> output, whose backward gives every element of the loss the gradient ``scale``."""
+
+    scale: Tensor = torch.tensor(1.0)
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, mtp_loss: Tensor) -> Tensor:
+        """The output."""
+        ctx.save_for_backward(mtp_loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """The output's gradient, and the loss's."""
+        (loss,) = ctx.saved_tensors
+        return grad_output, torch.ones_like(loss) * MTPLossAutoScaler.scale.to(loss)
+
+    @classmethod
+    def set_loss_scale(cls, scale: Tensor) -> None:
+        """What the main loss is multiplied by before its backward: the loss scale over the number of micro-batches."""
+        cls.scale = scale
+
+
+def process_mtp_loss(
+    hidden_states: Tensor,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+    output_layer: Callable[..., tuple[Tensor, Any]],
+    output_weight: Tensor | None,
+    runtime_gather_output: bool | None,
+    is_training: bool,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    config: Any,
+    cp_group: Any = None,
+    tp_group: Any = None,
+    packed_seq_params: Any = None,
+    scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
+    input_ids: Tensor | None = None,
+) -> Tensor:
+    """The first ``[s, b, h]`` of ``hidden_states`` ``[(1 + n) s, b, h]``, with the gradients of the losses of the rest.
+
+    Part k predicts the labels ``[b, s]`` k tokens later; its loss is a mean over the tokens that count, times
+    ``mtp_loss_scaling_factor`` / n, and times the number of tokens with ``calculate_per_token_loss``. Without labels
+    they are the tokens that follow in ``input_ids``, and without these either nothing is added.
+    """
+    main, *later = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
+    mask: Any = loss_mask
+    shown: Any = labels
+    if shown is None:
+        if input_ids is None:
+            return main
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        shown, mask = (
+            roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)[0] for x in (input_ids, mask)
+        )
+    if config.mtp_detach_heads:
+        output_weight = (output_layer.weight if output_weight is None else output_weight).detach()  # type: ignore[attr-defined]
+    mask = torch.ones_like(shown) if mask is None else mask
+    tokens = mask.sum() if config.calculate_per_token_loss else 1.0
+    for hidden in later:
+        logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=runtime_gather_output)
+        if scale_logits_fn is not None:
+            logits = scale_logits_fn(logits)
+        shown, _ = roll_tensor(shown, cp_group=cp_group, packed_seq_params=packed_seq_params)
+        mask, counted = roll_tensor(mask, cp_group=cp_group, packed_seq_params=packed_seq_params)
+        assert counted is not None, "it was asked for"
+        factor = config.mtp_loss_scaling_factor / len(later) * tokens / counted.clamp(min=1)
+        main = MTPLossAutoScaler.apply(main, factor * mask * compute_language_model_loss(shown, logits))
+    return main

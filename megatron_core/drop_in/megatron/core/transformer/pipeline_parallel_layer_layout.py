@@ -1,0 +1,110 @@
+"""Its class for an explicit layout of layers, over this package's notation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.enums import LayerType
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.getters import getters
+from megatron_core.schedules.pipeline_layout import LETTERS, parse_layout
+
+_pipeline_rank = getters("pp", "that share the layers")[2]
+_TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss, "m": LayerType.mtp}
+
+
+class PipelineParallelLayerLayout:
+    """What is on each stage: ``layout[pp_rank][vp_stage]`` is a list of ``LayerType``.
+
+    Given as a text (``"Ett|(tt|)*2L"``) or as a list of stages in order, each a list of types or of their names;
+    stage i is chunk i // p of pipeline rank i % p.
+    """
+
+    def __init__(self, layout: str | Sequence[Sequence[LayerType | str]], pipeline_model_parallel_size: int) -> None:
+        self.input_data = layout
+        stages = self.parse_str_to_list(layout) if isinstance(layout, str) else [_types(stage) for stage in layout]
+        size = pipeline_model_parallel_size
+        if not stages or size < 1 or len(stages) % size:
+            raise LayoutError(
+                f"a layout of {len(stages)} stages cannot be split over pipeline_model_parallel_size={size}; "
+                "give a multiple of it"
+            )
+        self.pipeline_model_parallel_size = size
+        self.virtual_pipeline_model_parallel_size = len(stages) // size
+        self.layout = [stages[rank::size] for rank in range(size)]
+        self.flatten_layout = [layer for stage in stages for layer in stage]
+
+    def __repr__(self) -> str:
+        return str(self.input_data)
+
+    @staticmethod
+    def parse_str_to_list(layout_str: str) -> list[list[LayerType]]:
+        """The stages of a text, in order."""
+        return [[_TYPES[letter] for letter in stage] for stage in parse_layout(layout_str)]
+
+    @staticmethod
+    def get_num_stages_from_str(layout: str) -> int:
+        """Pipeline ranks x chunks of a text."""
+        return len(parse_layout(layout))
+
+    @classmethod
+    def from_str(cls, layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
+        """The layout of a text."""
+        return cls(layout, pipeline_model_parallel_size)
+
+    def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = None) -> None:
+        """Raise ``LayoutError`` unless one embedding comes first, one loss last, and the layers add up."""
+        flat, found = self.flatten_layout, []
+        for layer, index, end in ((LayerType.embedding, 0, "first"), (LayerType.loss, -1, "last")):
+            if flat.count(layer) != 1 or flat[index] is not layer:
+                found.append(f"it has {flat.count(layer)} {layer.name}, not one that comes {end}")
+        wanted = {LayerType.decoder: num_layers, LayerType.mtp: mtp_num_layers or 0, LayerType.encoder: 0}
+        for layer, count in wanted.items():
+            if flat.count(layer) != count:
+                found.append(f"it has {flat.count(layer)} {layer.name} layers, not {count}")
+        if found:
+            raise LayoutError(f"the pipeline layout {self} cannot be used: {'; '.join(found)}. Change the layout")
+
+    def get_num_layers_to_build(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of a type on a stage; ``pp_rank`` is by default this process's."""
+        rank, chunk = self._place(vp_stage, pp_rank)
+        return self.layout[rank][chunk].count(layer_type)
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of a type on all stages before a stage."""
+        rank, chunk = self._place(vp_stage, pp_rank)
+        size = self.pipeline_model_parallel_size
+        before = (self.layout[stage % size][stage // size] for stage in range(chunk * size + rank))
+        return sum(stage.count(layer_type) for stage in before)
+
+    def get_layer_id_list(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> list[int]:
+        """The global numbers, from 0, of a stage's layers of a type."""
+        first = self.get_layer_offset(layer_type, vp_stage, pp_rank)
+        return list(range(first, first + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
+
+    def _place(self, vp_stage: int | None, pp_rank: int | None) -> tuple[int, int]:
+        if vp_stage is None and self.virtual_pipeline_model_parallel_size > 1:
+            raise LayoutError(
+                f"vp_stage=None, but each rank has {self.virtual_pipeline_model_parallel_size} chunks; say which one"
+            )
+        rank = _pipeline_rank() if pp_rank is None else pp_rank
+        return rank, vp_stage or 0
+
+
+def _types(stage: Sequence[LayerType | str]) -> list[LayerType]:
+    """A stage's layers as types."""
+    if isinstance(stage, str):
+        raise LayoutError(f"the stage {stage!r} is a text; give the whole layout as one text, or a list for each stage")
+    known = LayerType.__members__
+    for layer in stage:
+        if not isinstance(layer, LayerType) and str(layer).strip().lower() not in known:
+            raise LayoutError(
+                f"{layer!r} is no type of layer; legal: {', '.join(known)} (in a text {', '.join(LETTERS)})"
+            )
+    return [layer if isinstance(layer, LayerType) else known[layer.strip().lower()] for layer in stage]

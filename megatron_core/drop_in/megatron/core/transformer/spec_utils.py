@@ -1,0 +1,71 @@
+"""What a module is built from, as data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module as import_path
+from types import FunctionType
+from typing import Any
+
+from megatron_core.errors import ConfigError
+
+
+@dataclass
+class ModuleSpec:
+    """A class, a function, or a pair (module path, name); its keyword arguments; and the specification of its parts.
+
+    Calling a specification builds the module.
+    """
+
+    module: tuple[str, str] | type | Callable[..., Any]
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+    metainfo: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``build_module`` of this specification."""
+        return build_module(self, *args, **kwargs)
+
+
+def import_module(module_path: tuple[str, str]) -> Any:
+    """The object of a pair (module path, name); ImportError if there is none."""
+    path, name = module_path
+    try:
+        module = import_path(path)
+    except ImportError as error:
+        raise ImportError(f"Could not import module '{path}': {error}") from error
+    if not hasattr(module, name):
+        raise ImportError(f"Could not find spec '{name}' in module '{path}'")
+    return getattr(module, name)
+
+
+def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
+    """The class or function of a specification, imported where it is given by its path."""
+    module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
+    return import_module(module) if isinstance(module, tuple) else module
+
+
+def get_submodules(spec: Any) -> Any:
+    """The parts that a specification, or a ``functools.partial`` with ``submodules=``, names."""
+    if isinstance(spec, ModuleSpec):
+        return spec.submodules
+    if isinstance(spec, partial):
+        return spec.keywords["submodules"]
+    raise ConfigError(f"{spec!r} is no ModuleSpec and no partial, so that it names no submodules")
+
+
+def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """An instance of the class with the specification's arguments and these; a function is returned as it is.
+
+    TypeError, which names the class, for arguments that it does not take.
+    """
+    spec = spec_or_module if isinstance(spec_or_module, ModuleSpec) else ModuleSpec(spec_or_module)
+    module = get_module(spec)
+    if isinstance(module, FunctionType):
+        return module
+    if spec.submodules is not None:
+        kwargs["submodules"] = spec.submodules
+    try:
+        return module(*args, **spec.params, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{error} when instantiating {getattr(module, '__name__', module)}") from error

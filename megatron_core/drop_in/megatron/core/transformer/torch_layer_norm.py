@@ -1,0 +1,5 @@
+"""Torch's norms under their former path."""
+
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+WrappedTorchLayerNorm = WrappedTorchNorm

@@ -1,0 +1,125 @@
+"""Masks and windows of attention, forms of GELU, and settings of a built model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.tensors import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
+from megatron.core.transformer.module import sharded
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharded_tensor import ShardedTensor
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores of -10,000 where the mask is True, in place."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def get_default_causal_mask(sq: int) -> Tensor:
+    """``[sq, sq]``, True where a key comes after the query; on the current GPU, if there is one."""
+    return torch.ones(sq, sq, dtype=torch.bool, device=_device()).triu(1)
+
+
+def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
+    """``[sq, skv]``, False for the keys from ``window_size[0]`` before a query's own to ``window_size[1]`` after it.
+
+    The last query's own key is the last one.
+    """
+    own, (left, right) = skv - sq, window_size
+    seen = torch.ones(sq, skv, dtype=torch.bool, device=_device())
+    return ~seen.triu(own - left).tril(own + right)
+
+
+def openai_gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh approximation, as an ``activation_func``."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """The exact GELU."""
+    return nn.functional.gelu(x)
+
+
+def is_layer_window_attention(
+    window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
+) -> bool:
+    """Whether a layer, numbered from 1, attends to a window: every n-th one does not, or a list says it for each."""
+    if not window_size:
+        return False
+    if window_attn_skip_freq is None:
+        return True
+    if isinstance(window_attn_skip_freq, int):
+        return layer_number % window_attn_skip_freq != 0
+    if isinstance(window_attn_skip_freq, list | tuple):
+        return bool(window_attn_skip_freq[layer_number - 1])
+    kind = type(window_attn_skip_freq).__name__
+    raise ConfigError(f"Invalid `window_attn_skip_freq`: {kind}, {window_attn_skip_freq!r}; give a number or a list")
+
+
+def set_model_config_attribute(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute of the configurations of a model and of all its modules that have it, of each of them once."""
+    inner = model
+    while not isinstance(inner, nn.Module):
+        inner = inner.module
+    configs = {id(config): config for each in inner.modules() if (config := getattr(each, "config", None)) is not None}
+    for config in configs.values():
+        if hasattr(config, attribute):
+            setattr(config, attribute, value)
+
+
+def set_model_to_sequence_parallel(model: nn.Module, set_to: bool = False) -> None:
+    """ConfigError unless the model was built so: its layers were made for one way of splitting sequences."""
+    now = {
+        each.sequence_parallel for each in model.modules() if isinstance(getattr(each, "sequence_parallel", None), bool)
+    }
+    if now - {set_to}:
+        raise ConfigError(f"sequence_parallel={set_to} cannot be set afterwards; build the model with it")
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    tensor_parallel_layers_axis_map: dict[str, int] | None = None,
+    sharded_offsets: tuple[Any, ...] = (),
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+) -> dict[str, ShardedTensor]:
+    """All tensors of a layer: those that the map names are split along its axes, the others are whole."""
+    axes, found, groups = tensor_parallel_layers_axis_map or {}, {}, (tp_group, dp_cp_group)
+    for name, tensor in state_dict.items():
+        if name in axes:
+            found[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
+                tensor, prefix + name, axes[name], None, sharded_offsets, False, *groups
+            )
+        else:
+            found[prefix + name] = make_sharded_tensor_for_checkpoint(
+                tensor, prefix + name, sharded_offsets, None, *groups
+            )
+    return found
+
+
+def sharded_state_dict_default(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: dict[str, Any] | None = None,
+    **groups: Any,
+) -> dict[str, Any]:
+    """``module.sharded_state_dict`` if it has that, else all of its tensors as ``module.sharded`` has them."""
+    own: Any = getattr(module, "sharded_state_dict", None)
+    if own is not None:
+        found: dict[str, Any] = own(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
+        return found
+    if sharded_offsets:
+        raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer a name of its own")
+    return dict(sharded(module, prefix))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

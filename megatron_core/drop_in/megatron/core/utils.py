@@ -1,0 +1,202 @@
+"""Small functions about groups, models and initial weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.tensors import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
+from megatron.core.tensor_parallel.utils import divide
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.initialization import Normal
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.tensor_parallel.data import broadcast_data
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """LayoutError, an AssertionError, if there is a remainder."""
+    divide(numerator, denominator)
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: Group | None, is_expert: bool = False, check_initialized: bool = True
+) -> Group | None:
+    """``tp_group``, or that of the current layout for dense layers or experts; None without torch.distributed."""
+    if tp_group is not None or not dist.is_initialized():
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized)
+
+
+def get_pg_size(group: Group | None = None) -> int:
+    """Ranks of a group; 1 for None or without torch.distributed."""
+    return 1 if group is None or not dist.is_initialized() else group.size()
+
+
+def get_pg_rank(group: Group | None = None) -> int:
+    """This rank's index in a group; 0 for None or without torch.distributed."""
+    return 0 if group is None or not dist.is_initialized() else group.rank()
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """An attribute of the first model, from outside to inside of its wrappers, that has it, or that model itself."""
+    if isinstance(model, list):
+        raise ConfigError("get_attr_wrapped_model takes one model; call it for each chunk")
+    inner = model
+    while not hasattr(inner, attr) or (not allow_none and getattr(inner, attr) is None):
+        if not hasattr(inner, "module"):
+            raise ConfigError(f"couldn't find attribute {attr} in {type(model).__name__}")
+        inner = inner.module
+    return inner if return_model_obj else getattr(inner, attr)
+
+
+def get_model_config(model: Any) -> Any:
+    """The model's ``config``."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
+    """The models inside their wrappers (whatever has a ``module``); a list for a list."""
+    if isinstance(model, list | tuple):
+        return [unwrap_model(one, module_instances) for one in model]
+    while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
+        model = model.module
+    return model
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
+    """N(0, sigma)."""
+    return Normal(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], Tensor]:
+    """N(0, sigma / sqrt(multiplier x num_layers))."""
+    return Normal(sigma / math.sqrt(multiplier * num_layers))
+
+
+def mup_scaled_init_method_normal(
+    sigma: float, num_layers: int, width_mult: float, multiplier: float = 2.0
+) -> Callable[[Tensor], Tensor]:
+    """N(0, sigma / sqrt(multiplier x num_layers x width_mult))."""
+    return Normal(sigma / math.sqrt(multiplier * num_layers * width_mult))
+
+
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether torch is of ``version`` or later; strictly later without ``check_equality``."""
+    own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
+    wanted = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    return own >= wanted if check_equality else own > wanted
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: models of this package do not consist of Transformer Engine's modules."""
+    return False
+
+
+def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
+    """False: the flash-attn package is not used."""
+    return False
+
+
+def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+    """The first that is there: ``inference_params`` is the old name of ``inference_context``."""
+    return inference_params if inference_context is None else inference_context
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """``inp``, or a copy if it is a view of another tensor; without ``keep_graph`` a leaf."""
+    found = inp if inp._base is None else inp.clone()
+    return found if keep_graph else found.detach().requires_grad_(requires_grad)
+
+
+_NVTX = {"enabled": False}
+
+
+def configure_nvtx_profiling(enabled: bool) -> None:
+    """Whether ``nvtx_range_push`` and ``nvtx_range_pop`` mark ranges, which needs a GPU."""
+    _NVTX["enabled"] = enabled and torch.cuda.is_available()
+
+
+def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
+    """Begin a range of NVIDIA's profiler."""
+    if _NVTX["enabled"]:
+        torch.cuda.nvtx.range_push(".".join(filter(None, (msg, suffix))))
+
+
+def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
+    """End the last one."""
+    if _NVTX["enabled"]:
+        torch.cuda.nvtx.range_pop()
+
+
+class WrappedTensor:
+    """A tensor that its caller gives away: ``unwrap`` returns it, once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._held = [tensor]
+
+    def unwrap(self) -> Tensor:
+        """The tensor. IndexError the second time."""
+        return self._held.pop()
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = None, **others: Any) -> dict[str, Any]:
+    """This context-parallel rank's part of whole sequences ``[b, s]``, and of a mask ``[b, 1, s, s]`` its queries, cut
+    as ``SequenceSplit`` does."""
+    if cp_group is None:
+        cp_group = parallel_state.get_context_parallel_group()
+    split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
+
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        return split.local(value.transpose(1, 2)).transpose(1, 2) if name == "attention_mask" else split.local(value)
+
+    return {name: part(name, value) for name, value in batch.items()}
+
+
+def get_batch_on_this_tp_rank(batch: Mapping[str, Any] | None, **unused: Any) -> dict[str, Tensor | None]:
+    """What the first tensor-parallel rank has, on this rank's device: tokens, labels, positions ``[b, s]`` int64, the
+    loss's mask float32, that of attention bool, in Megatron's order; None for those that it has not. Other ranks may
+    pass None or {}."""
+    device, found = World.from_environment().device, dict[str, Tensor | None]()
+    kinds = {torch.int64: ("tokens", "labels", "position_ids"), torch.float32: ("loss_mask",)}
+    for dtype, names in (kinds | {torch.bool: ("attention_mask",)}).items():
+        given = [(batch or {}).get(name) for name in names]
+        data = {n: torch.empty(0, dtype=dtype) if t is None else t for n, t in zip(names, given, strict=True)}
+        parts = broadcast_data(names, data, dtype)
+        found |= {name: part.to(device) if part.numel() else None for name, part in parts.items()}
+    return {name: found[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")}
+
+
+class StragglerDetector:
+    """Megatron's context around the work of a micro-batch; slow ranks are found by ``--log-straggler`` without it."""
+
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """Itself; ``bdata`` marks the reading of a batch."""
+        return self
+
+    def __enter__(self) -> StragglerDetector:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was measured."""
+
+
+def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """``logger.log(...)`` on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        logger.log(*args, **kwargs)

@@ -1,0 +1,191 @@
+"""Flags of a dataclass, and configurations from a namespace of arguments."""
+
+import ast
+import enum
+import inspect
+import textwrap
+import types
+import typing
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
+from megatron.core.transformer.utils import openai_gelu
+from megatron.training import from_arguments
+from megatron.training.config import (
+    CheckpointConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    PretrainConfigContainer,
+    ProfilingConfig,
+    RerunStateMachineConfig,
+    RNGConfig,
+    SchedulerConfig,
+    StragglerDetectionConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron_core.errors import ConfigError
+
+Kind = TypeVar("Kind")
+
+
+class TypeInferenceError(ConfigError):
+    """A field's type says nothing that argparse could read a value by."""
+
+
+class ArgumentGroupFactory:
+    """Adds a flag for each field of a dataclass to a parser: type and default are the field's, help its docstring.
+
+    ``metadata={"argparse_meta": {...}}`` of a field overrides arguments of ``add_argument``; ``arg_names`` in it names
+    the flags. A switch that is on by default becomes ``--no-x`` and ``--disable-x``. ``exclude`` names fields that get
+    no flag. Errors: ``TypeInferenceError``.
+    """
+
+    def __init__(self, src_cfg_class: type, exclude: Sequence[str] | None = None) -> None:
+        self.src_cfg_class, self.exclude = src_cfg_class, set(exclude or ())
+        self.field_docstrings = _docstrings(src_cfg_class)
+        self._types = typing.get_type_hints(src_cfg_class)
+
+    def build_group(self, parser: ArgumentParser, title: str | None = None) -> _ArgumentGroup:
+        """The group of these flags, a part of ``parser``."""
+        group = parser.add_argument_group(title=title, description=self.src_cfg_class.__doc__)
+        for attribute in fields(self.src_cfg_class):
+            if attribute.name not in self.exclude and attribute.init:
+                arguments = self._build_argparse_kwargs_from_field(attribute)
+                group.add_argument(*arguments.pop("arg_names"), **arguments)
+        return group
+
+    def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
+        return "--" + "_".join(filter(None, (prefix, config_attr_name))).replace("_", "-")
+
+    def _build_argparse_kwargs_from_field(self, attribute: Field[Any]) -> dict[str, Any]:
+        name, given = attribute.name, attribute.metadata.get("argparse_meta")
+        factory = attribute.default_factory
+        arguments: dict[str, Any] = {
+            "arg_names": [self._format_arg_name(name)],
+            "dest": name,
+            "help": self.field_docstrings.get(name, "").replace("%", "%%"),
+            "default": attribute.default if factory is MISSING else factory(),
+        }
+        try:
+            arguments |= self._extract_type(self._types[name])
+        except TypeInferenceError:
+            if given is None:
+                raise
+        if arguments.get("type") is bool:
+            del arguments["type"]
+            arguments["action"] = "store_false" if attribute.default else "store_true"
+            if attribute.default:
+                arguments["arg_names"] = [self._format_arg_name(name, prefix) for prefix in ("no", "disable")]
+        return arguments | (given or {})
+
+    def _extract_type(self, config_type: Any) -> dict[str, Any]:
+        origin, options = typing.get_origin(config_type), typing.get_args(config_type)
+        if isinstance(config_type, enum.EnumMeta):
+            return {"type": config_type.__getitem__, "choices": list(config_type)}
+        if isinstance(config_type, type) and origin is None:
+            return {"type": config_type}
+        if origin in (types.UnionType, typing.Union):
+            inner = [option for option in options if option is not type(None)]
+            if len(inner) > 1:
+                raise TypeInferenceError(f"Unions not supported by argparse: {config_type}; give argparse_meta")
+            return self._extract_type(inner[0])
+        if origin is typing.Literal:
+            return {"type": type(options[0]), "choices": options}
+        if origin in (list, tuple) and len({option for option in options if option is not Ellipsis}) == 1:
+            count = len(options) if origin is tuple and Ellipsis not in options else "+"
+            return self._extract_type(options[0]) | {"nargs": count}
+        raise TypeInferenceError(f"Unsupported type: {config_type}; give argparse_meta")
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The strings that follow the fields of a dataclass and of those that it extends, on one line each."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):  # made at run time, it has no source
+            continue
+        for attribute, text in pairwise(getattr(tree, "body", [])):
+            match attribute, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.split())
+    return found
+
+
+def _from_args(kind: type[Kind], args: Namespace, **given: Any) -> Kind:
+    """A dataclass of the attributes that have its fields' names, and ``given``."""
+    return kind(**from_arguments.settings_of(kind, args) | given)
+
+
+def pretrain_cfg_container_from_args(args: Namespace) -> PretrainConfigContainer:
+    """All settings of a run but its model's, in sections, from a namespace with Megatron-LM's names."""
+    switches = ("save_optim", "save_rng", "load_optim", "load_rng")
+    given = {name: not getattr(args, f"no_{name}") for name in switches if hasattr(args, f"no_{name}")}
+    for name in ("fully_parallel_save", "fully_parallel_load"):
+        if hasattr(args, f"ckpt_{name}"):
+            given[name] = getattr(args, f"ckpt_{name}")
+    nan = getattr(args, "check_for_nan_in_loss_and_grad", True)
+    return PretrainConfigContainer(
+        train=_from_args(TrainingConfig, args),
+        validation=_from_args(ValidationConfig, args),
+        scheduler=_from_args(SchedulerConfig, args),
+        optimizer=from_arguments.get_megatron_optimizer_config(args)[0],
+        ddp=from_arguments.get_megatron_ddp_config(args),
+        checkpoint=_from_args(CheckpointConfig, args, **given),
+        tokenizer=_from_args(TokenizerConfig, args),
+        logger=_from_args(LoggerConfig, args),
+        profiling=_from_args(ProfilingConfig, args, use_nsys_profiler=getattr(args, "profile", False)),
+        rng=_from_args(RNGConfig, args),
+        dist=_from_args(DistributedInitConfig, args),
+        rerun_state_machine=_from_args(RerunStateMachineConfig, args, check_for_nan_in_loss=nan),
+        straggler=_from_args(StragglerDetectionConfig, args),
+    )
+
+
+def core_transformer_config_from_args(
+    args: Namespace, config_class: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """A model's configuration from a namespace of flags, as ``training.arguments.parse_args`` returns one."""
+    kind = config_class or (
+        MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    )
+    read = lambda name, default=None: getattr(args, name, default)  # noqa: E731
+    dtype = torch.float16 if read("fp16") else torch.bfloat16 if read("bf16") else torch.float32
+    gated = read("swiglu", False) or read("geglu", False)
+    gelu = openai_gelu if read("openai_gelu") else nn.functional.gelu
+    activation = nn.functional.silu if read("swiglu") else squared_relu if read("squared_relu") else gelu
+    given = {
+        "params_dtype": read("params_dtype", dtype),
+        "pipeline_dtype": read("params_dtype", dtype),
+        "activation_func": activation,
+        "gated_linear_unit": gated,
+        "num_query_groups": read("num_query_groups") if read("group_query_attention") else None,
+        "add_bias_linear": not read("disable_bias_linear", not read("add_bias_linear", True)),
+    }
+    renamed = {
+        "layernorm_epsilon": "norm_epsilon",
+        "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+        "num_moe_experts": "num_experts",
+        "fp8": "fp8_format",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    }
+    given |= {name: read(flag) for name, flag in renamed.items() if hasattr(args, flag)}
+    kinds = read("cp_comm_type")
+    if kinds is not None:
+        given["cp_comm_type"] = kinds[0] if len(kinds) == 1 else list(kinds)
+    if read("attention_backend") in ("auto", "unfused"):
+        given["attention_backend"] = AttnBackend[args.attention_backend]
+    return _from_args(kind, args, **given)

@@ -1,0 +1,114 @@
+"""The command line as a namespace of arguments."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+from megatron.training.argument_utils import (
+    ArgumentGroupFactory,
+    core_transformer_config_from_args,
+)
+from megatron.training.global_vars import of_one_rank, set_global_variables
+from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.file import field_types
+from megatron_core.config.megatron_flags import FLAGS
+from megatron_core.config.translate import grouped, plain
+from megatron_core.config.validate import check, without_data
+from megatron_core.errors import ConfigError
+from megatron_core.training.pretrain import read_settings
+
+
+def parse_args(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None, ignore_unknown_args: bool = False
+) -> Namespace:
+    """The settings of the command line by name, with ``rank``, ``world_size`` and the flags of ``extra_args_provider``.
+
+    ConfigError for ``ignore_unknown_args``, because a flag that is not known may be misspelt.
+    """
+    if ignore_unknown_args:
+        raise ConfigError("ignore_unknown_args=True is not supported; name the flags in an extra_args_provider")
+    given, extra = sys.argv[1:], Namespace()
+    if extra_args_provider is not None:
+        parser = extra_args_provider(ArgumentParser(add_help=False, allow_abbrev=False))
+        extra, given = parser.parse_known_args(given)
+    config, _ = read_settings(Path(sys.argv[0]).name, given, stored_schedule=False)  # load_checkpoint has it
+    args = Namespace(**_others(given) | config.flat() | vars(extra))
+    if dist.is_initialized():
+        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    args.fp8 = args.fp8_format
+    args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
+    return args
+
+
+def _others(given: list[str]) -> dict[str, Any]:
+    """Megatron-LM's flags that are no settings here, as its parser has them: None or False for those not given, and
+    ``--no-x`` and ``--disable-x`` as x, too, where that is no flag."""
+    values, found = {plain(flag): words for flag, words in grouped(given)}, dict[str, Any]()
+    for name, flag in FLAGS.items():
+        words = values.get(name)
+        if flag.takes_values:
+            numbers = [int(word) if word.lstrip("-").isdigit() else word for word in words or ()]
+            found[name] = numbers[0] if len(numbers) == 1 else numbers or None
+        else:
+            found[name] = words is not None
+            for prefix in ("no_", "disable_"):
+                if name.startswith(prefix) and name.removeprefix(prefix) not in FLAGS:
+                    found[name.removeprefix(prefix)] = words is None
+    return found
+
+
+def parse_and_validate_args(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Namespace:
+    """``parse_args``, ``validate_args`` and ``set_global_variables`` of it."""
+    args = validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
+    set_global_variables(args)
+    return args
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
+    """Check all settings but those of data, and set what follows: ``data_parallel_size``, ``global_batch_size``,
+    ``ffn_hidden_size``, ``kv_channels``, ``params_dtype``, ``padded_vocab_size``; ``defaults`` fill what is None.
+
+    Errors: ``ConfigError`` with all problems.
+    """
+    for name, value in (defaults or {}).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    config = run_config_of(args)
+    check(without_data(config), args.world_size)
+    model = config.model
+    args.data_parallel_size = args.world_size // config.parallel.model_parallel_size
+    args.global_batch_size = config.training.final_batch_size(args.data_parallel_size)
+    args.eval_global_batch_size = config.training.evaluation_batch_size(args.data_parallel_size)
+    args.ffn_hidden_size, args.kv_channels = model.ffn_size, model.head_size
+    args.max_position_embeddings = config.max_positions
+    args.params_dtype = getattr(torch, config.training.compute_dtype)
+    chunks = config.parallel.num_chunks(model.num_layers)
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    args.eval_micro_batch_size = args.micro_batch_size
+    if args.vocab_size is not None and getattr(args, "padded_vocab_size", None) is None:
+        args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, of_one_rank(args))
+    return args
+
+
+def run_config_of(args: Namespace) -> RunConfig:
+    """This package's configuration of the attributes that have names of its settings."""
+    return RunConfig.from_flat({name: getattr(args, name) for name in field_types() if hasattr(args, name)})
+
+
+def _add_network_size_args(parser: ArgumentParser) -> ArgumentParser:
+    """The settings of the model as flags of a parser of the caller's own."""
+    ArgumentGroupFactory(ModelConfig).build_group(parser, "network size")
+    return parser

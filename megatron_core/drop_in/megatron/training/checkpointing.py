@@ -1,0 +1,163 @@
+"""Checkpoints of a program of one's own, where they lie, and which one is the latest."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_from
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.transformer.module import sharded
+from megatron.core.utils import unwrap_model
+from megatron.training.global_vars import get_args
+from megatron.training.utils import print_rank_0
+from megatron_core.checkpoint import open_newest
+from megatron_core.checkpoint.folder import TRACKER, iteration_folder
+from megatron_core.errors import CheckpointError
+from megatron_core.parallel import World
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """The file that says which checkpoint is the latest."""
+    return str(Path(checkpoints_path) / TRACKER)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str,
+    iteration: int,
+    release: bool = False,
+    pipeline_parallel: bool | None = None,
+    tensor_rank: int = 0,
+    pipeline_rank: int = 0,
+    return_base_dir: bool = False,
+) -> str:
+    """The folder of an iteration, and without ``return_base_dir`` Megatron-LM's file of a rank in it."""
+    root = Path(checkpoints_path)
+    base = root / "release" if release else iteration_folder(root, iteration)
+    stages = f"_{pipeline_rank:03d}" if pipeline_parallel else ""
+    return str(base if return_base_dir else base / f"mp_rank_{tensor_rank:02d}{stages}" / "model_optim_rng.pt")
+
+
+def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+    """(the latest iteration, whether it is a release, which has number 0) of a tracker file."""
+    text = Path(tracker_filename).read_text().strip()
+    if text == "release":
+        return 0, True
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker_filename} holds {text[:50]!r}, which is no iteration; write its number there")
+    return int(text), False
+
+
+def read_frozen_resume_iteration(load_dir: str | None) -> int:
+    """The iteration to go on from: 0 where there is no checkpoint yet."""
+    tracker = load_dir and get_checkpoint_tracker_filename(load_dir)
+    return read_metadata(tracker)[0] if tracker and Path(tracker).is_file() else 0
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: int,
+    checkpointing_context: Any = None,
+    **others: Any,
+) -> None:
+    """Write chunks, optimizer and scheduler (None: not there) to ``iter_...`` in ``get_args().save``, where
+    ``load_checkpoint`` reads it in every layout. CheckpointError: ``others`` ask for releases or passing saves."""
+    args = get_args()
+    asked = [name for name in ("non_persistent_ckpt", "release") if others.get(name)]
+    if asked:
+        raise CheckpointError(f"save_checkpoint: {', '.join(asked)} is not supported; leave it out")
+    state = _state(model, None if args.no_save_optim else optimizer, opt_param_scheduler) | {
+        "iteration": iteration,
+        "consumed_train_samples": args.consumed_train_samples,
+        "consumed_valid_samples": args.consumed_valid_samples,
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+    }
+    dist_checkpointing.save(state, args.save, iteration=iteration)
+    print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
+
+
+_SCHEDULES = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def _copy_schedules(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """Give ``others`` the schedules of ``groups``, which are alike otherwise; of several alike the order of their
+    learning rates decides."""
+
+    def key(group: dict[str, Any]) -> tuple[Any, ...]:
+        rest = [name for name in param_group_identifier_keys if name not in _SCHEDULES]
+        fixed = tuple(repr(group.get(name, group.get(f"pre_{name}"))) for name in (*rest, "default_config"))
+        return (*fixed, group["max_lr"])
+
+    ours, theirs = sorted(groups, key=key), sorted(others, key=key)
+    if [key(group)[:-1] for group in ours] == [key(group)[:-1] for group in theirs]:
+        for source, target in zip(ours, theirs, strict=True):
+            target.update({name: source[name] for name in _SCHEDULES if name in source})
+
+
+def _state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model{number}": sharded(chunk) for number, chunk in enumerate(unwrap_model(model))}
+    for name, part in (("optimizer", optimizer), ("opt_param_scheduler", scheduler)):
+        if part is not None:
+            state[name] = part.sharded_state_dict() if name == "optimizer" else part.state_dict()
+    return state
+
+
+def load_checkpoint(
+    ddp_model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    **others: Any,
+) -> tuple[int, int]:
+    """Load chunks, optimizer and scheduler (None: absent) from the folder in ``get_args()``; set its consumed samples.
+
+    Returns (iteration, floating point operations): (0, 0) for a folder without a checkpoint, and with --finetune, which
+    loads only weights. The hashes of the files are compared first; if the newest checkpoint is damaged, an older one is
+    loaded. If learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps those of the
+    program and --use-checkpoint-opt-param-scheduler takes the stored ones.
+
+    Raises CheckpointError if there is no checkpoint with --exit-on-missing-checkpoint, if it is of another model or
+    optimizer, or if schedules differ without one of the two flags.
+    """
+    args = get_args()
+    verify = getattr(args, "verify_checkpoint", True)
+    device = World.from_environment().device
+    stored = open_newest(getattr(args, load_arg), args.ckpt_step, verify=verify, device=device)
+    if stored is None:
+        if args.exit_on_missing_checkpoint or not strict:
+            raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} holds no checkpoint")
+        print_rank_0(f"{load_arg}={getattr(args, load_arg)!r} HOLDS NO CHECKPOINT: weights are not loaded")
+        return 0, 0
+    goes_on = not args.finetune
+    reads_optimizer = goes_on and optimizer is not None and not args.no_load_optim
+    counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
+    scheduler = opt_param_scheduler if goes_on else None
+    state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
+    state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
+    if scheduler is not None:
+        scheduler.load_state_dict(state["opt_param_scheduler"])
+    if reads_optimizer:
+        saved = state["optimizer"]["state"]["param_groups"]
+        if args.override_opt_param_scheduler:
+            _copy_schedules(optimizer.param_groups, saved)
+        elif args.use_checkpoint_opt_param_scheduler:
+            _copy_schedules(saved, optimizer.param_groups)
+        optimizer.load_state_dict(state["optimizer"])
+        if scheduler is not None:
+            scheduler.step(0)  # the optimizer has brought the rates of the step that was saved
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if not goes_on:
+        return 0, 0
+    args.consumed_train_samples = state["consumed_train_samples"]
+    args.consumed_valid_samples = state["consumed_valid_samples"]
+    for chunk in unwrap_model(ddp_model):
+        if isinstance(chunk, GPTModel):
+            chunk.samples.taken = args.consumed_train_samples
+    return state["iteration"], state["num_floating_point_operations_so_far"]

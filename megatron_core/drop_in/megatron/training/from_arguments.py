@@ -1,0 +1,115 @@
+"""Sizes of data sets, and configurations from the arguments."""
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.training.global_vars import get_args
+from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
+from megatron_core import parallel_state
+from megatron_core.config import ModelConfig
+from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.collectives import all_reduce_
+
+
+def num_floating_point_operations(
+    args: Namespace,
+    batch_size: int,
+    total_real_tokens_in_batch: int | None = None,
+    seqlen_squared_sum_in_batch: int | None = None,
+) -> int:
+    """Forward and backward FLOPs of ``batch_size`` sequences, of which a token sees half of the keys, as in newer
+    releases of Megatron-LM (``config.flops`` counts all of them).
+
+    ``total_real_tokens_in_batch`` are the tokens that count, ``seqlen_squared_sum_in_batch`` the sum of the squared
+    lengths of documents that see nothing of one another; by default whole sequences of ``args.seq_length``.
+    """
+    if getattr(args, "hybrid_layer_pattern", None) is not None:
+        raise ConfigError(f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} is not supported; leave it out")
+    names = [each.name for each in fields(ModelConfig) if getattr(args, each.name, None) is not None]
+    values = {name: getattr(args, name) for name in names if not name.startswith("window_")}
+    frequency = values.get("moe_layer_freq", 1)
+    values["moe_layer_freq"] = (frequency,) if isinstance(frequency, int) else tuple(frequency)
+    terms = forward_flops_per_token(ModelConfig(**values), 1, args.padded_vocab_size)
+    attention = terms.pop("scores") + terms.pop("values")
+    tokens = batch_size * args.seq_length if total_real_tokens_in_batch is None else total_real_tokens_in_batch
+    pairs = batch_size * args.seq_length**2 if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch
+    # Of one product of a query and a key, forward and backward; half of the pairs are behind the mask.
+    return 3 * tokens * sum(terms.values()) + 3 * attention * pairs // 2
+
+
+@dataclass
+class SequenceLengths:
+    """Documents of the micro-batches since the last ``consume``: how many tokens, and the sum of squared lengths."""
+
+    total: Tensor | None = None
+
+    def add(self, cu_seqlens: Tensor | None) -> None:
+        """Count documents with these borders; nothing for None."""
+        if cu_seqlens is None or cu_seqlens.numel() < 2:
+            return
+        lengths = cu_seqlens.flatten().diff().to(torch.float64)
+        found = torch.stack([lengths.sum(), lengths.square().sum()])
+        self.total = found if self.total is None else self.total + found
+
+    def consume(self) -> tuple[int | None, int | None]:
+        """Both sums over all data-parallel ranks, and begin anew; (None, None) if there were no documents."""
+        total, self.total = self.total, None
+        if total is None:
+            return None, None
+        if parallel_state.model_parallel_is_initialized():
+            all_reduce_(total, parallel_state.get_data_parallel_group())
+        tokens, squares = (int(value) for value in total.tolist())
+        return tokens, squares
+
+
+_LENGTHS = SequenceLengths()
+update_seqlen_stats_from_cu_seqlens = _LENGTHS.add
+consume_seqlen_stats_in_iteration = _LENGTHS.consume
+
+
+def get_train_valid_test_num_samples() -> tuple[int, int, int]:
+    """Sequences that the run of ``get_args()`` reads of each split."""
+    args = get_args()
+    train = args.train_samples or args.train_iters * args.global_batch_size
+    size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    steps = args.train_iters or args.train_samples // args.global_batch_size
+    times = 1 if args.skip_train else (steps // args.eval_interval if args.eval_interval else 0) + 1
+    return train, times * args.eval_iters * size, args.eval_iters * size
+
+
+def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, dict[Any, Any]]:
+    """The optimizer's settings that ``args`` has, and overrides of single parameters, of which there are none."""
+    given = settings_of(OptimizerConfig, args)
+    if getattr(args, "fp8_format", None) is None:
+        given.pop("fp8_recipe", None)  # it has a default there, too
+    given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype") and value in _DTYPES}
+    return OptimizerConfig(**given), {}
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
+    """The settings of data parallelism that ``args`` has."""
+    renamed = {
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+        "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+        "bucket_size": "ddp_bucket_size",
+        "num_buckets": "ddp_num_buckets",
+        "average_in_collective": "ddp_average_in_collective",
+    }
+    given = {name: getattr(args, flag) for name, flag in renamed.items() if hasattr(args, flag)}
+    return DistributedDataParallelConfig(**settings_of(DistributedDataParallelConfig, args) | given)
+
+
+def settings_of(kind: Any, args: Namespace) -> dict[str, Any]:
+    """The attributes that have names of the fields of a dataclass, and are not None."""
+    found = {each.name: getattr(args, each.name, None) for each in fields(kind) if each.init}
+    return {name: value for name, value in found.items() if value is not None}

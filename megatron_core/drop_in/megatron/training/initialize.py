@@ -1,0 +1,53 @@
+"""Arguments, process groups and seeds of a program of one's own."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.arguments import parse_and_validate_args, run_config_of
+from megatron.training.global_vars import get_args
+from megatron_core import parallel_state
+from megatron_core.parallel import World, start_world
+from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Read and check the command line, start torch.distributed unless it has started, make the groups, and seed initial
+    weights and dropout; ``get_args``, which has ``train_iters`` from now on also with ``--train-samples``, and the
+    other functions of ``global_vars`` work from then on."""
+    args = parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
+    args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
+    if not dist.is_initialized():
+        minutes = args.distributed_timeout_minutes
+        start_world(World.from_environment(), backend=args.distributed_backend, timeout_minutes=minutes)
+    if not dist.is_initialized():  # one rank meets no others
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        order=args.rank_order,
+    )
+    _set_random_seed(args.seed)
+
+
+def _set_random_seed(seed_: int, data_parallel_random_init: bool = False, **others: Any) -> None:
+    """Initial weights and dropout are functions of the seed; ranks never add to it."""
+    model_parallel_cuda_manual_seed(seed_)
+
+
+def write_args_to_tensorboard(writer: Any) -> None:
+    """Every argument as a text of a TensorBoard writer."""
+    args = get_args()
+    for name, value in vars(args).items():
+        writer.add_text(name, str(value), global_step=args.iteration)

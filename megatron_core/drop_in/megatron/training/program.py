@@ -1,0 +1,342 @@
+"""Model, optimizer, steps, evaluation and loop of a program of one's own."""
+
+import inspect
+import math
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.core.optimizer.factory import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.from_arguments import (
+    get_megatron_ddp_config,
+    get_megatron_optimizer_config,
+    get_train_valid_test_num_samples,
+)
+from megatron.training.global_vars import get_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.utils import print_rank_last
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.launch import World
+from megatron_core.pipeline_parallel.forward_backward import forward_backward, get_forward_backward_func
+
+Provider = Callable[..., Any]
+
+
+def get_model(
+    model_provider_func: Provider,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> list[Any]:
+    """This rank's chunks of the model of ``get_args()``: on its device, in ``Float16Module`` with --bf16 or --fp16, and
+    in ``DistributedDataParallel``.
+
+    ``model_provider_func`` gets those of ``pre_process``, ``post_process``, ``vp_stage``, ``config`` and
+    ``pg_collection`` that it has parameters for.
+    """
+    args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    args.model_type = model_type
+    models = []
+    for chunk in range(chunks or 1):
+        stage = None if chunks is None else chunk
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        given = {
+            "pre_process": parallel_state.is_pipeline_first_stage(False, stage),
+            "post_process": parallel_state.is_pipeline_last_stage(False, stage),
+        }
+        others = {"vp_stage": stage, "config": config, "pg_collection": pg_collection}
+        model = _called(model_provider_func, **given, **others).to(World.from_environment().device)
+        settings = get_model_config(model)
+        if args.fp16 or args.bf16:
+            model = Float16Module(settings, model)
+        models.append(
+            DistributedDataParallel(settings, get_megatron_ddp_config(args), model) if wrap_with_ddp else model
+        )
+    return models
+
+
+def _called(function: Provider, *values: Any, **given: Any) -> Any:
+    """What ``function`` returns for the arguments of ``given`` that it has parameters for."""
+    known = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    return function(*values, **{name: value for name, value in given.items() if takes_all or name in known})
+
+
+def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as ``get_args()`` has them, counted in sequences."""
+    args = get_args()
+    unit, factor = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+    steps = {name: getattr(args, f"{name}_{unit}") for name in ("train", "lr_decay", "lr_wsd_decay", "lr_warmup")}
+    total = (steps["lr_decay"] or steps["train"]) * factor
+    fraction = args.lr_warmup_fraction
+    start, end = args.start_weight_decay, args.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=steps["lr_warmup"] * factor if fraction is None else int(fraction * total),
+        lr_decay_steps=total,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay if start is None else start,
+        end_wd=args.weight_decay if end is None else end,
+        wd_incr_steps=steps["train"] * factor,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=None if steps["lr_wsd_decay"] is None else steps["lr_wsd_decay"] * factor,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Any, model_type: Any = ModelType.encoder_or_decoder, checkpointing_context: Any = None
+) -> tuple[list[Any], MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Chunks, optimizer and scheduler of ``get_args()``, with what ``--load`` holds. ``--skip-train``: chunks alone.
+
+    Newer releases pass ``model_type`` first, so that the two may be exchanged.
+    """
+    provider = model_provider_func if callable(model_provider_func) else model_type
+    args, optimizer, scheduler = get_args(), None, None
+    model = get_model(provider, wrap_with_ddp=not args.skip_train)
+    if not args.skip_train:
+        config, overrides = get_megatron_optimizer_config(args)
+        optimizer = get_megatron_optimizer(config, model, overrides or None)
+        scheduler = get_optimizer_param_scheduler(optimizer)
+    args.iteration, args.num_floating_point_operations_so_far = 0, 0
+    if args.load is not None:
+        found = load_checkpoint(model, optimizer, scheduler)
+        args.iteration, args.num_floating_point_operations_so_far = found
+    return model, optimizer, scheduler
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    config: Any,
+    forward_backward_func: Callable[..., list[Any]] = forward_backward,
+    iteration: int | None = None,
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float, int | None, int]:
+    """One step: (losses by name on the last stage, whether it was skipped, False, False, 0, gradients' norm, zeros in
+    them or None, 0), as release 0.20 returns it; there is no rerun that would save or exit here."""
+    args = get_args()
+    optimizer.zero_grad()
+    reports = forward_backward_func(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    taken, norm, zeros = optimizer.step()
+    if taken:
+        opt_param_scheduler.step(increment=get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
+    return _means(reports), int(not taken), False, False, 0, norm, zeros, 0
+
+
+def _means(reports: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The values of micro-batches by name: those that are (sum, count) over all data-parallel ranks, others' means."""
+    found = {}
+    for name in reports[0] if reports else ():
+        values = [torch.as_tensor(report[name]).detach().reshape(-1).double() for report in reports]
+        total = torch.stack(values).sum(0)
+        if len(total) == 2:
+            all_reduce_(total, parallel_state.get_data_parallel_group(with_context_parallel=True))
+        found[name] = total[0] / (total[1] if len(total) == 2 else len(reports))
+    return found
+
+
+@torch.no_grad()
+def evaluate(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    eval_iters: int | None = None,
+) -> tuple[dict[str, Tensor], Any, bool]:
+    """(Losses by name over ``eval_iters`` batches on the last stage, what ``non_loss_data_func`` or the loss functions
+    collect beside them, False)."""
+    args, collected = get_args(), None
+    eval_iters = args.eval_iters if eval_iters is None else eval_iters
+    args.consumed_valid_samples += eval_iters * args.eval_global_batch_size
+
+    def run(**more: Any) -> list[Any]:
+        return get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=args.eval_global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+            **more,
+        )
+
+    for chunk in model:
+        chunk.eval()
+    losses = _means([report for _ in range(eval_iters) for report in run()])
+    if non_loss_data_func is not None:
+        collected = non_loss_data_func(model)
+    elif process_non_loss_data_func is not None:
+        collected = run(collect_non_loss_data=True)
+    for chunk in model:
+        chunk.train()
+    return losses, collected, False
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    iteration: int,
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    non_loss_data_func: Callable[..., Any] | None = None,
+) -> None:
+    """Evaluate, and print Megatron-LM's lines on the last rank."""
+    given = (forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose, non_loss_data_func)
+    losses, collected, _ = evaluate(*given)
+    values = {name: float(loss) for name, loss in losses.items()}
+    parts = (f"{name} value: {x:.6E} | {name} PPL: {math.exp(min(20.0, x)):.6E} | " for name, x in values.items())
+    line = f" validation loss at {prefix} | {''.join(parts)}"
+    rule = "-" * (len(line) + 1)
+    print_rank_last(f"{rule}\n{line}\n{rule}")
+    if process_non_loss_data_func is not None and losses:
+        process_non_loss_data_func(collected, iteration, None)
+
+
+class _Batches:
+    """The numbers of this data-parallel rank's micro-batches of a data set, from ``consumed`` on, in order."""
+
+    def __init__(self, total: int, consumed: int) -> None:
+        self.total, self.consumed = total, consumed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, rank = get_args().micro_batch_size, parallel_state.get_data_parallel_rank()
+        together = size * parallel_state.get_data_parallel_world_size()
+        for first in range(self.consumed, self.total - together + 1, together):
+            yield list(range(first + rank * size, first + (rank + 1) * size))
+
+
+def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+    """Micro-batches of this data-parallel rank; ``dataset`` itself with --dataloader-type external, None for None."""
+    kind = get_args().dataloader_type
+    if dataset is None or kind == "external":
+        return dataset
+    if kind not in (None, "single"):
+        raise ConfigError(f"dataloader_type={kind!r} is not for a program of one's own; take single or external")
+    batches: Any = _Batches(len(dataset), consumed_samples)
+    return torch.utils.data.DataLoader(dataset, batch_sampler=batches)
+
+
+def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider: Provider) -> list[Any]:
+    """Iterators of training, validation and test, lists with an entry a chunk if there are several; None on ranks
+    that read nothing. The provider gets the numbers of samples of the three. ``get_args().do_train``, ``do_valid`` and
+    ``do_test`` say which splits have data on some rank of the model."""
+    args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+    found = []
+    for chunk in range(chunks or 1):
+        sizes = get_train_valid_test_num_samples()
+        datasets = _called(build_train_valid_test_datasets_provider, sizes, vp_stage=chunk if chunks else None)
+        loaders = map(build_pretraining_data_loader, datasets, consumed)
+        found.append([None if loader is None else iter(loader) for loader in loaders])
+    there = torch.tensor([[each is not None for each in row] for row in found], device=World.from_environment().device)
+    total = there.sum(0)
+    all_reduce_(total, parallel_state.current().group("tp-pp"))
+    args.do_train, args.do_valid, args.do_test = (count > 0 for count in total.tolist())
+    return found[0] if chunks is None else [list(iterators) for iterators in zip(*found, strict=True)]
+
+
+def train(
+    forward_step_func: Callable[..., Any],
+    model: Sequence[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    train_data_iterator: Any,
+    valid_data_iterator: Any,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    config: Any = None,
+) -> int:
+    """Train until ``get_args()`` says, evaluate, save and log at its intervals; the last iteration."""
+    args = get_args()
+    config = config or get_model_config(model[0])
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in model]
+    total = args.train_iters
+    while args.iteration < total:
+        update_num_microbatches(args.consumed_train_samples)
+        step = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config)
+        size = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        args.iteration, args.consumed_train_samples = args.iteration + 1, args.consumed_train_samples + size
+        if args.iteration % args.log_interval == 0 or args.iteration in (1, total):
+            losses = "".join(f" {name}: {value:.6E} |" for name, value in step[0].items())
+            print_rank_last(
+                f" iteration {args.iteration:8d}/{total:8d} | consumed samples: {args.consumed_train_samples:12d} | "
+                f"learning rate: {optimizer.param_groups[0]['lr']:.6E} | global batch size: {size:5d} |{losses} "
+                f"grad norm: {step[5]:.3f} | number of skipped iterations: {step[1]:3d} |"
+            )
+        if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
+            given = (valid_data_iterator, model, args.iteration, process_non_loss_data_func, config)
+            evaluate_and_print_results(f"iteration {args.iteration}", forward_step_func, *given)
+        leaves = bool(args.exit_interval and args.iteration % args.exit_interval == 0)
+        due = args.save_interval and args.iteration % args.save_interval == 0
+        if args.save is not None and (due or leaves or args.iteration == total):
+            save_checkpoint(args.iteration, model, optimizer, opt_param_scheduler, 0)
+        if leaves:
+            break
+    return int(args.iteration)
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Provider,
+    model_provider: Provider,
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    **unused: Any,
+) -> None:
+    """Megatron-LM's whole job: read the command line, make groups, model, optimizer and data, train and evaluate.
+
+    Without effect: ``get_embedding_ranks``, ``store`` and what other releases have in ``unused``.
+    """
+    initialize_megatron(extra_args_provider, args_defaults)
+    args = get_args()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)
+    data, *held_out = build_train_valid_test_data_iterators(train_valid_test_dataset_provider)
+    others = (process_non_loss_data_func, get_model_config(model[0]))
+    if not args.skip_train:
+        train(forward_step_func, model, optimizer, scheduler, data, held_out[0], *others)
+    for name, there, iterator in zip(("validation", "test"), (args.do_valid, args.do_test), held_out, strict=True):
+        if there and args.eval_iters:
+            where = f"iteration {args.iteration} on {name} set"
+            evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)

@@ -1,1 +1,0 @@
-"""For Megatron Core's users: parts of models."""

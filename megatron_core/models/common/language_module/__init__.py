@@ -1,1 +1,0 @@
-"""For Megatron Core's users: the base class of language models."""

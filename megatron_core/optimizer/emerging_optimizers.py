@@ -1,9 +1,0 @@
-"""For Megatron Core's users: which parameters Muon does not update."""
-
-from torch import nn
-
-from megatron_core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
-
-
-def _is_muon_excluded(param: nn.Parameter) -> bool:
-    return not is_managed_by_layer_wise_optimizer(param)

@@ -1,3 +1,0 @@
-"""For Megatron Core's users: the release whose interface these modules have, which programs compare with their own."""
-
-__version__ = "0.20.0"

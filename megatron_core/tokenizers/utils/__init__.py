@@ -1,1 +1,0 @@
-"""For Megatron Core's users: see ``build_tokenizer``."""

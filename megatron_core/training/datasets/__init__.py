@@ -1,1 +1,0 @@
-"""For Megatron-LM's users: data sets of its training."""

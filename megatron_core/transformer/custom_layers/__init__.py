@@ -1,1 +1,0 @@
-"""For Megatron Core's users: Transformer Engine's names at their path before release 0.10."""

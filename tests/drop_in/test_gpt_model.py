@@ -1,0 +1,404 @@
+"""``GPTModel`` with Megatron Core's arguments."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from argparse import Namespace
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import transformer_config
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.utils import (
+    attention_mask_func,
+    get_default_causal_mask,
+    get_sliding_window_causal_mask,
+    openai_gelu,
+)
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron_core import config as config_package
+from megatron_core import parallel_state
+from megatron_core.config.tables import read_table
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.models.gpt import model as own
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
+from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.verify.ranks import run_ranks
+
+VOCABULARY, LENGTH = 48, 12
+IDS = (torch.arange(2 * LENGTH).view(2, LENGTH) * 7) % VOCABULARY
+MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+
+
+def config(**settings: Any) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}
+    return TransformerConfig(**sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
+
+
+def gpt(settings: TransformerConfig | None = None, spec: Any = None, **given: Any) -> GPTModel:
+    model_parallel_cuda_manual_seed(7)
+    return GPTModel(settings or config(), spec or get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **given)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_it_is_the_same_model_as_this_packages(tied: bool, positions: str) -> None:
+    settings = config(
+        num_query_groups=2, normalization="RMSNorm", gated_linear_unit=True, activation_func=nn.functional.silu
+    )
+    model = gpt(settings, position_embedding_type=positions, share_embeddings_and_output_weights=tied)
+    theirs = settings.model_config(
+        position_embedding_type=positions,
+        untie_embeddings_and_output_weights=not tied,
+        make_vocab_size_divisible_by=1,
+    )
+    assert theirs.swiglu
+    assert theirs.query_groups == 2
+    twin = own.GPTModel(theirs, VOCABULARY, LENGTH, parallel=settings.parallel_options(), seed=7)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert torch.equal(model(IDS, labels=IDS), twin(IDS, labels=IDS))
+    assert torch.equal(model(IDS), twin(IDS))
+
+
+def test_a_causal_mask_is_what_no_mask_says() -> None:
+    model = gpt(config(fp8=False))  # as None
+    torch.testing.assert_close(model(IDS, None, MASK), model(IDS), rtol=0, atol=1e-12)
+
+
+def test_transformer_engines_specification_gives_the_same_layer() -> None:
+    expected = gpt()(IDS)
+    assert torch.equal(gpt(spec=get_gpt_layer_with_transformer_engine_spec())(IDS), expected)
+    assert torch.equal(gpt(spec=get_gpt_decoder_block_spec(config(), use_transformer_engine=True))(IDS), expected)
+
+
+def test_packed_documents_see_nothing_of_one_another() -> None:  # C45
+    model, changed = gpt(), IDS.clone()
+    changed[0, :5] = 3
+    borders = torch.tensor([0, 5, 12, 20, 24])
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    before, after = (model(ids, packed_seq_params=packed) for ids in (IDS, changed))
+    assert torch.equal(before[0, 5:], after[0, 5:])
+    assert not torch.equal(before[0, :5], after[0, :5])
+    with pytest.raises(ConfigError, match=r"\[10, 14\) crosses"):
+        model(IDS, packed_seq_params=PackedSeqParams(cu_seqlens_q=torch.tensor([0, 10, 14, 24])))
+
+
+def test_the_seed_is_that_of_megatrons_function() -> None:
+    first, again = gpt(), gpt()
+    model_parallel_cuda_manual_seed(8)
+    other = GPTModel(config(), get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
+    weights = [m.embedding.word_embeddings.weight for m in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_dropout_counts_the_sequences() -> None:
+    model = gpt(config(hidden_dropout=0.2))
+    losses = [model(IDS, labels=IDS) for _ in range(2)]
+    assert not torch.equal(*losses)
+    numbered = [model(IDS, labels=IDS, sample_index=torch.tensor([4, 5])) for _ in range(2)]
+    assert torch.equal(*numbered)
+    assert torch.equal(*(model.eval()(IDS, labels=IDS) for _ in range(2)))
+
+
+class Doubling(nn.Module):
+    """An MLP of a caller's own."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0 * layer_number, dtype=config.params_dtype))
+        self.weight.init_method = nn.init.ones_
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return hidden * self.weight, None
+
+
+def test_parts_of_a_layer_can_be_a_callers_own() -> None:
+    parts = get_gpt_layer_local_submodules()
+    parts.mlp, parts.pre_mlp_layernorm = ModuleSpec(Doubling), IdentityOp
+    settings = config(perform_initialization=False)
+    layer = TransformerLayer(settings, parts, layer_number=2, add_layer_offset=False)
+    x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+    with torch.no_grad():
+        layer.self_attention.linear_proj.weight.zero_()
+        layer.mlp.module.weight.fill_(4.0)
+    hidden, context = layer(x)
+    torch.testing.assert_close(hidden, 5.0 * x, rtol=0, atol=1e-12)
+    assert context is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt(config(num_moe_experts=4)), "use get_gpt_decoder_block_spec"),
+        (lambda: gpt(spec=get_gpt_layer_local_spec(num_experts=4)), "has experts"),
+        (lambda: gpt(config(fp4="e2m1", qk_clip=True)), "fp4='e2m1', qk_clip=True"),
+        (lambda: gpt(config(fp8="e5m2")), "fp8='e5m2' is none of e4m3, hybrid"),
+        (lambda: gpt(config(fp8="hybrid", fp8_recipe="custom")), "fp8_recipe='custom' is none of delayed"),
+        (lambda: gpt(position_embedding_type="mrope"), "none of learned_absolute, rope, none"),
+        (lambda: gpt(mtp_block_spec=object()), "mtp_block_spec without mtp_num_layers is not supported"),
+        (
+            lambda: gpt(config(num_moe_experts=4, moe_router_load_balancing_type="global_aux_loss")),
+            "global_aux_loss is",
+        ),
+        (
+            lambda: gpt(config(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[1, 2])),
+            r"moe_router_load_balancing_type=\['aux_loss', 'seq_aux_loss'\].* one of them; set the coefficients",
+        ),
+        (lambda: gpt(config(moe_router_load_balancing_type=["none"] * 2)), "give one coefficient for each type"),
+        (lambda: gpt(config(moe_router_load_balancing_type="aux")), "'aux' is none of seq_aux_loss, aux_loss"),
+        (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
+        (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
+        (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
+        (lambda: config(sequence_parallel=True), "tensor_model_parallel_size above 1"),
+        (lambda: config(pipeline_model_parallel_size=2), "pipeline_dtype=None"),
+        (lambda: gpt(config(activation_func=torch.tanh)), "activation_func=tanh"),
+    ],
+)
+def test_what_is_not_supported_is_said(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_experts_where_the_configuration_has_them() -> None:
+    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False)
+    model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=False))
+    model(IDS, labels=IDS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert ["router" in dict(layer.mlp.named_children()) for layer in model.decoder.layers] == [False, True]
+    assert model.decoder.layers[-1] is model.decoder.layers["1"]
+    assert list(model.decoder.layers) == list(model.decoder.layers.values())
+
+
+def local_logits() -> tuple[int, bool]:
+    parallel_state.initialize_model_parallel(2)
+    model = gpt(config(tensor_model_parallel_size=2))
+    whole = model(IDS, runtime_gather_output=True)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    part = model(IDS)
+    return part.shape[-1], torch.equal(part, whole[..., 24 * rank : 24 * (rank + 1)])
+
+
+def test_parallel_output_is_this_ranks_columns() -> None:
+    assert run_ranks(2, local_logits) == [(24, True), (24, True)]
+
+
+def test_layers_of_a_stage() -> None:
+    pipeline = {"pipeline_dtype": torch.float64, "num_layers": 8, "pipeline_model_parallel_size": 2}
+    chunks = config(**pipeline, virtual_pipeline_model_parallel_size=2)
+    assert [get_transformer_layer_offset(chunks, v, r) for v in (0, 1) for r in (0, 1)] == [0, 2, 4, 6]
+    uneven = config(**pipeline, num_layers_in_first_pipeline_stage=3)
+    assert [get_num_layers_to_build(uneven, pp_rank=r) for r in (0, 1)] == [3, 5]
+    accounted = config(**pipeline | {"num_layers": 7}, account_for_loss_in_pipeline_split=True)
+    assert [get_num_layers_to_build(accounted, pp_rank=r) for r in (0, 1)] == [4, 3]
+    drawn = config(**pipeline, pipeline_model_parallel_layout="Ettt|tttttL")
+    assert [get_num_layers_to_build(drawn, pp_rank=r) for r in (0, 1)] == [3, 5]
+    listed = [["embedding"], ["decoder"] * 6, ["decoder"] * 2, ["loss"]]
+    lists = config(**pipeline, pipeline_model_parallel_layout=listed)
+    assert lists.virtual_pipeline_model_parallel_size == 2
+    assert [get_num_layers_to_build(lists, v, r) for v in (0, 1) for r in (0, 1)] == [0, 6, 2, 0]
+    assert get_transformer_layer_offset(replace(lists), 1, 0) == 6
+    with pytest.raises(LayoutError, match="it has 8 decoder layers, not 9"):
+        config(**pipeline | {"num_layers": 9}, pipeline_model_parallel_layout=listed)
+    with pytest.raises(ConfigError, match="has 2 chunks on each rank"):
+        config(**pipeline, pipeline_model_parallel_layout=listed, virtual_pipeline_model_parallel_size=4)
+    with pytest.raises(LayoutError, match="num_layers=7 cannot be divided"):
+        get_num_layers_to_build(config(**pipeline | {"num_layers": 7}))
+
+
+def test_a_block_is_the_models_decoder() -> None:
+    settings, model = config(), gpt(position_embedding_type="none")
+    block = TransformerBlock(settings, get_gpt_layer_local_spec())
+    hidden = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+    model.decoder.load_state_dict(block.state_dict())
+    twin = GPTModel(
+        settings, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, False, False, position_embedding_type="none"
+    )
+    assert {name: p.sum().item() for name, p in twin.decoder.layers.named_parameters()} == {
+        name: p.sum().item() for name, p in block.layers.named_parameters()
+    }
+    twin.set_input_tensor(hidden)
+    torch.testing.assert_close(block.final_layernorm(twin(IDS)), block(hidden, None), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_angles_of_a_block_are_the_models(interleaved: bool) -> None:
+    settings = config(rotary_interleaved=interleaved)
+    model = gpt(settings, position_embedding_type="rope", post_process=False)
+    block = TransformerBlock(settings, get_gpt_layer_local_spec(), post_process=False)
+    angles = RotaryEmbedding(4, 1.0, rotary_interleaved=interleaved)(LENGTH)
+    embedded = model.embedding.word_embeddings(IDS).transpose(0, 1)
+    torch.testing.assert_close(block(embedded, None, rotary_pos_emb=angles), model(IDS), rtol=0, atol=1e-12)
+
+
+def product_of_parallel_layers() -> tuple[bool, ...]:
+    parallel_state.initialize_model_parallel(2)
+    settings = config(tensor_model_parallel_size=2)
+    given = {"config": settings, "init_method": settings.init_method, "bias": True}
+    up = ColumnParallelLinear(16, 32, **given, is_expert=False, tp_comm_buffer_name="fc1", stride=1)
+    down = RowParallelLinear(32, 16, **given, input_is_parallel=True, skip_bias_add=False, name="fc2")
+    x = torch.randn(3, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out, _ = down(up(x)[0])
+    out.sum().backward()
+    trained, x.grad = x.grad, None
+    inner = linear_with_frozen_weight(x, up.weight, up.bias, False, True, False)
+    before = up.weight.grad.clone()
+    down(inner)[0].sum().backward()
+    return torch.equal(trained, x.grad), torch.equal(before, up.weight.grad), out.shape == x.shape
+
+
+def test_parallel_layers_take_megatrons_arguments() -> None:
+    assert run_ranks(2, product_of_parallel_layers) == [(True, True, True)] * 2
+    with pytest.raises(LayoutError, match="is_expert=True is not supported"):
+        ColumnParallelLinear(4, 4, is_expert=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strides'"):
+        ColumnParallelLinear(4, 4, strides=1)
+
+
+def test_masks_and_forms_of_gelu() -> None:
+    window = get_sliding_window_causal_mask(3, 4, (1, 0))
+    assert (~window).int().tolist() == [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    scores = attention_mask_func(torch.zeros(2, 2), get_default_causal_mask(2))
+    assert scores.tolist() == [[0.0, -10000.0], [0.0, 0.0]]
+    assert config(activation_func=openai_gelu).model_config().openai_gelu
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        {"moe_layer_recompute": True, "num_moe_experts": 4},
+    ],
+)
+def test_selective_recompute_gives_the_same_gradients(settings: dict[str, Any]) -> None:
+    experts = settings.get("num_moe_experts")
+    spec = get_gpt_layer_local_spec(num_experts=experts)
+    kept, dropped = (gpt(config(**{"num_moe_experts": experts} | more), spec) for more in ({}, settings))
+    wanted = settings.get("recompute_modules", ["core_attn", "moe"] if experts else ["core_attn"])
+    assert dropped.config.recompute_modules == wanted
+    for model in (kept, dropped):
+        model(IDS, labels=IDS).sum().backward()
+    for ours, expected in zip(dropped.parameters(), kept.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=0, atol=1e-12)
+
+
+def test_modules_to_recompute_are_checked() -> None:
+    assert config().recompute_modules == ["core_attn"]
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['attention'\] has modules that are none of core_attn"):
+        config(recompute_modules=["attention"])
+
+
+def test_the_configuration_takes_what_the_launcher_takes() -> None:
+    tables = read_table(transformer_config.__file__)
+    flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
+    accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
+    assert "moe_enable_deepep" in accepted
+    # Positions of images, which position_embedding_type="mrope" asks for.
+    assert accepted & set(tables["not_supported"]) == {"mrope_section"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None},
+        {"cuda_graph_impl": "local", "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        {"mamba_state_dim": 64, "qk_clip_alpha": 0.4, "fp4_recipe": "custom"},  # of features that are off
+    ],
+)
+def test_settings_of_transport_and_of_other_features_change_nothing(settings: dict[str, Any]) -> None:
+    spec = get_gpt_layer_local_spec(num_experts=4)
+    models = [gpt(config(num_moe_experts=4, **more), spec) for more in ({}, settings)]
+    torch.testing.assert_close(*(model(IDS) for model in models), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("types", "coefficients"), [(["aux_loss"], [0.1]), (["aux_loss"], 0.1), (["none", "aux_loss"], [0.0, 0.1])]
+)
+def test_types_of_load_balancing_as_a_list(types: list[str], coefficients: Any) -> None:
+    given = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    listed = {"moe_router_load_balancing_type": types, "moe_aux_loss_coeff": coefficients}
+    gradients = []
+    for settings in (given, listed):
+        model = gpt(config(num_moe_experts=4, add_bias_linear=False, **settings), get_gpt_layer_local_spec(4))
+        model(IDS, labels=IDS).sum().backward()
+        gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_changes_of_the_configuration_reach_the_model() -> None:
+    """As if the model had been built with them."""
+    losses = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+    changed = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.2, "moe_router_topk_scaling_factor": 2.5}
+    changed |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gradients, experts = [], {"num_moe_experts": 4, "add_bias_linear": False, **losses}
+    for early, late in ((changed, {}), ({}, changed)):
+        settings = config(**experts | early)
+        model = gpt(settings, get_gpt_layer_local_spec(4))
+        for name, value in late.items():
+            setattr(model.config, name, value)
+        model(IDS, labels=IDS).sum().backward()
+        gradients.append(model.decoder.layers[0].mlp.router.weight.grad)
+        assert [name for name, value in changed.items() if getattr(settings, name) != value] == []
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("hidden_dropout", 0.3, "its layers cannot change hidden_dropout"),
+        ("hidden_size", 32, "its layers cannot change"),
+        ("recompute_granularity", "selective", "its layers cannot change recompute_modules"),
+        ("moe_z_loss_coeff", 0.1, "its layers cannot change moe_z_loss_coeff"),
+        ("params_dtype", torch.float32, "its layers cannot change params_dtype"),
+        ("qk_clip", True, "do not support qk_clip=True"),
+    ],
+)
+def test_changes_that_a_model_cannot_follow_are_errors(name: str, value: Any, reason: str) -> None:
+    settings = config(num_moe_experts=4)
+    model, old = gpt(settings, get_gpt_layer_local_spec(4)), getattr(settings, name)
+    for other in (replace(settings), copy.copy(settings), copy.deepcopy(settings)):
+        setattr(other, name, value)
+    with pytest.raises(ConfigError, match=rf"{name}=.* cannot be set: a model was built with .*{reason}"):
+        setattr(settings, name, value)
+    assert getattr(settings, name) == old
+    assert set(vars(settings)) == {field.name for field in fields(settings)}
+    setattr(settings, name, old)
+    settings.grad_scale_func = settings.no_sync_func = len  # the schedule reads them
+    del model
+    gc.collect()
+    setattr(settings, name, value)
+    assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fused_gelu_is_the_tanh_approximation(gated: bool) -> None:
+    """As ``bias_gelu_impl`` and ``bias_geglu_impl`` of Megatron Core, which need biases."""
+    for fused, biases in ((True, True), (True, False), (False, True)):
+        model = config(bias_activation_fusion=fused, add_bias_linear=biases, gated_linear_unit=gated).model_config()
+        assert (model.openai_gelu, model.geglu) == (fused and biases, gated)
+
+
+def test_the_tanh_approximation_is_a_flag() -> None:
+    for flag, function in (({"openai_gelu": True}, openai_gelu), ({}, torch.nn.functional.gelu)):
+        args = Namespace(num_layers=2, hidden_size=16, num_attention_heads=4, **flag)
+        assert core_transformer_config_from_args(args).activation_func is function

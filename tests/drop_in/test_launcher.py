@@ -1,0 +1,93 @@
+"""``python -m megatron_core.drop_in``: programs written for Megatron-LM run without an edit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "megatron_core" / "drop_in"
+PROGRAM = """
+import sys
+
+import beside
+from megatron.core import mpu
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.training import get_args
+
+print(beside.NAME, __name__, sys.argv[1:], mpu.__file__)
+"""
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter without this package's folder for Megatron's names on its path."""
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_a_program_finds_the_names_and_its_own_modules(program: Path) -> None:
+    found = python("-m", "megatron_core.drop_in", program, "--lr", "1")
+    expected = FOLDER / "megatron" / "core" / "parallel_state.py"
+    assert found.stdout == f"beside __main__ ['--lr', '1'] {expected}\n", found.stderr
+    assert found.stderr == ""
+
+
+def test_a_clone_of_megatron_beside_the_program_comes_second(program: Path) -> None:
+    (program.parent / "megatron" / "core").mkdir(parents=True)
+    (program.parent / "megatron" / "core" / "__init__.py").write_text("raise SystemExit('the other one')")
+    found = python("-m", "megatron_core.drop_in", program)
+    assert str(FOLDER / "megatron") in found.stdout
+    assert len(found.stderr.splitlines()) == 1
+    assert f"not {program.parent / 'megatron' / 'core'}" in found.stderr
+
+
+def test_the_first_import_of_a_program_is_enough(program: Path) -> None:
+    program.write_text("import megatron_core.drop_in\n" + PROGRAM)
+    found = python(program)
+    assert found.stdout.startswith("beside __main__ []"), found.stderr
+
+
+def test_another_megatron_that_is_already_imported_is_an_error(program: Path) -> None:
+    (program.parent / "megatron" / "core").mkdir(parents=True)
+    (program.parent / "megatron" / "core" / "__init__.py").write_text("")
+    program.write_text("import megatron.core\nimport megatron_core.drop_in\n")
+    found = python(program)
+    assert found.returncode == 1
+    assert "import megatron_core.drop_in before it" in found.stderr.splitlines()[-1]
+
+
+def test_a_module_runs_as_a_program(program: Path) -> None:
+    found = python("-m", "megatron_core.drop_in", "-m", "program", "x", cwd=program.parent)
+    assert found.stdout.startswith("beside __main__ ['x']"), found.stderr
+
+
+def test_the_folder_for_pythonpath_is_printed() -> None:
+    assert python("-m", "megatron_core.drop_in", "--path").stdout == f"{FOLDER}\n"
+
+
+@pytest.mark.parametrize("arguments", [["nothing.py"], ["-m"], [""]])
+def test_a_missing_program_is_one_sentence(arguments: list[str]) -> None:
+    found = python("-m", "megatron_core.drop_in", *arguments)
+    assert found.returncode != 0
+    assert found.stderr.splitlines() == [
+        f"error: no program {arguments[-1] if arguments != ['-m'] else ''!r}; "
+        "give the path of a Python file, or -m MODULE"
+    ]
+
+
+def test_without_arguments_the_usage_is_printed() -> None:
+    found = python("-m", "megatron_core.drop_in")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("usage: python -m megatron_core.drop_in PROGRAM")

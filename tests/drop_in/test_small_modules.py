@@ -1,0 +1,342 @@
+"""Small modules for Megatron Core's users."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core import Timers, mpu
+from megatron.core import num_microbatches_calculator as micro_batches
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import _IndexReader as IndexReader
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_submodules
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, is_torch_min_version, unwrap_model
+from megatron.training.utils import get_blend_and_blend_per_split
+from megatron_core.errors import ConfigError, DataError, LayoutError
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron_core.verify.ranks import run_ranks
+
+
+def test_errors_are_of_the_kinds_that_megatrons_users_catch() -> None:
+    for kind in (ConfigError, DataError, LayoutError):
+        assert issubclass(kind, ValueError)
+        assert issubclass(kind, AssertionError)
+    assert issubclass(LayoutError, RuntimeError)
+
+
+def test_micro_batches_of_a_step() -> None:
+    micro_batches.destroy_num_microbatches_calculator()
+    sizes = {"rank": 0, "micro_batch_size": 2, "data_parallel_size": 3}
+    micro_batches.init_num_microbatches_calculator(**sizes, global_batch_size=20, decrease_batch_size_if_needed=True)
+    assert micro_batches.get_num_microbatches() == 3
+    assert micro_batches.get_current_global_batch_size() == 20
+    assert micro_batches.get_current_running_global_batch_size() == 18
+    with pytest.raises(AssertionError, match="already"):
+        micro_batches.init_num_microbatches_calculator(**sizes, global_batch_size=12)
+    micro_batches.reconfigure_num_microbatches_calculator(
+        **sizes, step_batch_size_schedule="0:6 1K:12 2K:13", seq_length=10
+    )
+    found = []
+    for consumed in (0, 99, 100, 199):
+        micro_batches.update_num_microbatches(consumed)
+        found.append(micro_batches.get_num_microbatches())
+    assert found == [1, 1, 2, 2]
+    with pytest.raises(LayoutError, match="global_batch_size=13 is no multiple"):
+        micro_batches.update_num_microbatches(200)
+    micro_batches.destroy_num_microbatches_calculator()
+    with pytest.raises(ConfigError, match="init_num_microbatches_calculator"):
+        micro_batches.get_num_microbatches()
+
+
+@pytest.mark.parametrize("schedule", ["5:6", "0:6 x:7", "0:6 10:8 5:9", ""])
+def test_schedules_of_batch_sizes_that_say_nothing(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="step_batch_size_schedule"):
+        micro_batches.StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 0, schedule)
+
+
+def scheduler(**changes: Any) -> OptimizerParamScheduler:
+    groups = [{"default_config": True}, {"max_lr": 0.4, "wd_mult": 0.0}]
+    given = {"init_lr": 0.0, "max_lr": 0.2, "min_lr": 0.02, "lr_warmup_steps": 4, "lr_decay_steps": 12}
+    given |= {"lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.3, "wd_incr_steps": 8}
+    return OptimizerParamScheduler(
+        SimpleNamespace(param_groups=groups), **given | {"wd_incr_style": "linear"} | changes
+    )
+
+
+def test_rates_of_parameter_groups() -> None:
+    plan = scheduler()
+    first, second = plan.optimizer.param_groups
+    assert (first["lr"], first["weight_decay"]) == (0.0, 0.1)
+    plan.step(2)
+    assert (first["lr"], second["lr"]) == (pytest.approx(0.1), pytest.approx(0.2))
+    plan.step(6)
+    assert first["lr"] == pytest.approx(0.02 + 0.5 * (1 + math.cos(math.pi / 2)) * 0.18)
+    assert (first["weight_decay"], second["weight_decay"]) == (pytest.approx(0.3), 0.0)
+    other = scheduler(max_lr=0.1)
+    other.load_state_dict(plan.state_dict())
+    assert (other.max_lr, other.optimizer.param_groups[0]["lr"]) == (0.2, first["lr"])
+    strict = scheduler(max_lr=0.1, use_checkpoint_opt_param_scheduler=False)
+    with pytest.raises(RuntimeError, match=r"max_lr=0.1, but the checkpoint has 0.2"):
+        strict.load_state_dict(plan.state_dict())
+    assert combine_param_group_overrides([{"min_lr": 0.1}, None, {"wd_mult": 0.0}]) == {"min_lr": 0.1, "wd_mult": 0.0}
+    with pytest.raises(ConfigError, match="two overrides of min_lr"):
+        combine_param_group_overrides([{"min_lr": 0.1}, {"min_lr": 0.2}])
+
+
+def test_a_scheduler_says_which_rule_is_broken() -> None:
+    with pytest.raises(AssertionError, match="min_lr <= max_lr; 0 <= lr_warmup_steps"):
+        scheduler(min_lr=0.5, lr_warmup_steps=12)
+
+
+def test_specifications() -> None:
+    spec = ModuleSpec(torch.nn.Linear, params={"in_features": 2, "out_features": 3})
+    assert build_module(spec, bias=False).weight.shape == (3, 2)
+    assert build_module(ModuleSpec(("megatron.core.transformer.identity_op", "IdentityOp")))(5, 6) == 5
+    assert build_module(scheduler) is scheduler
+    assert get_submodules(partial(dict, submodules=3)) == 3
+    with pytest.raises(ImportError, match="Could not find spec 'x' in module 'math'"):
+        build_module(ModuleSpec(("math", "x")))
+    with pytest.raises(TypeError, match="when instantiating Linear"):
+        build_module(ModuleSpec(torch.nn.Linear))
+
+
+def test_assumed_sizes_come_before_those_of_groups() -> None:
+    try:
+        mpu.set_tensor_model_parallel_world_size(4)
+        mpu.set_tensor_model_parallel_rank(2)
+        mpu.set_pipeline_model_parallel_rank(0)
+        assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (4, 2)
+        assert mpu.is_pipeline_first_stage()
+        mpu.set_tensor_model_parallel_rank(None)
+        assert mpu.get_tensor_model_parallel_rank() == 0
+    finally:
+        mpu.destroy_model_parallel()
+    assert mpu.get_tensor_model_parallel_world_size() == 1
+    assert mpu._MODEL_PARALLEL_GROUP is None
+
+
+def groups_of_four() -> tuple[Any, ...]:
+    with pytest.raises(RuntimeError, match="cannot be divided"):
+        mpu.initialize_model_parallel(3)
+    with pytest.raises(ConfigError, match="use_sharp"):
+        mpu.initialize_model_parallel(2, use_sharp=True)
+    mpu.initialize_model_parallel(2, num_distributed_optimizer_instances=2)
+    with pytest.raises(RuntimeError, match="cannot be divided"):  # sizes are judged before what exists already
+        mpu.initialize_model_parallel(3)
+    with pytest.raises(AssertionError, match="exist already"):
+        mpu.initialize_model_parallel(2)
+    pgs = ProcessGroupCollection.use_mpu_process_groups()
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    grid.create_pg("tp")
+    flat = gather_split_1d_tensor(torch.full((2, 1), float(mpu.get_tensor_model_parallel_rank())))
+    return (
+        (pgs.tp.size(), pgs.dp.size(), pgs.pp.size(), pgs.intra_dp_cp.size(), pgs.inter_dist_opt.size()),
+        grid.get_rank_enum("dp"),
+        grid.get_rank_enum(["tp", "dp"]),
+        grid.get_pg("tp").rank() == pgs.tp.rank(),
+        flat.tolist(),
+    )
+
+
+def test_groups_as_one_object_and_as_a_grid() -> None:
+    expected = (2, 2, 1, 1, 2), [[0, 2], [1, 3]], [[0, 1, 2, 3]], True, [0.0, 0.0, 1.0, 1.0]
+    assert run_ranks(4, groups_of_four) == [expected] * 4
+    empty = ProcessGroupCollection()
+    assert (empty.tp, repr(empty)) == (None, "ProcessGroupCollection(empty)")
+    levels = [LocalGroup(2, 0), LocalGroup(4, 1)]
+    assert repr(ProcessGroupCollection(tp=levels[0], hcp=levels)) == "ProcessGroupCollection(tp(2), hcp([2, 4]))"
+    with pytest.raises(AttributeError, match="no group 'xyz'"):
+        _ = empty.xyz
+    with pytest.raises(ConfigError, match="Unknown attribute: xyz"):
+        ProcessGroupCollection(xyz=1)
+
+
+def test_views_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    grid.register_view("expert", list(np.array([2, 2, 2])), ["ep", "edp", "pp"], shared_dims=["pp"])
+    assert grid.get_rank_enum("ep", view="expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ConfigError, match="different membership"):
+        grid.register_view("wrong", [2, 2, 2], ["pp", "edp", "ep"], shared_dims=["pp"])
+    with pytest.raises(KeyError, match="hasn't been created"):
+        grid.get_pg("tp")
+    with pytest.raises(RuntimeError, match="over sized"):
+        HyperCommGrid([4, 4], ["tp", "dp"])
+
+
+def test_recomputation_sees_the_same_generators() -> None:
+    model_parallel_cuda_manual_seed(3, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    tracker, masks = get_cuda_rng_tracker(), []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            masks.append(torch.rand(4))
+        masks.append(torch.rand(4))
+        return x * masks[-1] * masks[-2]
+
+    x = torch.ones(4, requires_grad=True)
+    y = checkpoint(layer, False, x)
+    with tracker.fork():
+        after = torch.rand(4)
+    y.sum().backward()
+    assert torch.equal(masks[0], masks[2])
+    assert torch.equal(masks[1], masks[3])
+    torch.testing.assert_close(x.grad, masks[0] * masks[1])
+    with tracker.fork():
+        assert not torch.equal(torch.rand(4), after)
+    assert set(tracker.get_states()) == {"data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bias_dropout_add(training: bool) -> None:
+    x, bias = torch.randn(5, 4, dtype=torch.bfloat16), torch.randn(4, dtype=torch.bfloat16)
+    residual = torch.randn(5, 4)
+    expected = residual + (x.float() + bias.float())
+    out = get_bias_dropout_add(training, fused=True)((x, bias), residual, 0.0)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected)
+
+
+def test_activations_with_bias() -> None:
+    x, bias = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    gate, value = (x + bias).chunk(2, -1)
+    functional = torch.nn.functional
+    torch.testing.assert_close(bias_swiglu_impl(x, bias), functional.silu(gate) * value)
+    weights = torch.rand(3, 1)
+    torch.testing.assert_close(weighted_bias_swiglu_impl(x, None, weights), bias_swiglu_impl(x, None) * weights)
+    limited = functional.silu(gate.clamp(max=0.5)) * value.clamp(-0.5, 0.5)
+    torch.testing.assert_close(bias_swiglu_impl(x, bias, clamp_value=0.5), limited)
+    unbiased = bias_swiglu_impl(x, None, clamp_value=0.5) * weights
+    torch.testing.assert_close(weighted_bias_swiglu_impl(x, None, weights, clamp_value=0.5), unbiased)
+    with pytest.raises(ConfigError, match="clamp_value=0 must be above 0"):
+        bias_swiglu_impl(x, bias, clamp_value=0)
+    torch.testing.assert_close(bias_geglu_impl(x, bias), functional.gelu(gate, approximate="tanh") * value)
+    torch.testing.assert_close(bias_gelu_impl(x, bias), functional.gelu(x + bias, approximate="tanh"))
+
+
+def test_softmax_of_masked_scores() -> None:
+    scores = torch.randn(2, 3, 4, 4)
+    softmax = FusedScaleMaskSoftmax(
+        False, False, AttnMaskType.causal, False, lambda s, m: s.masked_fill(m, -1e9), True, 0.5
+    )
+    seen = torch.ones(4, 4).tril()
+    shown = (0.5 * scores).exp() * seen
+    torch.testing.assert_close(softmax(scores, None), shown / shown.sum(-1, keepdim=True))
+    offset = torch.tensor([0.0, 1.0, -1.0])
+    total = shown.sum(-1, keepdim=True) + offset.exp()[None, :, None, None]
+    torch.testing.assert_close(softmax(scores, None, offset), shown / total)
+    with pytest.raises(AssertionError, match="needs a mask"):
+        softmax(torch.randn(1, 1, 2, 4), None)
+
+
+def test_token_files_take_what_numpy_takes(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(100), multimodal=True)
+    builder.add_document(["1", "22", "3"], [2, 1])
+    builder.add_document(torch.tensor([4, 5]), [2], modes=[1])
+    assert (builder.sequence_lengths, builder.sequence_modes) == ([2, 1, 2], [0, 0, 1])
+    with pytest.raises(ValueError, match="70000 does not fit uint16"):
+        builder.add_document(["70000"], [1])
+    builder.finalize(f"{prefix}.idx")
+    data = IndexedDataset(prefix, multimodal=True)
+    assert np.concatenate([tokens for tokens, _ in data]).tolist() == [1, 22, 3, 4, 5]
+    assert data.index.sequence_lengths.tolist() == [2, 1, 2]
+    reader = IndexReader(f"{prefix}.idx", True)
+    assert (reader.sequence_count, reader.document_count) == (3, 3)
+
+
+def test_tokenizers_of_megatrons_arguments(tmp_path: Path) -> None:
+    args = Namespace(
+        tokenizer_type="NullTokenizer", vocab_size=100, make_vocab_size_divisible_by=128, tensor_model_parallel_size=2
+    )
+    assert build_tokenizer(args).vocab_size == 100
+    assert args.padded_vocab_size == 256
+    with pytest.raises(ValueError, match="tokenizer_type Unknown is not supported"):
+        build_tokenizer(Namespace(tokenizer_type="Unknown"))
+    MegatronTokenizer.write_metadata(str(tmp_path), "byte-level")
+    assert MegatronTokenizer.from_pretrained(str(tmp_path)).vocab_size == 257
+    with pytest.raises(ValueError, match="is there already"):
+        MegatronTokenizer.write_metadata(str(tmp_path), "byte-level")
+
+
+def test_blends_of_megatrons_arguments(tmp_path: Path) -> None:
+    names = "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+    nothing = dict.fromkeys(names.split())
+    (tmp_path / "blend").write_text("0.3 a 0.7 b")
+    (tmp_path / "splits").write_text('{"train": "1 a 2 b", "valid": ["c"], "test": null}')
+    found = [
+        get_blend_and_blend_per_split(Namespace(**nothing | given))
+        for given in (
+            {},
+            {"data_path": ["a", "b"]},
+            {"data_args_path": str(tmp_path / "blend")},
+            {"train_data_path": ["a"], "valid_data_path": ["b"]},
+            {"per_split_data_args_path": str(tmp_path / "splits")},
+        )
+    ]
+    assert found == [
+        (None, None),
+        ((["a", "b"], None), None),
+        ((["a", "b"], [0.3, 0.7]), None),
+        (None, [(["a"], None), (["b"], None), None]),
+        (None, [(["a", "b"], [1.0, 2.0]), (["c"], None), None]),
+    ]
+
+
+def test_timers(capsys: pytest.CaptureFixture[str]) -> None:
+    timers = Timers(1, "minmax")
+    timers("forward", log_level=1).start()
+    timers("forward").stop()
+    timers("detail", log_level=2).start()
+    timers("detail").stop()
+    with pytest.raises(AssertionError, match="not started"):
+        timers("forward").stop()
+    assert 0.0 < timers("forward").elapsed(reset=False) == timers("forward").active_time()
+    timers.log()
+    assert "forward ....." in (text := capsys.readouterr().out)
+    assert "detail" not in text
+    assert timers("forward").elapsed() == 0.0
+
+
+def test_wrapped_models() -> None:
+    inner = SimpleNamespace(config=3)
+    outer = SimpleNamespace(module=SimpleNamespace(module=inner))
+    assert get_model_config(outer) == 3
+    assert unwrap_model([outer]) == [inner]
+    with pytest.raises(ConfigError, match="couldn't find attribute x"):
+        get_attr_wrapped_model(outer, "x")
+    assert is_torch_min_version("2.0")
+    assert not is_torch_min_version("99.0")
+
+
+def test_former_paths_have_the_same_objects() -> None:
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.custom_layers import transformer_engine as former
+    from megatron.training import activations, setup_model_and_optimizer, tokenizer, training
+
+    assert former.TENorm is transformer_engine.TENorm
+    assert former.te_checkpoint is transformer_engine.te_checkpoint
+    assert setup_model_and_optimizer is training.setup_model_and_optimizer
+    assert tokenizer.build_tokenizer is build_tokenizer
+    assert activations.squared_relu(torch.tensor([-1.0, 3.0])).tolist() == [0.0, 9.0]

@@ -1,0 +1,225 @@
+"""Names of ``megatron.training``: arguments, configurations, counts of a batch, and folders of checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, squared_relu
+from megatron.training import get_args, get_timers, get_tokenizer, get_train_valid_test_num_samples
+from megatron.training.argument_utils import (
+    ArgumentGroupFactory,
+    TypeInferenceError,
+    core_transformer_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_args, run_config_of, validate_args
+from megatron.training.checkpointing import (
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+    read_frozen_resume_iteration,
+    read_metadata,
+)
+from megatron.training.global_vars import destroy_global_vars, set_args, set_global_variables
+from megatron.training.training import (
+    consume_seqlen_stats_in_iteration,
+    num_floating_point_operations,
+    update_seqlen_stats_from_cu_seqlens,
+)
+from megatron.training.utils import get_ltor_masks_and_position_ids
+from megatron_core.config import RunConfig
+from megatron_core.config.flops import flops_per_token
+from megatron_core.errors import CheckpointError, ConfigError
+
+COMMAND = "x.py --num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 100 --tokenizer-type NullTokenizer"
+
+
+@dataclass
+class Base:
+    """Settings."""
+
+    size: int = 3
+    """How large,
+    at 100 %."""
+
+
+@dataclass
+class Settings(Base):
+    """More settings."""
+
+    kind: Literal["a", "b"] = "a"
+    fast: bool = False
+    safe: bool = True
+    sizes: list[int] = field(default_factory=lambda: [1])
+    rate: float | None = None
+    odd: int | str = field(default=0, metadata={"argparse_meta": {"type": str, "arg_names": ["--strange"]}})
+
+
+def test_flags_of_a_dataclass() -> None:
+    parser, factory = ArgumentParser(), ArgumentGroupFactory(Settings, exclude=["kind"])
+    assert factory.build_group(parser, title="T").description == "More settings."
+    assert factory.field_docstrings == {"size": "How large, at 100 %."}
+    assert "at 100 %." in parser.format_help()
+    assert vars(parser.parse_args([])) == {
+        **{"size": 3, "fast": False, "safe": True, "sizes": [1], "rate": None, "odd": 0}
+    }
+    args = parser.parse_args(
+        ["--size=5", "--fast", "--disable-safe", "--sizes", "2", "3", "--rate=1e-3", "--strange=x"]
+    )
+    assert vars(args) == {"size": 5, "fast": True, "safe": False, "sizes": [2, 3], "rate": 1e-3, "odd": "x"}
+
+
+def test_a_type_that_says_nothing_is_an_error() -> None:
+    @dataclass
+    class Unclear:
+        either: int | str = 0
+
+    with pytest.raises(TypeInferenceError, match="Unions not supported"):
+        ArgumentGroupFactory(Unclear).build_group(ArgumentParser())
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Of a command line with a flag of the program's own."""
+
+    def extra(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--my-flag", type=int)
+        return parser
+
+    more = "--swiglu --bf16 --train-iters 10 --global-batch-size 8 --micro-batch-size 2 --seq-length 16 --my-flag 7"
+    monkeypatch.setattr(sys, "argv", f"{COMMAND} {more}".split())
+    return validate_args(parse_args(extra), {"eval_interval": 5})
+
+
+def test_arguments_of_the_command_line(args: Namespace) -> None:
+    assert (args.my_flag, args.eval_interval, args.data_parallel_size) == (7, 5, 1)
+    assert (
+        args.ffn_hidden_size
+        == RunConfig.from_flat(RunConfig().flat() | {"hidden_size": 32, "swiglu": True}).model.ffn_size
+    )
+    assert (args.kv_channels, args.params_dtype, args.padded_vocab_size) == (8, torch.bfloat16, 128)
+    assert run_config_of(args).training.global_batch_size == 8
+    config = core_transformer_config_from_args(args)
+    assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    assert (config.num_query_groups, config.params_dtype, config.pipeline_dtype) == (4, torch.bfloat16, torch.bfloat16)
+    args.micro_batch_size = 3
+    with pytest.raises(ConfigError, match="global_batch_size=8"):
+        validate_args(args)
+
+
+def test_configurations_of_other_arguments() -> None:
+    given = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "norm_epsilon": 1e-6, "num_experts": 8}
+    config = core_transformer_config_from_args(Namespace(**given, multi_latent_attention=True, squared_relu=True))
+    assert isinstance(config, MLATransformerConfig) and config.activation_func is squared_relu
+    assert (config.layernorm_epsilon, config.num_moe_experts) == (1e-6, 8)
+
+
+def test_what_is_kept_of_the_process(args: Namespace) -> None:
+    set_global_variables(args)
+    assert get_args() is args
+    assert get_tokenizer().vocab_size == 100
+    get_timers()("step").start()
+    assert get_train_valid_test_num_samples() == (80, 3 * 10 * 8, 10 * 8)
+    destroy_global_vars()
+    with pytest.raises(ConfigError, match="args is not initialized"):
+        get_args()
+
+
+def test_sizes_of_evaluations() -> None:
+    common = {"train_samples": 100, "train_iters": None, "global_batch_size": 10, "eval_iters": 3}
+    set_args(Namespace(**common, eval_interval=4, eval_global_batch_size=5, skip_train=False))
+    assert get_train_valid_test_num_samples() == (100, 3 * 3 * 5, 3 * 5)
+    destroy_global_vars()
+
+
+def test_sections_of_a_run_and_back() -> None:
+    args = Namespace(**RunConfig().flat() | {"lr": 0.5, "no_save_optim": True, "bf16": True, "train_iters": 7})
+    args.lr_decay_style, args.profile_ranks, args.tensorboard_dir = "cosine", (1,), "logs"
+    container = pretrain_cfg_container_from_args(args)
+    assert container.checkpoint.save_optim is False
+    assert container.optimizer.lr == 0.5
+    config = container.run_config()
+    flat = config.flat()
+    expected = {"lr": 0.5, "no_save_optim": True, "train_iters": 7, "lr_decay_style": "cosine", "profile_ranks": (1,)}
+    assert {name: flat[name] for name in expected} == expected
+    assert config.monitor.tensorboard_dir == "logs"
+
+
+def _shape(**changes: object) -> Namespace:
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "swiglu": True}
+    return Namespace(**sizes | {"seq_length": 32, "padded_vocab_size": 128, "moe_layer_freq": 1} | changes)
+
+
+def test_operations_of_a_batch() -> None:
+    args = _shape()
+    attention = 6 * 3 * 64  # for each pair of tokens: 2 products, 2 operations, 3 passes, half of the pairs
+    whole = num_floating_point_operations(args, 5)
+    assert whole - num_floating_point_operations(args, 5, seqlen_squared_sum_in_batch=0) == attention * 5 * 32 * 32
+    linear = 6 * (3 * (64 * 3 * 64 + 64 * 64 + 3 * 64 * 96) + 64 * 128)
+    assert num_floating_point_operations(args, 5, 100, 0) == linear * 100
+    with pytest.raises(ConfigError, match="hybrid_layer_pattern"):
+        num_floating_point_operations(_shape(hybrid_layer_pattern="*M"), 5)
+
+
+def test_all_keys_of_config_flops_are_twice_as_many() -> None:
+    settings = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 96, "swiglu": True}
+    model = RunConfig.from_flat(RunConfig().flat() | settings).model
+    ours = flops_per_token(model, 32, 128) * 5 * 32
+    theirs = num_floating_point_operations(_shape(), 5, seqlen_squared_sum_in_batch=2 * 5 * 32 * 32)
+    assert ours == theirs
+
+
+def test_lengths_of_documents() -> None:
+    assert consume_seqlen_stats_in_iteration() == (None, None)
+    for borders in ([0, 100, 250], [0, 50], [0]):
+        update_seqlen_stats_from_cu_seqlens(torch.tensor(borders))
+    update_seqlen_stats_from_cu_seqlens(None)
+    assert consume_seqlen_stats_in_iteration() == (300, 100**2 + 150**2 + 50**2)
+    assert consume_seqlen_stats_in_iteration() == (None, None)
+
+
+def test_folders_of_checkpoints(tmp_path: Path) -> None:
+    assert read_frozen_resume_iteration(str(tmp_path)) == read_frozen_resume_iteration(None) == 0
+    tracker = Path(get_checkpoint_tracker_filename(str(tmp_path)))
+    for text, found in (("1500\n", (1500, False)), ("release", (0, True))):
+        tracker.write_text(text)
+        assert read_metadata(str(tracker)) == found
+        assert read_frozen_resume_iteration(str(tmp_path)) == found[0]
+    tracker.write_text("x")
+    with pytest.raises(CheckpointError, match="holds 'x'"):
+        read_metadata(str(tracker))
+    assert get_checkpoint_name("a", 12, return_base_dir=True) == "a/iter_0000012"
+    name = get_checkpoint_name("a", 12, pipeline_parallel=True, tensor_rank=1, pipeline_rank=2)
+    assert name == "a/iter_0000012/mp_rank_01_002/model_optim_rng.pt"
+
+
+def test_a_program_of_ones_own_starts() -> None:
+    code = (
+        "import megatron_core.drop_in\n"
+        "from megatron.core import mpu\n"
+        "from megatron.training import get_args, initialize_megatron, print_rank_0\n"
+        "from megatron_core.tensor_parallel.random import current_seed\n"
+        "initialize_megatron(args_defaults={'tokenizer_type': 'NullTokenizer'})\n"
+        "print_rank_0((mpu.get_data_parallel_world_size(), get_args().padded_vocab_size, current_seed()))\n"
+    )
+    command = [sys.executable, "-c", code, "--vocab-size", "100", "--seed", "5", "--distributed-backend", "gloo"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout.splitlines()[-1:] == ["(1, 128, 5)"], found.stderr
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_masks_and_positions_of_documents(reset: bool) -> None:
+    data = torch.tensor([[5, 0, 6, 7, 0, 9]])  # 0 ends a document, 9 is padding
+    mask, counted, positions = get_ltor_masks_and_position_ids(data, 0, 9, reset, reset, reset, reset)
+    documents = [0, 0, 1, 1, 1, 2] if reset else [0] * 6
+    seen = [[k <= q and documents[k] == documents[q] for k in range(6)] for q in range(6)]
+    assert (~mask[0, 0]).tolist() == seen
+    assert counted.tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 0.0] if reset else [1.0] * 6]
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0] if reset else [0, 1, 2, 3, 4, 5]]
