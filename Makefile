@@ -6,6 +6,7 @@
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
+# site:       the documentation as a web site, in build/site
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
 # gpu:        needs a GPU: every fused operation against float64, compute-sanitizer, and bandwidth
@@ -25,7 +26,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all browser chaos docs check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test-fast test verify-all browser chaos docs site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -64,6 +65,10 @@ docs: install
 	  --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr-warmup-iters 0 --eval-iters 0 \
 	  --pipeline-model-parallel-size 2 --pipeline-schedule zb_v --trace-pipeline runs/trace
 	$(BIN)/python tools/show_schedule.py --measured runs/trace --png docs/images/measured_zb_v.png
+
+site: $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: install-test
 	$(BIN)/ruff check .
