@@ -1,4 +1,4 @@
-"""Every command of the README is run, at a size that a test can afford."""
+"""Run every command of the README and of docs/train.md, at a size that a test can afford."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+TRAIN = (ROOT / "docs" / "train.md").read_text()
 SMALL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 --train-iters 2"
 SMALLER = f"{SMALL} --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 4 --eval-iters 1"
 
 
 def _commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    """The commands of both pages, each once, in their order."""
+    blocks = re.findall(r"```bash\n(.*?)```", README + TRAIN, flags=re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
 
 
 def _run(folder: Path, command: str) -> str:
-    """Run a command of the README in ``folder``, which looks like the repository's root; those of one Python process in
-    this one."""
+    """Run a command in ``folder``, which looks like the repository's root; commands of one process run in this one."""
     python, program, *flags = shlex.split(command)
     if python == "python" and program.endswith(".py") and "quickstart" not in program:  # which prints what others print
         result = run_program(program, *flags, cwd=folder)
@@ -62,7 +64,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(clone: Path) -> list[str]:
-    """The README's commands that make a tokenizer and tokens, which have run."""
+    """The commands that make a tokenizer and tokens, after they have run."""
     makers = ("python tools/train_tokenizer.py", "python tools/preprocess_data.py")
     commands = [command for command in _commands() if command.startswith(makers)]
     for command in commands:
@@ -71,7 +73,7 @@ def data(clone: Path) -> list[str]:
 
 
 def test_readme_commands_run(clone: Path, data: list[str]) -> None:
-    """In the README's order; they feed one another as they do for a reader."""
+    """In the order of the pages: commands use files of earlier ones."""
     assert len(data) == 2
     seen = 0
     for command in _commands():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import p2p_communication as p2p
 from megatron.core.pipeline_parallel import schedules, utils
-from megatron_core import parallel_state, tensor_parallel
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.verify.ranks import run_ranks
 
