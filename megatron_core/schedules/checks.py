@@ -1,4 +1,4 @@
-"""Checks of a plan before it runs: completeness, order, deadlock."""
+"""Check a plan before it runs: completeness, order, deadlock."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,22 +8,21 @@ from megatron_core.schedules.actions import Action, Plan
 
 
 def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
-    """All that is wrong with a plan, in sentences; nothing if it can run.
+    """Yield every problem of a plan as a sentence; nothing if the plan is valid.
 
-    Every F is there once, and for every stage and micro-batch either one B or one I and one W; each on the rank that
-    holds its stage; every dependency is met before it is needed, so that no rank waits forever; and messages between
-    two stages are taken in the order in which they are sent. Such a plan runs whether sends are waited for or not:
-    see ``Plan.receive_lookahead``.
+    A valid plan has each F exactly once, and for every stage and micro-batch either one B or one I and one W. Each
+    action is on the rank of its stage. No rank waits forever for a dependency. Messages between two stages are received
+    in the order of sending. Such a plan runs with blocking and with overlapped sends: see ``Plan.receive_lookahead``.
     """
     found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan)]
     yield from found
     yield from _stuck(plan)
-    if not found:  # else there is no telling which message is whose
+    if not found:  # senders and receivers of messages are defined only for a complete plan
         yield from order_problems(plan)
 
 
 def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
-    """Return ``plan`` if it is sound; ``LayoutError`` with every problem otherwise."""
+    """Return ``plan`` if it is valid; otherwise ``LayoutError`` with every problem."""
     found = list(problems(plan, num_microbatches, forward_only=forward_only))
     if found:
         raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found))
@@ -31,7 +30,7 @@ def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> P
 
 
 def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator[str]:
-    """What is missing, unknown, doubled, or split and whole at once."""
+    """Yield actions that are missing, unknown or duplicated, and backwards that are both split and whole."""
     seen = Counter(action for actions in plan.ranks for action in actions)
     wanted: set[Action] = set()
     for stage in range(plan.num_stages):
@@ -49,7 +48,7 @@ def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator
 
 
 def _backward_kinds(seen: Counter[Action], stage: int, micro: int) -> str:
-    """B, unless the plan has an I or W, and no B, of this stage and micro-batch."""
+    """Return B, or IW if the plan has an I or W and no B of this stage and micro-batch."""
     split = any(Action(stage, kind, micro) in seen for kind in "IW")
     return "IW" if split and Action(stage, "B", micro) not in seen else "B"
 
@@ -66,7 +65,7 @@ def _misplaced(plan: Plan) -> Iterator[str]:
 
 
 def _stuck(plan: Plan) -> Iterator[str]:
-    """Run the plan with all costs zero; name what each rank waits for when nothing can go on."""
+    """Walk through the plan; in a deadlock yield the action each rank waits for."""
     done: set[Action] = set()
     position = [0] * len(plan.ranks)
     for rank, action in plan.walk():
@@ -80,10 +79,11 @@ def _stuck(plan: Plan) -> Iterator[str]:
 
 
 def order_problems(plan: Plan) -> Iterator[str]:
-    """Where a rank takes messages from one stage to another in an order other than the one they are sent in.
+    """Yield messages from one stage to another that the receiver consumes in an order other than the order of sending.
 
-    Between two stages, not between two ranks: on a V, neighbours exchange activations of one chunk and gradients of
-    the other over the same link, and a rank may take one before the other. Each is received in the order of sending.
+    The order is checked between two stages, not between two ranks: in a V, neighbours exchange activations of one chunk
+    and gradients of the other over the same link, and a rank may consume a later message first. The receiver posts its
+    receives in the order of sending.
     """
     position = {action: at for actions in plan.ranks for at, action in enumerate(actions)}
     for receiver, actions in enumerate(plan.ranks):

@@ -1,37 +1,37 @@
-"""Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them into a picture.)"""
+"""Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them as an image.)"""
 
 from typing import Any
 
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.simulate import Timeline, peak_activations
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; they differ in brightness, too.
+# Okabe and Ito's palette for colour-blind readers; its colours also differ in brightness.
 COLOURS = {"F": "#56b4e9", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _PALEST = 0.55  # share of white in the shade of the last chunk
 _RESET = "\x1b[0m"
-_MOST_COLUMNS = 8  # of the shortest action: wider boxes say no more
+_MOST_COLUMNS = 8  # of the shortest action: wider boxes add no information
 
 
 def shade(colour: str, chunk: int, num_chunks: int) -> str:
-    """The colour of a chunk: later chunks are paler."""
+    """Return the colour of a chunk: later chunks are paler."""
     white = _PALEST * chunk / max(num_chunks - 1, 1)
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(colour[1:]))
 
 
 def kinds(plan: Plan) -> list[str]:
-    """The kinds of action that a plan has, in the order of the legend."""
+    """Return the kinds of action in a plan, in the order of the legend."""
     present = {action.kind for actions in plan.ranks for action in actions}
     return [kind for kind in COLOURS if kind in present]
 
 
 def digits(time: float) -> str:
-    """A time in as many digits as anybody reads: four, or all before the point."""
+    """Format a time with four significant digits, or with all digits before the decimal point."""
     return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
 
 
 def summary(timeline: Timeline) -> str:
-    """Bubble, makespan and peak memory on one line."""
+    """Return bubble, makespan and peak memory on one line."""
     peaks = peak_activations(timeline.plan)
     return (
         f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {digits(timeline.makespan)}, "
@@ -42,11 +42,12 @@ def summary(timeline: Timeline) -> str:
 def picture(
     timeline: Timeline, title: str, *, width: int = 100, colour: bool = False, longest: float | None = None
 ) -> str:
-    """One line a rank over time, with the micro-batch's number in each box and the rank's peak memory at the end.
+    """Draw one line per rank over time, with the micro-batch in each box and the rank's peak memory at the end.
 
-    ``width`` is the terminal's, in columns. In colour the kind of an action is its box's colour, with paler shades
-    for later chunks; plain, a box begins with the kind's letter, in lower case on odd chunks. ``longest`` is the
-    makespan that fills the width, so that pictures have one scale; without it, boxes have whole columns if they can.
+    ``width`` is the width of the terminal, in columns. With ``colour`` the colour of a box is the kind of the action,
+    with paler shades for later chunks; without it a box begins with the letter of the kind, in lower case on odd
+    chunks. ``longest`` is the makespan that fills the width, so that several drawings have the same scale; without it,
+    the shortest action has a whole number of columns if there is room.
     """
     plan = timeline.plan
     peaks = peak_activations(plan)
@@ -61,7 +62,7 @@ def picture(
 
 
 def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
-    """Columns for the whole time: a share of the room, or whole ones for the shortest action if there is room."""
+    """Columns of the whole timeline: its share of the room, or a whole number for the shortest action if possible."""
     if longest:
         return max(round(room * timeline.makespan / longest), 1)
     times = (timeline.end[action] - timeline.start[action] for action in timeline.end)
@@ -74,7 +75,7 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
 
 
 def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
-    """A rank's boxes, idle time between them."""
+    """Draw a rank's boxes, with idle time between them."""
     first = min(timeline.start.values())
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     text, at = "", 0
@@ -87,19 +88,19 @@ def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
 
 
 def _box(plan: Plan, action: Action, width: int, colour: bool) -> str:
-    """An action in ``width`` columns, its number left out where it does not fit."""
+    """Draw an action in ``width`` columns, without its number if the number does not fit."""
     number = str(action.micro)
     chunk = plan.chunks[action.stage]
     if not colour:
         letter = action.kind.lower() if chunk % 2 else action.kind
         return (letter + number if len(number) < width else letter).ljust(width, "-")[:width]
-    # The thin bar at a box's left edge parts it from its neighbour of the same colour.
+    # The thin bar at a box's left edge separates it from its neighbour of the same colour.
     label = ("\u258f" + number.center(width - 1) if len(number) < width else "").ljust(width)[:width]
     return _paint(label, shade(COLOURS[action.kind], chunk, plan.num_chunks))
 
 
 def _paint(text: str, colour: str) -> str:
-    """Black on a colour of the 256 that terminals know: a cube of six steps of red, green and blue."""
+    """Print black text on one of the terminal's 256 colours: a 6 x 6 x 6 cube of red, green and blue."""
     red, green, blue = (_cube_step(part) for part in bytes.fromhex(colour[1:]))
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}{_RESET}" if text else ""
 
@@ -110,7 +111,7 @@ def _cube_step(part: int) -> int:
 
 
 def _legend(plan: Plan, colour: bool) -> str:
-    """What the colours, or letters, stand for."""
+    """Explain the colours, or the letters."""
     if colour:
         words = [f"{_paint('  ', COLOURS[kind])} {NAMES[kind]}" for kind in kinds(plan)]
         return "  ".join(words) + (", later chunks paler" if plan.num_chunks > 1 else "")
@@ -121,10 +122,10 @@ def _legend(plan: Plan, colour: bool) -> str:
 def chrome_trace(
     timeline: Timeline, *, microseconds: float = 1000.0, label: str = "", first: int = 0
 ) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, for chrome://tracing or Perfetto: one thread a rank.
+    """Return the timeline in Chrome's trace format, for chrome://tracing or Perfetto: one thread per rank.
 
-    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` stands before
-    the ranks' names, and ``first`` is rank 0's number: with them, the events of several timelines go into one trace.
+    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` is a prefix
+    of the ranks' names, and ``first`` is the number of rank 0; use both to merge several timelines into one trace.
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.plan.ranks):

@@ -2,7 +2,7 @@
 
 ``E`` is the embedding, ``t`` a transformer layer, ``L`` the output layer and the loss, ``m`` a layer of multi-token
 prediction; ``|`` separates stages; ``*n`` repeats the letter, the ``|`` or the group in parentheses before it; commas
-and spaces are decoration. The notation is Megatron-LM's.
+and spaces are ignored. The notation is Megatron-LM's.
 """
 
 import re
@@ -12,13 +12,13 @@ from megatron_core.errors import ConfigError
 
 LETTERS = {"E": "embedding", "t": "transformer layer", "L": "output and loss", "m": "multi-token prediction"}
 MOST = 100_000
-"""Letters and separators that repetitions may make; no model has as many layers."""
+"""Maximal number of letters and separators after repetition; no model has as many layers."""
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
-    """The letters of each stage: ``Et*2|(t|)*2L`` -> ``("Ett", "t", "t", "L")``; a stage may be empty.
+    """Return the letters of each stage: ``Et*2|(t|)*2L`` -> ``("Ett", "t", "t", "L")``; a stage may be empty.
 
-    The letters are not counted here. Errors: ``ConfigError`` with the position of what cannot be read.
+    The number of each letter is not checked here. Errors: ``ConfigError`` with the position of the syntax error.
     """
     parts: list[str] = []
     outer: list[tuple[int, list[str]]] = []
@@ -33,7 +33,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
             group, (_, parts) = "".join(parts), outer.pop()
             parts.append(group)
         elif token[0] == "*":
-            # A thing that was repeated is followed by "", so that it is not repeated again.
+            # An empty string after the repeated part prevents a second repetition, as in t*2*3.
             if not parts or not parts[-1]:
                 raise _fault(text, index, "repeats nothing", "put it behind a letter, a '|' or a group in parentheses")
             left -= _times(text, index, token) * len(parts[-1])
@@ -48,7 +48,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 
 def _tokens(text: str) -> Iterator[tuple[int, str]]:
-    """Each letter, separator, parenthesis and ``*n``, and where it begins."""
+    """Yield the position and the text of each letter, separator, parenthesis and ``*n``."""
     for match in re.finditer(r"\*[0-9]*|.", text, re.DOTALL):
         token = match[0]
         if token[0] not in "*(|)" and token not in LETTERS and token not in (",", " "):

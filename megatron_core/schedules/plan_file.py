@@ -1,12 +1,12 @@
 """A plan as a text file: one line of actions for each rank.
 
-    # two ranks, two micro-batches; what follows a # is a comment
+    # two ranks, two micro-batches; a # starts a comment
     stage_to_rank: round_robin
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
 
-The line ``stage_to_rank:`` may come before the ranks. It is ``round_robin`` (also without the line), ``v`` (rank r
-holds stages r and 2p - 1 - r) or each stage's rank in turn, as in ``stage_to_rank: 0 1 1 0``.
+The line ``stage_to_rank:`` is optional and precedes the ranks. Its value is ``round_robin`` (the default), ``v`` (rank
+r holds stages r and 2p - 1 - r) or the rank of each stage in order, as in ``stage_to_rank: 0 1 1 0``.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from megatron_core.text_file import read_text
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file; ``LayoutError`` with file and line for what cannot be read."""
+    """Read a plan from a file; ``LayoutError`` with file and line if it cannot be parsed."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
@@ -27,7 +27,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
-    """The plan in lines of text; ``name`` is what messages call it."""
+    """Parse a plan from lines of text; ``name`` is its name in error messages."""
     ranks: list[tuple[Action, ...]] = []
     header = "round_robin"
     for number, line in enumerate(lines, 1):
@@ -47,7 +47,7 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
 
 
 def format_plan(plan: Plan) -> str:
-    """The text of a plan, as ``read_plan`` reads it."""
+    """Return the text of a plan in the format of ``read_plan``."""
     size = len(plan.ranks)
     header = " ".join(map(str, plan.stage_to_rank))
     if plan.stage_to_rank == round_robin_stages(size, plan.num_chunks):
@@ -58,7 +58,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _stage_to_rank(header: str, ranks: list[tuple[Action, ...]], name: str) -> tuple[int, ...]:
-    """Which rank holds which stage."""
+    """Return the rank of each stage, from the value of the line ``stage_to_rank:``."""
     size, stages = len(ranks), 1 + max(action.stage for actions in ranks for action in actions)
     actions = sum(map(len, ranks))
     if stages > actions:

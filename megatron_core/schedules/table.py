@@ -1,4 +1,4 @@
-"""All pipeline schedules, and the table of them. To add one: a function that yields a plan, and a row.
+"""All pipeline schedules and their table. To add a schedule, write a function that returns a plan, and add a row.
 
 p pipeline ranks, v chunks of layers on each, m micro-batches; F, B, I and W are the times of a rank's forward, whole
 backward, input gradient and weight gradient.
@@ -13,7 +13,7 @@ from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Plan:
-    """GPipe: all forwards, then all backwards; every rank holds all m micro-batches.
+    """GPipe: all forwards, then all backwards; every rank stores activations of all m micro-batches.
 
     Bubble (p - 1) / (m + p - 1). Source: Huang et al. 2019, "GPipe", section 2.3. Backwards run in the order of the
     forwards, not in reverse, so that gradients are summed in the same order under every schedule.
@@ -24,9 +24,9 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Plan:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Plan:
-    """1F1B: rank r runs p - r - 1 forwards ahead, then one forward and one backward in turn.
+    """1F1B: rank r runs p - r - 1 forwards ahead, then one forward and one backward alternately.
 
-    It holds activations of at most p - r micro-batches; bubble (p - 1) / (m + p - 1). Source: Narayanan et al. 2019
+    It stores activations of at most p - r micro-batches; bubble (p - 1) / (m + p - 1). Source: Narayanan et al. 2019
     (PipeDream), section 3.2, with the flush of Narayanan et al. 2021 (PipeDream-2BW).
     """
     return interleaved(num_ranks, 1, num_microbatches)
@@ -35,9 +35,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Plan:
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
     """Interleaved 1F1B: micro-batches go through the chunks in groups of p (Narayanan et al. 2021, section 2.2).
 
-    Bubble (p - 1) / (v m + p - 1) if p divides m. If it does not, the plan is that of the next multiple with the
-    surplus micro-batches left out: an order that respects all dependencies still does when some micro-batches are
-    taken out of it.
+    Bubble (p - 1) / (v m + p - 1) if p divides m. Otherwise the plan is made for the next multiple of p, and the
+    surplus micro-batches are removed; removing micro-batches does not violate dependencies.
     """
     full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
     ranks = []
@@ -55,11 +54,11 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
 def forward_only(
     num_ranks: int, num_chunks: int, num_microbatches: int, *, stage_to_rank: tuple[int, ...] | None = None
 ) -> Plan:
-    """Forwards alone, for evaluation and generation, in the order of the interleaved schedule.
+    """Only forwards, for evaluation and generation, in the order of the interleaved schedule.
 
-    Micro-batch i enters at a time t_i and is on stage s at t_i + s; each rank sorts by that time, which respects all
-    dependencies for any ``stage_to_rank`` (default: round robin). No two stages of a rank fall on the same time with
-    t_i = floor(i / p) p v + i mod p on stages that go round, and with t_i = 2 i on a V.
+    Micro-batch i starts at a time t_i and is on stage s at t_i + s. Each rank sorts its actions by that time, which
+    respects all dependencies for any ``stage_to_rank`` (default: round robin). With t_i = floor(i / p) p v + i mod p
+    for round robin, and t_i = 2 i for a V, no two actions of a rank have the same time.
     """
     going_round = round_robin_stages(num_ranks, num_chunks)
     stage_to_rank = going_round if stage_to_rank is None else stage_to_rank
@@ -75,7 +74,7 @@ def forward_only(
 
 
 def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:
-    """One rank's forwards or backwards: p micro-batches through a chunk, then the next chunk (B: from the last)."""
+    """Order one rank's forwards or backwards: p micro-batches of a chunk, then the next chunk (B: last chunk first)."""
     chunks = range(num_chunks) if kind == "F" else range(num_chunks - 1, -1, -1)
     return [
         Action(chunk * num_ranks + rank, kind, micro)
@@ -86,7 +85,7 @@ def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: i
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Order actions: ``ahead`` forwards, then forward and backward alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
     pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
@@ -94,28 +93,28 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 
 
 # ZB-H1 and ZB-H2: 1F1B with split backwards, whose weight gradients fill the bubble. Source: Qi et al. 2023, "Zero
-# Bubble Pipeline Parallelism" (arXiv 2401.10241), sections 2.1 and 2.2: the schedules made by hand.
+# Bubble Pipeline Parallelism" (arXiv 2401.10241), sections 2.1 and 2.2: the handcrafted schedules.
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-H1: 1F1B's forwards, and rank r's weight gradients r micro-batches late.
+    """ZB-H1: the forwards of 1F1B; rank r delays weight gradients by r micro-batches.
 
-    Every rank holds at most p micro-batches, as 1F1B's first one does; the bubble takes (p - 1) (F + I - W).
+    Every rank stores activations of at most p micro-batches, as rank 0 of 1F1B; the bubble takes (p - 1) (F + I - W).
     """
     return _late_weights(num_ranks, num_microbatches, 1)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-H2: twice as many forwards ahead, and rank r's weight gradients 2r micro-batches late.
+    """ZB-H2: twice as many forwards ahead as 1F1B; rank r delays weight gradients by 2r micro-batches.
 
-    Every rank holds at most 2p - 1 micro-batches; the bubble takes (p - 1) (F + I - 2W), nothing if F = I = W. Ranks
-    then begin and end one after the other, so that the optimizer's step must not wait for all of them.
+    Every rank stores activations of at most 2p - 1 micro-batches; the bubble takes (p - 1) (F + I - 2W), which is 0 if
+    F = I = W. Ranks begin and end at different times, so the optimizer's step must not wait for all ranks.
     """
     return _late_weights(num_ranks, num_microbatches, 2)
 
 
 def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
-    """``factor`` (p - r - 1) forwards ahead, then F I W in turn with the W ``factor`` r micro-batches late."""
+    """``factor`` (p - r - 1) forwards ahead, then F I W in turn, with W delayed by ``factor`` r micro-batches."""
     ranks = []
     for rank in range(num_ranks):
         ahead, late = factor * (num_ranks - rank - 1), factor * rank
@@ -127,15 +126,18 @@ def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
 
 
 # ZB-V and DualPipeV: two chunks on each rank, placed as a V: rank r holds stages r and 2p - 1 - r. The first rank holds
-# the first and the last stage, so a micro-batch's backward begins where its forward ended. Both want m >= 2p
-# micro-batches; for fewer, the plan is that of 2p with the surplus micro-batches left out.
+# the first and the last stage, so a micro-batch's backward begins on the rank on which its forward ended. Both need
+# m >= 2p micro-batches; for fewer, the plan is made for 2p, and the surplus micro-batches are removed.
 
 Turn = tuple[str, int]
-"""Kind and chunk (0 goes down the ranks, 1 comes back up); its micro-batch is the next one of that kind and chunk."""
+"""Kind and chunk (0: first half of the V, ranks 0 to p - 1; 1: second half, ranks p - 1 to 0) of an action.
+
+Its micro-batch is the next one of that kind and chunk.
+"""
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-V: no bubble if F = I = W, with the activations of 1F1B's first rank: p micro-batches.
+    """ZB-V: no bubble if F = I = W; every rank stores activations of p micro-batches, as rank 0 of 1F1B.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): V-ZB.
     """
@@ -144,23 +146,23 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Plan:
-    """DualPipeV: a forward of one chunk beside a backward of the other; the first and last are split.
+    """DualPipeV: pairs of a forward of one chunk and a backward of the other; the first and last backwards are split.
 
-    A rank holds at most 2p + 1 micro-batches of one chunk, p + 1/2 of its layers. The forward and the backward beside
-    it stand one after the other here; if F = I = W the bubble takes (p - 1) F / 2. Source: DeepSeek-V3 technical
-    report (arXiv 2412.19437), section 3.2.1, and DualPipe's README; cut in half by Sea AI Lab
-    (huggingface.co/blog/ufotalent/cut-in-half).
+    A rank stores activations of at most 2p + 1 micro-batches of one chunk, that is p + 1/2 of all its layers. The
+    forward and the backward of a pair run one after the other here, not overlapped; if F = I = W the bubble takes
+    (p - 1) F / 2. Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1, and DualPipe's README;
+    the V by Sea AI Lab (huggingface.co/blog/ufotalent/cut-in-half).
     """
     full = max(num_microbatches, 2 * num_ranks)
     return _v_plan([_dualpipe_v_turns(num_ranks, rank, full) for rank in range(num_ranks)], num_microbatches)
 
 
 def _zb_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
-    """Fill the V, turn at its end, F I W of both chunks in turn, and keep weight gradients for the way out."""
+    """Warm-up of both chunks, then F I W of both chunks in turn, then a cool-down with the delayed weight gradients."""
     yield from [("F", 0)] * (2 * (num_ranks - rank) - 1)
     yield from [("F", 1), ("F", 0)] * rank
     yield from [("F", 1), ("I", 1), ("W", 1)] * (num_ranks - rank)
-    forwards = micros - (2 * num_ranks - 1 - rank)  # of chunk 0, that are left
+    forwards = micros - (2 * num_ranks - 1 - rank)  # remaining forwards of chunk 0
     for turn in range(micros - num_ranks):
         yield from [("F", 0)] * (turn < forwards)
         yield from [("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
@@ -171,24 +173,24 @@ def _zb_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
 
 
 def _dualpipe_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
-    """The eight steps of DualPipeV; ``inner`` ranks lie between this one and the V's turn."""
+    """The eight steps of DualPipeV; ``inner`` is the number of ranks between this one and the middle of the V."""
     inner, split = num_ranks - rank - 1, rank + 1
     yield from [("F", 0)] * (2 * inner)
     yield from [("F", 0), ("F", 1)] * (rank + 1)
     yield from [("I", 1), ("W", 1), ("F", 1)] * inner
     yield from [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (micros - 2 * num_ranks + rank + 1)
     yield from [("B", 1), ("F", 1), ("B", 0)] * inner
-    last = [1, 0] * (rank + 1)  # chunks of backwards that no forward stands beside; the second half is split
+    last = [1, 0] * (rank + 1)  # chunks of the backwards without a paired forward; the second half is split
     yield from [("B", chunk) for chunk in last[:split]]
     yield from [("I", chunk) for chunk in last[split:]]
-    late = [*last[split:], *[0] * inner]  # weight gradients run in the order in which their I did
+    late = [*last[split:], *[0] * inner]  # weight gradients run in the order of their I
     for chunk in late[:inner]:
         yield from [("W", chunk), ("I", 0)]
     yield from [("W", chunk) for chunk in late[inner:]]
 
 
 def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int) -> Plan:
-    """Number each kind's micro-batches, and leave the surplus ones out."""
+    """Make a plan of turns: number the micro-batches of each kind and chunk, and remove the surplus ones."""
     stage_to_rank = v_shaped_stages(len(turns))
     ranks = []
     for rank, mine in enumerate(turns):
@@ -215,13 +217,13 @@ class Schedule:
     """A row of the table."""
 
     make: Callable[..., Plan]
-    """``make(p, m)`` if ``chunks`` is a number, ``make(p, v, m)`` if any number of chunks will do."""
+    """``make(p, m)`` if ``chunks`` is a number, ``make(p, v, m)`` if it is None."""
     chunks: int | None
-    """Chunks that each rank must hold; None: any number."""
+    """Required number of chunks on each rank; None: any number."""
     splits_backward: bool
-    """Whether some backwards are an I and a W."""
+    """Whether some backwards are split into I and W."""
     source: str
-    """Where it was published."""
+    """Publication."""
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -237,13 +239,13 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
-"""Names of the schedules that train."""
+"""Names of the schedules for training."""
 
 
 def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
-    """The plan of the schedule ``name`` for p ranks with v chunks each and m micro-batches.
+    """Make the plan of the schedule ``name`` for p ranks with v chunks each and m micro-batches.
 
-    ``ConfigError`` for a name that is not in the table, chunks that the schedule cannot have, or a size below 1.
+    ``ConfigError`` for an unknown name, a number of chunks the schedule does not support, or a size below 1.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule={name!r} is no schedule; legal: {', '.join(SCHEDULES)}")

@@ -1,16 +1,17 @@
-"""When the actions of training steps ran: what ranks write under --trace-pipeline, and how it is read again.
+"""Write and read measured start and end times of pipeline actions (--trace-pipeline).
 
-The folder has a file for each rank, ``rank00003.jsonl``. Its first line says who writes, each further one is a step:
+The folder has a file for each rank, ``rank00003.jsonl``. Its first line identifies the rank; each further line is a
+step:
 
     {"rank": 3, "pipeline": [1, 3], "schedule": "1f1b", "stage_to_rank": [0, 1], "host": "node0"}
     {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023], ["1B0", 0.023, 0.045]]}
 
-A start is taken once the action's input is there, an end once its result is: waiting is not work. Both are seconds
-after ``began``, the host's monotonic clock when this rank left a barrier of all ranks at the step's beginning. Ranks
-on one host share that clock, which makes their times comparable to the microsecond; between hosts the barrier is
-taken for the same moment, which is right to within the latency of the network.
+An action starts when its input has arrived and ends when its result is computed, so that waiting time is excluded.
+Both times are in seconds after ``began``, the host's monotonic clock when this rank left a barrier of all ranks at the
+beginning of the step. Ranks on one host share that clock, so their times are comparable to the microsecond. Ranks on
+different hosts are assumed to leave the barrier at the same moment, which is accurate to the latency of the network.
 
-Only the first ``MOST_STEPS`` steps are kept: files stay small, and a long run pays nothing after them.
+Only the first ``MOST_STEPS`` steps are recorded: files stay small, and later steps have no overhead.
 """
 
 import json
@@ -36,20 +37,20 @@ _MILLISECONDS = 1000.0
 
 
 class Recording:
-    """One step of one rank, timed by ``clock`` in seconds; an executor's listener calls ``begin`` and ``end``."""
+    """Times of one step of one rank, by ``clock`` in seconds; an executor's listener calls ``begin`` and ``end``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.began = self._begun = clock()
         self.actions: list[tuple[Action, float, float]] = []
-        """What ran, with its start and end, in this order."""
+        """(action, start, end) in the order of execution."""
 
     def begin(self, action: Action) -> None:
-        """The input of ``action`` is there."""
+        """Record the start of ``action``; call it when the input has arrived."""
         self._begun = self._clock()
 
     def end(self, action: Action) -> None:
-        """The result of ``action`` is there."""
+        """Record the end of ``action``; call it when the result is computed."""
         self.actions.append((action, self._begun, self._clock()))
 
 
@@ -59,7 +60,7 @@ class TraceWriter:
     def __init__(
         self, folder: str | Path, rank: int, pipeline: Sequence[int], schedule: str, stage_to_rank: Sequence[int]
     ):
-        """``pipeline`` has the global ranks of this rank's pipeline, in the order of the plan's."""
+        """``pipeline`` lists the global ranks of this rank's pipeline, in the order of the plan's ranks."""
         self._path = _path(folder, rank)
         self._left = MOST_STEPS
         header = {"rank": rank, "pipeline": list(pipeline), "schedule": schedule, "stage_to_rank": list(stage_to_rank)}
@@ -74,7 +75,7 @@ class TraceWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many steps have been written as are kept."""
+        """Whether ``MOST_STEPS`` steps have been written."""
         return self._left == 0
 
     def write(self, step: int, recording: Recording) -> None:
@@ -90,7 +91,7 @@ class TraceWriter:
 
 
 def _is_action(value: Any) -> bool:
-    """Whether ``value`` is a name with the start and the end of an action."""
+    """Whether ``value`` is a list of an action's name, start and end."""
     return isinstance(value, list) and len(value) == 3 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
 
 
@@ -106,18 +107,18 @@ class Measured:
     """The measured steps of one pipeline."""
 
     schedule: str
-    """Its name, or that of the plan's file."""
+    """Name of the schedule, or of the file with the plan."""
     timelines: dict[int, Timeline]
-    """By step; times are in milliseconds, each step's from its own beginning."""
+    """Timeline of each step; times are in milliseconds from the beginning of the step."""
 
     @property
     def typical(self) -> int:
-        """The step of the median makespan."""
+        """The step with the median makespan."""
         return sorted(self.timelines, key=lambda step: self.timelines[step].makespan)[len(self.timelines) // 2]
 
 
 def read_trace(folder: str | Path, rank: int = 0) -> Measured:
-    """What was measured in the pipeline of a global rank. ``ConfigError`` for files that cannot be read."""
+    """Return the measured steps of the pipeline of global rank ``rank``. ``ConfigError`` for unreadable files."""
     header, _ = _read(folder, rank)
     files = [_read(folder, member) for member in header["pipeline"]]
     for member, (other, _) in zip(header["pipeline"], files, strict=True):
@@ -131,7 +132,7 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
     stage_to_rank = tuple(header["stage_to_rank"])
     try:
         timelines = {step: _timeline([steps[step] for _, steps in files], stage_to_rank, one_host) for step in common}
-    except MegatronError:  # its actions are no complete plan
+    except MegatronError:  # the recorded actions are not a complete plan
         raise
     except (ValueError, LookupError) as error:
         raise ConfigError(f"{folder} is no pipeline trace: {error}; trace again into an empty folder") from error
@@ -139,7 +140,7 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
 
 
 def measured_costs(timeline: Timeline) -> StageCosts:
-    """What a step's actions took: means by stage and kind, and the median time of a message that was waited for."""
+    """Return the mean time of a step's actions by stage and kind, and the median time of the messages waited for."""
     times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for action, end in timeline.end.items():
         times[action.stage, action.kind].append(end - timeline.start[action])
@@ -147,7 +148,10 @@ def measured_costs(timeline: Timeline) -> StageCosts:
 
 
 def _messages(timeline: Timeline) -> list[float]:
-    """From the end of an action to the start of the one behind it, for ranks that had nothing else to do meanwhile."""
+    """Return the times of messages, from the end of the sender's action to the start of the receiver's.
+
+    Only messages for which the receiver waited are measured: its previous action had ended before the sender's did.
+    """
     plan, found = timeline.plan, []
     for actions in plan.ranks:
         for before, action in pairwise(actions):
@@ -163,7 +167,7 @@ def _path(folder: str | Path, rank: int) -> Path:
 
 
 def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """A file's header, and its steps by number."""
+    """Return a file's header, and its steps by number."""
     path = _path(folder, rank)
     try:
         header, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -177,7 +181,7 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
 
 
 def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:
-    """One step from its entries in all ranks' files; the plan is what they ran, checked for completeness."""
+    """Return the timeline of one step from its entries in all ranks' files; its recorded plan must be complete."""
     first = min(entry["began"] for entry in entries)
     ranks, start, end = [], {}, {}
     for entry in entries:
