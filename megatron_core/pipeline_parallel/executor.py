@@ -1,4 +1,4 @@
-"""One executor for every plan: it does what this rank's list of actions says."""
+"""One executor for every plan: it runs this rank's list of actions."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,20 +18,20 @@ from megatron_core.schedules.actions import Action, Plan
 ForwardStep = Callable[[int, int, "Tensor | None"], Tensor]
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
-"""What the time of an action is charged to; what lies between actions is waiting for other stages: ``pipeline``."""
+"""Phase of the meter for the time of each kind of action; time between actions (waiting) counts as ``pipeline``."""
 
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """Shape, dtype and device of what travels between stages."""
+    """Shape, dtype and device of the messages between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     lengths: Mapping[int, int] = field(default_factory=dict)
-    """First dimension of the micro-batches in which it differs from that of ``shape``."""
+    """First dimension by micro-batch, where it differs from that of ``shape``."""
     variable: bool = False
-    """Shapes are not known beforehand: each message brings its own, and its receive is posted when it is needed."""
+    """Whether the receiver does not know shapes: each is sent before its message, and receives are not posted early."""
 
     def shape_of(self, micro: int) -> tuple[int, ...]:
         """Shape of a micro-batch's messages."""
@@ -40,14 +40,14 @@ class MessageFormat:
 
 @dataclass(frozen=True)
 class Listener:
-    """Functions that an executor calls as it goes."""
+    """Callbacks of an executor."""
 
     on_last_backward: Callable[[int], None] = lambda stage: None
-    """Called with a stage before its last backward, if that is a whole one."""
+    """Called with a stage before its last backward, if that backward is not split."""
     on_last_weights: Callable[[int], None] = lambda stage: None
-    """Called with a stage after its last weight gradients, if its last backward is a split one."""
+    """Called with a stage after its last weight gradients, if its last backward is split."""
     on_begin: Callable[[Action], None] = lambda action: None
-    """Called before each action, once its input is there."""
+    """Called before each action, after its input has arrived."""
     on_end: Callable[[Action], None] = lambda action: None
     """Called after each action, before its output is sent."""
 
@@ -55,12 +55,12 @@ class Listener:
 class Executor:
     """Runs one step of a plan on one pipeline rank; make one for each step.
 
-    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first one, and the last one returns a
-    scalar whose gradient is wanted. Receives from a rank are posted in the order in which its plan sends, whatever
-    order they are needed in, so that messages cannot be taken for one another. A stage's output is freed as soon as it
-    is sent; backward starts from its edge in autograd's graph. ``parameters`` are those of this rank's stages: the
-    gradients of those in parallel linear layers are what a split backward defers from I to W. Without ``overlap`` each
-    send is waited for before the next action, with it at the end of the step.
+    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, and the last stage returns
+    a scalar, from which backward starts. Receives from a rank are posted in the order in which its plan sends,
+    independently of the order of use, so that messages cannot be confused. A stage's output is freed as soon as it
+    is sent; backward starts from its gradient edge in autograd's graph. ``parameters`` are the parameters of this
+    rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without
+    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Executor:
     ) -> None:
         self.plan, self.links, self.message, self.forward = plan, links, message, forward
         self.overlap, self.listener = overlap, listener
-        # With overlap any number is safe; 1 hides a message behind an action.
+        # With overlap any lookahead is safe; 1 overlaps a message with an action.
         self._receive_lookahead = 1 if overlap else plan.receive_lookahead
         if message.variable and not overlap:
             raise LayoutError(
@@ -97,7 +97,7 @@ class Executor:
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self) -> dict[int, Tensor]:
-        """Run all actions; the last stage's outputs by micro-batch (empty on ranks without it)."""
+        """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
         with METER.phase("pipeline"), self._queue.attached(self._parameters):
             for at, action in enumerate(self.actions):
@@ -114,7 +114,7 @@ class Executor:
         return results
 
     def _run_action(self, action: Action) -> Tensor | None:
-        """Do what ``action`` says; what another stage needs of it, or on the last stage the loss."""
+        """Run ``action``; return the output for another stage, or on the last stage the loss."""
         received = self._take_input(action)
         output = None
         METER.switch(PHASES[action.kind], action)
@@ -140,7 +140,7 @@ class Executor:
         return output.detach()
 
     def _run_backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """A whole backward, or for an I only as much as the stage before waits for."""
+        """Run a whole backward, or for an I only the gradient of the stage's input."""
         if action.kind == "I":
             with self._queue.collecting(action.stage, action.micro):
                 return self._backward(action, gradient)
@@ -151,8 +151,8 @@ class Executor:
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         forward = Action(action.stage, "F", action.micro)
         edge, received = self._outputs.pop(forward), self._inputs.pop(forward)
-        if edge is not None:  # None: nothing that leads to this output is trained
-            torch.autograd.backward(edge, gradient)  # the last stage's loss needs no gradient: it is a scalar
+        if edge is not None:  # None: the output does not require a gradient
+            torch.autograd.backward(edge, gradient)  # gradient is None on the last stage, whose loss is a scalar
         if received is None:
             return None
         return received.grad if received.grad is not None else torch.zeros_like(received)
@@ -163,7 +163,7 @@ class Executor:
             self.listener.on_last_weights(action.stage)
 
     def _post_receives(self, action: Action) -> None:
-        """Post the receives of what ``action`` needs and of all that its sender sends before, in the sender's order."""
+        """Post the receive for ``action`` and those of all earlier messages of its sender, in the sender's order."""
         source, sender = self.plan.source(action), self.plan.sender(action)
         if source is None or sender is None:
             return
@@ -178,7 +178,7 @@ class Executor:
         return self.links.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
 
     def _take_input(self, action: Action) -> Tensor | None:
-        """What another stage, here or on another rank, has produced for ``action``; None if it needs no such thing."""
+        """Return the input of ``action`` from another stage, on this or another rank; None if it has no such input."""
         source = self.plan.source(action)
         if source is None or source.stage == action.stage:
             return None
@@ -190,7 +190,7 @@ class Executor:
         return tensor
 
     def _send_output(self, action: Action, tensor: Tensor) -> None:
-        """Give the output of ``action`` to the stage that consumes it."""
+        """Pass the output of ``action`` to the stage that consumes it."""
         receiver = self.plan.receiver(action)
         if receiver is None:
             self._here[action] = tensor
@@ -203,13 +203,13 @@ class Executor:
             self._sent.append((tensor, self.links.send(tensor, receiver)))
 
     def _release_sends(self, *, wait: bool) -> None:
-        """Free the messages that have been sent; with ``wait`` wait for all of them first."""
+        """Free the messages that have been sent; with ``wait`` first wait for all of them."""
         for _, handle in self._sent if wait else ():
             handle.wait()
         self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]
 
     def _check_format(self, action: Action, tensor: Tensor) -> None:
-        """The receiver's buffer is made before the message comes; a shorter one would fill a part of it, silently."""
+        """Check shape and dtype of a message: a shorter one would silently fill only part of the receiver's buffer."""
         shape = tuple(tensor.shape) if self.message.variable else self.message.shape_of(action.micro)
         if tuple(tensor.shape) != shape or tensor.dtype != self.message.dtype:
             raise LayoutError(

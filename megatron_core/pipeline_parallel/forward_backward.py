@@ -1,4 +1,4 @@
-"""Megatron Core's entry to a pipeline step, over this package's plans and executor."""
+"""Megatron Core's interface to a pipeline step, implemented with this package's plans and executor."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ ForwardStepFunction = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
 ) -> Callable[..., list[Any]]:
-    """The function that runs one step; the same one for every layout, so that both sizes are only checked."""
+    """Return the function that runs one step. It is the same for every layout; both sizes are only checked."""
     actual = parallel_state.get_pipeline_model_parallel_world_size()
     if pp_size is not None and pp_size != actual:
         raise ConfigError(f"pp_size={pp_size}, but the current groups have {actual} pipeline ranks; leave it out")
@@ -48,18 +48,21 @@ def forward_backward(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> list[Any]:
-    """Run forward, and unless ``forward_only`` backward, of all micro-batches; one report a micro-batch.
+    """Run forward, and unless ``forward_only`` backward, of all micro-batches; return one report per micro-batch.
 
-    ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``; on the last stage ``loss_func(output)``
-    returns ``(loss, report)``, whose gradient is taken of loss x context-parallel size / num_microbatches (Megatron's
-    rule: gradients are averaged over data- and context-parallel ranks), or ``(loss_sum, num_tokens,
-    report)``: then of loss_sum / num_tokens / num_microbatches, or with ``config.calculate_per_token_loss`` of loss_sum
-    itself, and ``config.finalize_model_grads_func(model, num_tokens)`` gets the sum of tokens to divide by (0 on
-    ranks without the last stage, as Megatron's).
-    With interleaving ``model`` and ``data_iterator`` are lists, an entry a chunk. Models have ``set_input_tensor``.
-    Other fields of ``config`` that are honoured: ``grad_scale_func``, ``no_sync_func``, ``variable_seq_lengths`` (each
-    message brings its own shape). The list is empty on ranks
-    without the last stage.
+    ``forward_step_func(data_iterator, model)`` returns ``(output, loss_func)``. On the last stage ``loss_func(output)``
+    returns one of two forms:
+
+    - ``(loss, report)``: backward starts from loss x context-parallel size / num_microbatches (Megatron's rule:
+      gradients are averaged over data- and context-parallel ranks).
+    - ``(loss_sum, num_tokens, report)``: backward starts from loss_sum / num_tokens / num_microbatches. With
+      ``config.calculate_per_token_loss`` it starts from loss_sum, and ``config.finalize_model_grads_func(model,
+      num_tokens)`` receives the sum of tokens to divide by (0 on ranks without the last stage, as in Megatron).
+
+    With interleaving ``model`` and ``data_iterator`` are lists with one entry per chunk. Models need the method
+    ``set_input_tensor``. Other supported fields of ``config``: ``grad_scale_func``, ``no_sync_func``,
+    ``variable_seq_lengths`` (the shape is sent before each message). The returned list is empty on ranks without the
+    last stage.
     """
     if decoder_seq_length not in (None, seq_length):
         raise ConfigError(
@@ -90,7 +93,7 @@ class _Step:
             )
         self.groups = parallel_state.current()
         self.stage_to_rank = round_robin_stages(self.groups.size("pp"), len(self.chunks))
-        # A rank's stages may have no parameter at all: then torch's defaults apply.
+        # If a rank's stages have no parameters, torch's default device and dtype apply.
         like = next((p for chunk in self.chunks for p in chunk.parameters()), torch.empty(0))
         self.device, self.dtype = like.device, like.dtype
         self.tokens = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -98,7 +101,7 @@ class _Step:
         self.no_sync: dict[int, ExitStack] = {}
 
     def run(self, seq_length: int, micro_batch_size: int) -> list[Any]:
-        """Make the plan, check it, run it."""
+        """Make the plan, check it and run it; return the reports."""
         sizes = (self.groups.size("pp"), len(self.chunks), self.num_microbatches)
         plan = forward_only_plan(*sizes) if self.forward_only else interleaved(*sizes)
         check(plan, self.num_microbatches, forward_only=self.forward_only)
@@ -115,7 +118,7 @@ class _Step:
         return self.reports
 
     def forward(self, stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-        """One stage of one micro-batch."""
+        """Run the forward of one stage and micro-batch."""
         chunk = stage // self.groups.size("pp")
         _unwrapped(self.chunks[chunk]).set_input_tensor(hidden)
         output, loss_func = self.forward_step_func(self.iterators[chunk], self.chunks[chunk])
@@ -129,7 +132,7 @@ class _Step:
         return loss if scale is None or self.forward_only else scale(loss)
 
     def _loss(self, loss: Tensor, *rest: Any) -> Tensor:
-        """Normalise as the form of ``loss_func``'s result asks for, and keep its report."""
+        """Normalise the loss according to the form of ``loss_func``'s result, and store its report."""
         self.reports.append(rest[-1])
         if len(rest) == 1:
             return loss * (self.groups.size("cp") / self.num_microbatches)
@@ -140,7 +143,7 @@ class _Step:
         return loss / tokens.clamp_min(1) / self.num_microbatches
 
     def _scale_auxiliary_losses(self) -> None:
-        """Give models that add losses in their layers the factor that ``_loss`` and ``forward`` give the main one."""
+        """Scale auxiliary losses of layers by the same factor as the main loss (``_loss`` and ``forward``)."""
         factor, scale = torch.ones((), dtype=torch.float64, device=self.device), self._setting("grad_scale_func")
         if not self._setting("calculate_per_token_loss"):
             factor = factor * (self.groups.size("cp") / self.num_microbatches)

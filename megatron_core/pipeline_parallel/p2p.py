@@ -15,9 +15,9 @@ from megatron_core.parallel.meter import METER
 class Links:
     """Sends and receives between this pipeline rank and the others.
 
-    Messages to higher ranks and messages to lower ranks go through two groups: each communicator then carries one
-    direction only, so that with two ranks, too, where every chunk and both directions join the same pair, messages
-    pair up in the order in which they were sent and never across directions.
+    Messages to higher ranks and messages to lower ranks use two groups, so that each communicator carries only one
+    direction. Sends and receives are then matched in the order of sending and never across directions, also with two
+    ranks, where all chunks and both directions use the same pair of ranks.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -27,7 +27,7 @@ class Links:
         self._up, self._down = groups.group("pp"), groups.reverse_pp
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
-        """Begin to send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is done."""
+        """Start a send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is complete."""
         group = process_group(self._up if receiver > self.index else self._down)
         METER.sent("pp send", tensor.nbytes)
         RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
@@ -38,7 +38,7 @@ class Links:
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int
     ) -> tuple[Tensor, dist.Work]:
-        """Begin to receive from pipeline rank ``sender``; the tensor is filled once the handle is done."""
+        """Start a receive from pipeline rank ``sender``; the tensor is valid when the handle is complete."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
         group = process_group(self._up if sender < self.index else self._down)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
@@ -47,7 +47,7 @@ class Links:
         return buffer, handle
 
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
-        """As ``send``, the shape before the values; both handles."""
+        """As ``send``, with the shape sent before the values; return both handles."""
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         return [self.send(shape, receiver), self.send(tensor, receiver)]
 
@@ -64,8 +64,8 @@ class Links:
 
         ``stage_to_rank[stage]`` is the pipeline rank of a stage.
 
-        NCCL makes a communicator when a link is first used, and both ends block until the other one is there too. A
-        receive that is posted early would then wait for a sender who waits for this rank's own message.
+        NCCL creates a communicator at the first use of a link, and each end blocks until the other end joins. A receive
+        posted early would block this rank while the sender waits for a message of this rank: a deadlock.
         """
         if self._groups.pipeline_connected:
             return

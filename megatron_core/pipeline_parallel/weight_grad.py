@@ -1,4 +1,4 @@
-"""Weight gradients that a split backward puts off: I computes the gradient of the input now, W that of the weights."""
+"""Deferred weight gradients of a split backward: I computes the gradient of the input, W later that of the weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,11 +11,12 @@ Key = tuple[int, int]
 
 
 class WeightGradQueue:
-    """Holds the work of W between a stage's I and its W.
+    """Stores the deferred work of W between a stage's I and its W.
 
-    While parameters are ``attached``, the backward of a parallel linear layer asks its weight's ``grad_queue``: inside
-    ``collecting`` it puts the weight gradient here instead of computing it. The queue is an attribute of the weights,
-    not a global, so that it is found from autograd's threads and in a recomputed forward, too.
+    While parameters are ``attached``, the backward of a parallel linear layer checks its weight's ``grad_queue``:
+    inside ``collecting`` it puts the computation of the weight gradient here instead of running it. The queue is an
+    attribute of the weights, not a global, so that it is also available in autograd's threads and in a recomputed
+    forward.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class WeightGradQueue:
 
     @contextmanager
     def attached(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let ``parameters`` know of this queue."""
+        """Set the attribute ``grad_queue`` of ``parameters`` inside the context."""
         parameters = list(parameters)
         for parameter in parameters:
             parameter.grad_queue = self
@@ -36,7 +37,7 @@ class WeightGradQueue:
 
     @contextmanager
     def collecting(self, stage: int, micro: int) -> Iterator[None]:
-        """Put off the weight gradients of the backward that runs inside."""
+        """Defer the weight gradients of the backward that runs inside the context."""
         self._key = (stage, micro)
         self._jobs.setdefault(self._key, [])
         try:
@@ -46,17 +47,17 @@ class WeightGradQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether weight gradients are to be put here now."""
+        """Whether weight gradients are currently deferred."""
         return self._key is not None
 
     def put(self, job: Callable[[], None]) -> None:
-        """Keep ``job``, which adds a weight's gradient to where it belongs."""
+        """Store ``job``, which computes a weight's gradient and accumulates it."""
         assert self._key is not None, "ask is_collecting first"
         self._jobs[self._key].append(job)
 
-    @torch.no_grad()  # inside a backward autograd does not record, here it would
+    @torch.no_grad()  # autograd does not record inside a backward, but would record here
     def run(self, stage: int, micro: int) -> None:
-        """Do what was put off for a stage and micro-batch."""
+        """Run the deferred jobs of a stage and micro-batch."""
         jobs = self._jobs.pop((stage, micro))
-        while jobs:  # what a job keeps alive goes with it
+        while jobs:  # popping a job frees the tensors it holds
             jobs.pop(0)()

@@ -137,7 +137,7 @@ Its micro-batch is the next one of that kind and chunk.
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
-    """ZB-V: no bubble if F = I = W; every rank stores activations of p micro-batches, as rank 0 of 1F1B.
+    """ZB-V: no bubble if F = I = W; a rank stores activations of at most p micro-batches, as rank 0 of 1F1B.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): V-ZB.
     """
