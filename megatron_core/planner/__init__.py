@@ -1,3 +1,3 @@
-"""What a layout will take, from its configuration alone: no torch."""
+"""Predict time and memory of a layout from its configuration: no torch."""
 
 from megatron_core.planner.memory import layer_activations, peak_activation_bytes, state_by_kind

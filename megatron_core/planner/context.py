@@ -1,16 +1,16 @@
-"""What context parallelism costs a rank: bytes that attention sends, work, and memory for keys that arrive.
+"""Cost of context parallelism per rank: bytes sent by attention, FLOPs, and memory for received keys and values.
 
-With s tokens over c ranks, b sequences, h and g the channels of all query and of all key-value heads of a
-tensor-parallel rank (with latent attention the means of queries and outputs, of keys and values), n bytes a number and
-w bytes a number of a gradient (4, in float64 8), a rank sends in a layer:
+A sequence has s tokens on c ranks; b is the number of sequences; h and g are the channels of all query heads and of all
+key-value heads of a tensor-parallel rank (with latent attention the means of queries and outputs, and of keys and
+values); n is the bytes per element and w the bytes per element of a gradient (4, in float64 8). A rank sends per layer:
 
     kind         forward                                   backward
     p2p          (c-1) 2 g (s/c) b n                       the same + c 2 g (s/c) b w
     all_gather   (c-1) 2 g (s/c) b n                       the same + (c-1) 2 g (s/c) b w
     a2a          (c-1)/c (2 h + 2 g') (s/c) b n            the same
 
-g' are the channels of as many key-value heads as there are after copies for ranks that would have none. a2a+p2p sends
-a2a's bytes among a ranks and p2p's around c/a, with g'/a channels of parts of s a/c tokens.
+g' are the channels of key-value heads after they are replicated so that every rank has some. a2a+p2p sends the bytes of
+a2a among a ranks and the bytes of p2p around c/a ranks, with g'/a channels of parts of s a/c tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Sizes:
 
     tokens: float
     query: int
-    """Channels of all queries and of what attention returns for them."""
+    """Channels of all queries and of all outputs of attention."""
     groups: int
     head: int
     """Channels of one key and its value."""
@@ -58,7 +58,7 @@ class _Sizes:
 
 
 def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
-    """Bytes of a layer; none without context parallelism."""
+    """Bytes sent in a layer; 0 without context parallelism."""
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     if kind == "p2p":
         return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
@@ -73,15 +73,16 @@ def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
 
 
 def traffic(config: RunConfig, layers: Iterable[int]) -> AttentionTraffic:
-    """Bytes of several layers."""
+    """Bytes sent in several layers."""
     each = [layer_traffic(config, layer) for layer in layers]
     return AttentionTraffic(sum(layer.forward for layer in each), sum(layer.backward for layer in each))
 
 
 def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
-    """Pairs of a query and a key that it sees of a sequence without documents, on a rank, for each of all its heads.
+    """Pairs of a query and a visible key on a rank, per head, for a sequence without documents.
 
-    A rank that exchanges heads sees the pairs of more tokens with fewer heads.
+    A rank that exchanges heads has the pairs of more tokens for fewer heads; the result is the mean over all heads that
+    the rank has without the exchange.
     """
     kind, cp, length = _kind(config, layer_number), config.parallel.context_parallel_size, config.data.seq_length
     heads = {"a2a": cp, "a2a+p2p": config.parallel.a2a_size}.get(kind, 1)
@@ -96,8 +97,10 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
 
 
 def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> float:
-    """Forward FLOPs of a rank's scores and weighted values, in some layers, of one micro-batch: 4 d for each pair and
-    head. Unlike ``config.flops`` it counts the keys that are seen alone."""
+    """Forward FLOPs of a rank's scores and weighted values in some layers, for one micro-batch: 4 d per pair and head.
+
+    Unlike ``config.flops`` it counts only visible keys.
+    """
     model = config.model
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     pairs = sum(layer_pairs(config, layer, cp_rank) for layer in layers)
@@ -105,7 +108,7 @@ def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> f
 
 
 def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
-    """The most bytes that keys and values of other ranks, with their gradients, take at a time in any of the layers."""
+    """Peak bytes of the keys and values of other ranks and of their gradients: the maximum over the layers."""
     return max((_arriving(config, layer) for layer in layers), default=0.0)
 
 
@@ -116,7 +119,7 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
         return 0.0
     if kind == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)
-    if kind == "p2p":  # the block in use, the next one, its gradient, that on the way
+    if kind == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer
         return block * (2 * sizes.number + 2 * sizes.gradient)
     a2a = cp if kind == "a2a" else config.parallel.a2a_size
     exchanged = (sizes.query + lcm(sizes.groups, a2a) * sizes.head) * sizes.tokens * sizes.number

@@ -1,7 +1,7 @@
 """Seconds of a training step on a machine: stages, pipeline, gradients, optimizer.
 
-The pipeline is the run's own plan, simulated with the times of each stage. Sums of gradients hide behind the backward
-of one micro-batch, gathers of weights behind a forward, if the layout overlaps them.
+The run's own pipeline plan is simulated with the times of each stage. If the layout overlaps communication, gradient
+reductions overlap with the backward of one micro-batch, and weight gathers with a forward.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import StageCosts, Timeline, simulate
 
 KINDS = ("products", "attention", "elements", "launches", "tp", "cp", "ep", "host", "pp", "dp", "bubble", "optimizer")
-"""What a step's time is made of, in the order of reports; ``other`` is what each step costs besides."""
+"""Kinds of a step's time, in the order of reports; ``other`` is the fixed time of a step."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step's time and what it is made of, on the rank that has most to do."""
+    """Time of a step, and its parts by kind on the busiest rank."""
 
     seconds: float
     by_kind: Seconds
     bubble: float
-    """Share of the ranks' time in the pipeline in which they wait."""
+    """Idle share of the ranks' time in the pipeline."""
     tokens: int
     flops: float
     """Model FLOPs, without recomputation."""
@@ -43,22 +43,22 @@ class StepCost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one device."""
+        """Tokens per second and device."""
         return self.tokens / self.seconds / self.world_size
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs of one device."""
+        """Model FLOPs per second and device."""
         return self.flops / self.seconds / self.world_size
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds of collectives and messages that nothing hides."""
+        """Seconds of collectives and messages that do not overlap with computation."""
         return sum(self.by_kind.get(kind, 0.0) for kind in ("tp", "cp", "ep", "pp", "dp"))
 
 
 def _plan(config: RunConfig, micros: int) -> Plan:
-    """The run's plan; those of schedules are correct by construction and are made once for many layouts."""
+    """Return the run's plan; plans of built-in schedules need no check and are cached across layouts."""
     parallel, layers = config.parallel, config.model.num_layers
     if parallel.pipeline_plan is not None:
         return plan_of(config, micros)
@@ -73,7 +73,7 @@ class Pipeline:
 
     def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: LayerTimes) -> None:
         self.config, self.world_size, self.clock = config, world_size, clock
-        self.rings = Rings(clock.hardware, config.parallel, world_size)  # the clock's may have another PP and DP
+        self.rings = Rings(clock.hardware, config.parallel, world_size)  # clock.rings may have other PP and DP sizes
         self.copies = config.parallel.data_parallel_size(world_size)
         batch = config.training.final_batch_size(self.copies)
         self.micros = batch // (config.training.micro_batch_size * self.copies)
@@ -83,7 +83,7 @@ class Pipeline:
         self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
 
     def variant(self, config: RunConfig) -> Pipeline:
-        """The same stages with another ``config``, which differs in ZeRO, overlap, optimizer and offload alone."""
+        """Return these stages with another ``config``, which differs only in ZeRO, overlap, optimizer and offload."""
         other = copy(self)
         other.config = config
         for name in ("zero_traffic", "stage_costs", "timeline", "makespan"):
@@ -94,7 +94,7 @@ class Pipeline:
 
     @property
     def _simulated_micros(self) -> int:
-        """Micro-batches of the plan that is simulated: of many the steady state repeats, every p of them."""
+        """Number of simulated micro-batches; fewer than all of them if there are many, as every p of them repeat."""
         ranks = self.config.parallel.pipeline_model_parallel_size
         if self.config.parallel.pipeline_plan is not None or self.micros <= 3 * ranks:
             return self.micros
@@ -102,7 +102,7 @@ class Pipeline:
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        """Seconds of each kind of action in each stage, ZeRO's gathers and sums of every micro-batch included."""
+        """Seconds of each kind of action in each stage, including ZeRO's gathers and reductions per micro-batch."""
         split = any(action.kind == "I" for actions in self.plan.ranks for action in actions)
         message = 0.0
         if len(self.plan.ranks) > 1:
@@ -121,7 +121,7 @@ class Pipeline:
 
     @cached_property
     def zero_traffic(self) -> list[tuple[float, float]]:
-        """Exposed seconds of gathers and sums in each forward and backward, by stage."""
+        """Exposed seconds of ZeRO's gathers and reductions in each forward and each backward, by stage."""
         parallel, clock = self.config.parallel, self.clock
         stage_units = self._stage_parameters
         found = []
@@ -140,7 +140,7 @@ class Pipeline:
 
     @cached_property
     def _stage_parameters(self) -> list[Parameters]:
-        """Parameters of each stage: a rank's units in the order of its stages."""
+        """Parameters of each stage, from the rank's units in the order of its stages."""
         last, found = len(self.layers) - 1, []
         ranks = [iter(units) for units in self.units]
         for stage, run in enumerate(self.layers):
@@ -151,11 +151,11 @@ class Pipeline:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of a number of a gradient on its way."""
+        """Bytes per element of a gradient in a reduction."""
         return 2 if self.config.parallel.reduces_in_bf16 else max(self.clock.bytes, 4)
 
     def _sharded(self, parameters: Parameters, number: int) -> float:
-        """Seconds of an all-gather, or a reduce-scatter, of parameters over the ranks that shard them."""
+        """Seconds of an all-gather, or of a reduce-scatter, of parameters over the ranks of their shards."""
         instances = self.config.parallel.num_distributed_optimizer_instances
         found = 0.0
         for axes, elements in ((("cp", "dp"), parameters.dense), (("edp",), parameters.experts)):
@@ -167,7 +167,7 @@ class Pipeline:
 
     @cached_property
     def least_seconds(self) -> float:
-        """What the slowest rank is busy for: no schedule ends before."""
+        """Busy time of the slowest rank: a lower bound for every schedule."""
         busy = [0.0] * len(self.plan.ranks)
         for stage, rank in enumerate(self.plan.stage_to_rank):
             busy[rank] += sum(self.passes[stage].sums)
@@ -175,7 +175,7 @@ class Pipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated plan, of some of the micro-batches."""
+        """The simulated plan for ``_simulated_micros`` micro-batches."""
         return simulate(self.plan, self.stage_costs)
 
     @cached_property
@@ -189,7 +189,7 @@ class Pipeline:
         return self.timeline.makespan + left / ranks * (longer.makespan - self.timeline.makespan)
 
     def rank_times(self, rank: int) -> tuple[Seconds, float, float]:
-        """What a rank does of one micro-batch, by kind; its forward; its backward."""
+        """Return a rank's seconds for one micro-batch by kind, and its total forward and backward time."""
         stages = [s for s, r in enumerate(self.plan.stage_to_rank) if r == rank]
         split = any(action.kind == "I" for action in self.plan.ranks[rank])
         parts = [
@@ -211,7 +211,7 @@ class Pipeline:
         return found, forward, backward
 
     def gradients(self, rank: int, forward: float, backward: float) -> float:
-        """Exposed seconds of gradient sums and weight gathers of a step, beside those of every micro-batch."""
+        """Exposed seconds of gradient reductions and weight gathers per step, excluding those of every micro-batch."""
         parallel, clock = self.config.parallel, self.clock
         parameters = sum(self.units[rank], Parameters())
         stage, found = parallel.dp_zero_stage, 0.0
@@ -232,7 +232,7 @@ class Pipeline:
         return found
 
     def shard(self, rank: int) -> float:
-        """Elements that a rank updates."""
+        """Number of elements updated by a rank."""
         parameters = sum(self.units[rank], Parameters())
         if self.config.parallel.dp_zero_stage == 0:
             return float(parameters.total)
@@ -241,10 +241,10 @@ class Pipeline:
         return (parameters.dense / dense + parameters.experts / experts) * instances
 
     def optimizer(self, rank: int) -> float:
-        """Seconds of gradient norm, update and zeroed gradients; where state is on the host, of the way there."""
+        """Seconds of gradient norm, update and zeroing of gradients, and of transfers if the state is offloaded."""
         config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
         elements, wide = self.shard(rank), max(clock.bytes, 4)
-        # Gradient, main weight, moments (read and written), and the weight itself if it is another number.
+        # Gradient, main weight and moments (read and written), and the model weight if it is a separate tensor.
         moved = wide * (1 + 2 + 2 * stored_moments(config)) + (clock.bytes if clock.bytes < wide else 0)
         away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
         found = elements * (1 - away) * moved / hardware.memory_bandwidth
@@ -257,7 +257,7 @@ class Pipeline:
 
 
 class LayerTimes:
-    """The times of each kind of layer, computed once; ``splits`` may be shared by those of the same model."""
+    """Cached times of each kind of layer; instances for the same model may share ``splits``."""
 
     def __init__(self, clock: LayerClock, splits: dict[tuple[int, int], list[range]] | None = None) -> None:
         self.clock = clock
@@ -274,7 +274,7 @@ class LayerTimes:
         return self._splits[key]
 
     def layer(self, number: int, *, recomputed: bool, offloaded: bool) -> Passes:
-        """One layer."""
+        """Times of one layer."""
         key = self.kinds[number], recomputed, offloaded
         if key not in self._found:
             own = self.clock.recomputed(number) if recomputed else self.clock.layer(number)
@@ -282,13 +282,13 @@ class LayerTimes:
         return self._found[key]
 
     def end(self, *, first: bool) -> Passes:
-        """Embedding or head."""
+        """Times of the embedding or of the head."""
         if first not in self._ends:
             self._ends[first] = self.clock.embedding() if first else self.clock.head()
         return self._ends[first]
 
     def stage(self, config: RunConfig, run: range, at: int, stages: int) -> Passes:
-        """A stage: layers, and embedding and head at the ends."""
+        """Times of a stage: its layers, and on the first and last stage the embedding and the head."""
         model = config.model
         recomputed, _ = recomputed_layers(config, len(run))
         away = model.cpu_offloading_num_layers if model.cpu_offloading else 0
@@ -306,13 +306,13 @@ class LayerTimes:
 
 
 def step_cost(config: RunConfig, world_size: int, hardware: Hardware, vocab_size: int) -> StepCost:
-    """The predicted time of a step of the whole global batch. The configuration must be one that can run there."""
+    """Predict the time of a step with the whole global batch. The configuration must be valid for the world size."""
     clock = LayerClock(config, hardware, world_size, vocab_size)
     return cost_of(Pipeline(config, world_size, clock, LayerTimes(clock)))
 
 
 def cost_of(pipeline: Pipeline) -> StepCost:
-    """The time of a step of a pipeline whose stages are known."""
+    """Return the time of a step of ``pipeline``."""
     config, hardware = pipeline.config, pipeline.clock.hardware
     times = [pipeline.rank_times(rank) for rank in range(len(pipeline.plan.ranks))]
     gradients = [pipeline.gradients(rank, f, b) for rank, (_, f, b) in enumerate(times)]

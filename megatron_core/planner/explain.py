@@ -1,4 +1,4 @@
-"""Layouts in words: tables, reasons, memory over a step, command lines."""
+"""Describe layouts as text: tables, reasons, memory over a step, command lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_core.planner.footprint import MEMORY_KINDS, Footprint
 from megatron_core.planner.search import KEPT, Candidate, Search, describe_layout, with_settings
 
 WORDS = {"other": "data, logging", "products": "matrix products", "elements": "norms, activations", "host": "offload"}
-"""Kinds of time that need more than their name."""
+"""Descriptions of the kinds of time with unclear names."""
 _COLUMNS = 72
 
 
 def readable_bytes(size: float) -> str:
-    """Three significant digits and a binary unit: ``13.2 GiB``."""
+    """Format with three significant digits and a binary unit: ``13.2 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -31,7 +31,7 @@ def readable_bytes(size: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Three significant digits and a unit: ``8.06 ms``."""
+    """Format with three significant digits and a unit: ``8.06 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if abs(seconds) * scale >= 1 or unit == "ms":
             return f"{seconds * scale:.3g} {unit}"
@@ -39,7 +39,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def table(found: Sequence[Candidate], world_size: int) -> str:
-    """A line for each layout."""
+    """Return a table with one line per layout."""
     lines = [f"{'':3}{'step':>9}  {'tokens/s':>9} {'TFLOP/s':>8} {'memory':>9} {'bubble':>7} {'exposed':>8}  layout"]
     for number, each in enumerate(found, 1):
         cost = each.cost
@@ -52,7 +52,7 @@ def table(found: Sequence[Candidate], world_size: int) -> str:
 
 
 def details(candidate: Candidate) -> str:
-    """Time and memory of a layout by kind."""
+    """Return time and memory of a layout by kind."""
     cost = candidate.cost
     times = [
         f"{WORDS.get(kind, kind)} {readable_seconds(cost.by_kind[kind])} ({cost.by_kind[kind] / cost.seconds:.0%})"
@@ -65,7 +65,7 @@ def details(candidate: Candidate) -> str:
 
 
 def why_slower(slower: Candidate, best: Candidate) -> str:
-    """Why a layout loses: the kinds of time that make the difference, largest first."""
+    """Explain why a layout is slower: the kinds of time that differ, largest difference first."""
     kinds = set(slower.cost.by_kind) | set(best.cost.by_kind)
     more = {kind: slower.cost.by_kind.get(kind, 0.0) - best.cost.by_kind.get(kind, 0.0) for kind in kinds}
     difference = slower.seconds - best.seconds
@@ -81,7 +81,7 @@ def why_slower(slower: Candidate, best: Candidate) -> str:
 
 
 def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], world_size: int, per_node: int) -> str:
-    """What starts a layout: the arguments that planning was given, and the flags that differ from them."""
+    """Return the command that starts a layout: the planner's arguments and the flags of changed settings."""
     before, flags = base.flat(), list(arguments)
     for name, value in config.flat().items():
         if value != before[name]:
@@ -92,7 +92,7 @@ def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], w
 
 
 def flag_of(name: str, value: Any) -> list[str]:
-    """A setting as words of a command line."""
+    """Return a setting as command-line arguments."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
@@ -108,10 +108,10 @@ _EXTRA = {
 
 
 def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig]:
-    """The layouts that ``text`` may mean: ``tp8 pp2 sp zero1 mbs2 full-recompute``.
+    """Return the layouts that match ``text``, such as ``tp8 pp2 sp zero1 mbs2 full-recompute``.
 
-    DP, sequence parallelism over TP, micro-batch size and recomputation are chosen where it does not name them.
-    ``LayoutError`` for words that are unknown, and for a product that is not ``world_size``.
+    If ``text`` does not name them, DP and sequence parallelism are derived, and ZeRO stage, micro-batch size and
+    recomputation are varied. ``LayoutError`` for unknown words and for sizes whose product is not ``world_size``.
     """
     words = text.split()
     micro = [int(word[3:]) for word in words if re.fullmatch(r"mbs[1-9]\d*", word)]
@@ -150,7 +150,7 @@ def _overlap(stage: dict[str, Any]) -> dict[str, Any]:
 
 
 def objection(search: Search, text: str, best: Candidate | None) -> str:
-    """What speaks against a layout: a rule, memory, or time."""
+    """Explain why a layout was not chosen: a violated rule, too much memory, or more time."""
     found: list[Candidate] = []
     faults: list[str] = []
     for config in parse_words(search.config, text, search.devices):
@@ -186,7 +186,7 @@ def _helps(kind: str) -> str:
 
 @dataclass(frozen=True)
 class MemoryOverStep:
-    """Bytes of a pipeline rank by kind at times of a step."""
+    """Bytes of a pipeline rank by kind over the time of a step."""
 
     rank: int
     times: list[float]
@@ -194,7 +194,7 @@ class MemoryOverStep:
 
     @classmethod
     def of(cls, pipeline: Pipeline, footprint: Footprint, rank: int) -> MemoryOverStep:
-        """From the simulated plan: a forward fills, and the last part of a backward empties, as it goes."""
+        """From the simulated plan: memory grows in a forward and shrinks in a B or W."""
         timeline, sizes = pipeline.timeline, footprint.stage_sizes
         fixed = footprint.by_kind(rank)
         times, held, level = [0.0], [0.0], 0.0
@@ -214,7 +214,7 @@ class MemoryOverStep:
         return cls(rank, times, kinds)
 
     def picture(self, limit: float, height: int = 16) -> str:
-        """Bars over time, a letter for each kind, and the memory of the device as a line."""
+        """Draw bars over time, with one letter per kind, and the memory of the device as a line."""
         letters = {kind: kind[0] for kind in self.kinds}
         end = self.times[-1] or 1.0
         rows = []

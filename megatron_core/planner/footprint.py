@@ -1,4 +1,4 @@
-"""Bytes of each pipeline rank of a layout by kind, and over a step."""
+"""Peak bytes of each pipeline rank of a layout, by kind."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from megatron_core.schedules.simulate import peak_activations
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "units whole", "activations", "keys", "temporary", "fragments",
 )  # fmt: skip
-"""In the order of reports. ``units whole`` are weights and gradients that ZeRO gathers or sums at a time, ``keys`` come
-from other context-parallel ranks, ``temporary`` is what the running operation and recomputed layers need,
-``fragments`` are what a caching allocator cannot use."""
+"""In the order of reports. ``units whole`` are unsharded weights and gradients during ZeRO's gathers and reductions,
+``keys`` are keys and values of other context-parallel ranks, ``temporary`` are tensors of the running operation and of
+recomputed layers, ``fragments`` is memory lost to fragmentation of the caching allocator."""
 FRAGMENTS = 0.05
-"""Share of activations and other memory that comes and goes, which lies unused between tensors: reserved over allocated
-memory of published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
+"""Fragmentation as a share of activations and other temporary memory: the ratio of reserved to allocated memory in
+published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
 MOMENTS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
-"""Running means of an optimizer."""
+"""Names of an optimizer's moments."""
 
 
 def stored_moments(optimizer: OptimizerConfig) -> float:
-    """Numbers of a parameter that the running means are worth: half a one for what is in bfloat16."""
+    """Number of moments per parameter in units of a float32 moment: a bfloat16 moment counts as half."""
     return sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in MOMENTS[optimizer.optimizer])
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of the stages of a configuration; ``units`` are the parameters of each pipeline rank's units."""
+    """Memory of the stages of a configuration; ``units`` are the parameters of each pipeline rank's units."""
 
     config: RunConfig
     world_size: int
@@ -66,7 +66,7 @@ class Footprint:
         units: Sequence[Sequence[Parameters]],
         vocab_size: int,
     ) -> Footprint:
-        """With the activations of layers of the same kind computed once."""
+        """Make a footprint; the activations of each kind of layer are computed once."""
         kinds = layer_kinds(config)
         by_kind = {kind: layer_activations(config, layer) for layer, kind in enumerate(kinds)}
         each = {layer: by_kind[kind] for layer, kind in enumerate(kinds)}
@@ -74,7 +74,7 @@ class Footprint:
 
     @cached_property
     def stage_sizes(self) -> list[float]:
-        """Activations that each stage keeps of a micro-batch."""
+        """Bytes of activations stored per micro-batch in each stage."""
         last, padded = len(self.layers) - 1, padded_vocabulary(self.config, self.vocab_size)
         return [
             stage_activations(
@@ -85,29 +85,29 @@ class Footprint:
 
     @cached_property
     def activations(self) -> tuple[float, ...]:
-        """Peak of each pipeline rank."""
+        """Peak bytes of activations on each pipeline rank."""
         return peak_activations(self.plan, stage_sizes=self.stage_sizes)
 
     @cached_property
     def transient(self) -> float:
-        """Activations that are there for a while alone."""
+        """Bytes of temporary activations, of recomputed or offloaded layers."""
         return transient_activations(self.config, self.layers, self.layer_bytes)
 
     def variant(self, config: RunConfig) -> Footprint:
-        """The same stages with another ``config``, which differs in ZeRO, overlap and the optimizer's place alone."""
+        """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
         vars(other).update({name: vars(self)[name] for name in ("stage_sizes", "all_moving") if name in vars(self)})
         return other
 
     def by_kind(self, rank: int) -> dict[str, float]:
-        """Bytes of a pipeline rank at its peak."""
+        """Peak bytes of a pipeline rank by kind."""
         state = self.state(rank)
         moving = self.moving(rank)
         moving["fragments"] += FRAGMENTS * state["units whole"]
         return state | moving
 
     def moving(self, rank: int) -> dict[str, float]:
-        """Bytes that come and go within a step."""
+        """Bytes allocated and freed within a step, by kind."""
         return dict(self.all_moving[rank])
 
     @cached_property
@@ -119,13 +119,13 @@ class Footprint:
         where = self.plan.stage_to_rank
         own = [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
         working = self.transient + self.temporary(rank)
-        if where[-1] == rank:  # what the head keeps is gone when the layers' backward begins
+        if where[-1] == rank:  # the head's activations are freed before the layers' backward begins
             working = max(working - self.head_bytes, 0.0)
         found = {"activations": self.activations[rank], "keys": arriving_bytes(self.config, own), "temporary": working}
         return found | {"fragments": FRAGMENTS * sum(found.values())}
 
     def state(self, rank: int) -> dict[str, float]:
-        """Weights, gradients, optimizer and units that are whole for a while, without the padding of buckets."""
+        """Bytes of weights, gradients, optimizer state and temporarily unsharded units, without padding of buckets."""
         parallel, optimizer = self.config.parallel, self.config.optimizer
         stage, instances = parallel.dp_zero_stage, parallel.num_distributed_optimizer_instances
         dtype = self.config.training.compute_dtype
@@ -150,7 +150,7 @@ class Footprint:
         return found
 
     def _state_by_kind(self, shard_size: int) -> dict[str, float]:
-        """Bytes of a parameter in memory or on disk; weights that stage 3 keeps on disk are not counted."""
+        """Bytes per parameter by kind, in memory or on disk; weights that ZeRO 3 stores on disk are not counted."""
         config, optimizer = self.config, self.config.optimizer
         found = state_by_kind(
             config.training.compute_dtype,
@@ -163,19 +163,19 @@ class Footprint:
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
-        """Ranks over which dense parameters, and experts, are sharded."""
+        """Number of ranks that shard dense parameters, and number of ranks that shard experts."""
         parallel = self.config.parallel
         dense = parallel.data_parallel_size(self.world_size) * parallel.context_parallel_size
         return dense, self.world_size // parallel.expert_model_size
 
     @cached_property
     def head_bytes(self) -> float:
-        """What the output layer and the loss keep of a micro-batch."""
+        """Bytes that the output layer and the loss store per micro-batch."""
         padded = padded_vocabulary(self.config, self.vocab_size)
         return stage_activations(self.config, range(0), first=False, last=True, padded_vocab_size=padded)
 
     def temporary(self, rank: int) -> float:
-        """Tensors of the operation that is running: gradients of the widest part of a layer, or of the logits."""
+        """Bytes of the running operation: gradients of the widest part of a layer, or of the fused output layer."""
         config, model = self.config, self.config.model
         n, parallel = number_size(config.training.compute_dtype), config.parallel
         tp, tokens = parallel.tensor_model_parallel_size, self.tokens
@@ -196,7 +196,7 @@ class Footprint:
         return config.data.seq_length * config.training.micro_batch_size / config.parallel.context_parallel_size
 
     def on_host(self, rank: int) -> float:
-        """Bytes in the host's memory: offloaded optimizer state and activations."""
+        """Bytes in host memory: offloaded optimizer state and activations."""
         optimizer = self.config.optimizer
         found = 0.0
         if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
@@ -208,7 +208,7 @@ class Footprint:
         return found + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
 
     def worst(self) -> tuple[int, dict[str, float]]:
-        """The pipeline rank that needs most, and its bytes by kind."""
+        """The pipeline rank with the highest peak, and its bytes by kind."""
         found = [self.by_kind(rank) for rank in range(len(self.plan.ranks))]
         rank = max(range(len(found)), key=lambda r: sum(found[r].values()))
         return rank, found[rank]

@@ -1,4 +1,4 @@
-"""Which ranks communicate, how many of them share a node, and how long their collectives take."""
+"""Groups of communicating ranks: sizes, ranks per node, and times of collectives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Ring:
 
     size: int
     local: int
-    """Ranks of the group on one node."""
+    """Number of ranks of the group on one node."""
     bandwidth: float
-    """Bytes a second that a rank sends in a ring of all."""
+    """Bytes per second sent by a rank in a ring of all ranks."""
     latency: float
     inter_bandwidth: float
-    """Bytes a second of a rank to other nodes."""
+    """Bytes per second from a rank to other nodes."""
 
     @classmethod
     def of(cls, hardware: Hardware, size: int, stride: int) -> Ring:
-        """A group of ranks that are ``stride`` apart. Its members on a node use all their links to other nodes."""
+        """A group of ranks at a distance of ``stride``. Its members on a node use all their links to other nodes."""
         local = min(size, max(hardware.devices_per_node // stride, 1))
         if local == size:
             return cls(size, size, hardware.intra.bandwidth, hardware.intra.latency, hardware.intra.bandwidth)
@@ -34,11 +34,11 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """Messages one after another, of an algorithm that is a tree across nodes."""
+        """Number of sequential messages of a tree algorithm across nodes."""
         return ceil(log2(self.size)) if self.size > 1 else 0
 
     def gather(self, size: float) -> float:
-        """Seconds of an all-gather or reduce-scatter of ``size`` bytes over all ranks: (g-1)/g of them are sent."""
+        """Seconds of an all-gather or reduce-scatter of ``size`` bytes over g ranks: a rank sends (g-1)/g of them."""
         return self._time((self.size - 1) / self.size * size) if self.size > 1 else 0.0
 
     def reduce(self, size: float) -> float:
@@ -46,7 +46,7 @@ class Ring:
         return 2 * self.gather(size)
 
     def all_to_all(self, size: float) -> float:
-        """Seconds of an all-to-all in which a rank has ``size`` bytes: what leaves the node uses its own link alone."""
+        """Seconds of an all-to-all with ``size`` bytes per rank: bytes to other nodes use only the rank's own link."""
         if self.size == 1:
             return 0.0
         within = size * (self.local - 1) / self.size / self.bandwidth
@@ -54,7 +54,7 @@ class Ring:
         return max(within, across) + self.latency * self.steps
 
     def send(self, size: float) -> float:
-        """Seconds of a message to a neighbour, across nodes if there is one."""
+        """Seconds of a message to a neighbour, over the link between nodes if the group spans nodes."""
         return 0.0 if self.size == 1 else self.latency + size / self.inter_bandwidth
 
     def _time(self, sent: float) -> float:
@@ -71,7 +71,7 @@ class Rings:
     _found: dict[tuple[str, ...], Ring] = field(default_factory=dict, repr=False, compare=False)
 
     def ring(self, *axes: str) -> Ring:
-        """The group of some neighbouring axes: ``tp``, ``cp``, ``dp``, ``pp``, or ``etp``, ``ep``, ``edp``."""
+        """The group over adjacent axes: ``tp``, ``cp``, ``dp``, ``pp``, or ``etp``, ``ep``, ``edp``."""
         if axes not in self._found:
             self._found[axes] = self._make(axes)
         return self._found[axes]
@@ -83,7 +83,7 @@ class Rings:
         return Ring.of(self.hardware, prod(sizes[axis] for axis in axes), stride)
 
     def _sizes(self, *, experts: bool) -> dict[str, int]:
-        """Sizes of the axes in the order of the rank number, the fastest-varying first."""
+        """Sizes of the axes in the order of the rank number, fastest-varying axis first."""
         parallel, order = self.parallel, self.parallel.rank_order.split("-")
         tp, cp, pp = (
             parallel.tensor_model_parallel_size,

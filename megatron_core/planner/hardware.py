@@ -1,7 +1,7 @@
-"""What a machine can do: rates of its devices and of the links between them, from a data file.
+"""Performance of a machine: rates of its devices and links, from a data file.
 
-``megatron_core/planner/machines`` holds the machines that are known by name; ``tools/diagnose.py --machine`` measures
-the one at hand and writes such a file.
+``megatron_core/planner/machines`` contains the files of machines with a name; ``tools/diagnose.py --machine`` measures
+this machine and writes such a file.
 """
 
 import json
@@ -17,54 +17,54 @@ MACHINES = Path(__file__).with_name("machines")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices: a collective of S bytes on the wire takes ``latency`` + S / ``bandwidth``."""
+    """Connection between devices: a collective with S bytes on the wire takes ``latency`` + S / ``bandwidth``."""
 
     bandwidth: float
-    """Bytes a second that one device sends, while others do the same (NCCL's bus bandwidth)."""
+    """Bytes per second sent by one device while all others send, too (NCCL's bus bandwidth)."""
     latency: float
-    """Seconds of a message of no length."""
+    """Seconds of an empty message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates that large operations reach, and what each operation costs besides."""
+    """Rates of large operations, and fixed costs of each operation."""
 
     name: str
-    """As ``--hardware`` calls it."""
+    """Name of the machine for ``--hardware``."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     memory_bytes: float
-    """Of a device, before anything of a run is in it."""
+    """Total memory of a device."""
     reserved_bytes: float
-    """What context, kernels and communication buffers take of it."""
+    """Memory of a device used by the context, kernels and communication buffers."""
     devices_per_node: int
-    """Devices that ``intra`` connects."""
+    """Number of devices connected by ``intra``."""
     product_flops: Mapping[str, float]
-    """FLOPs a second of a large matrix product, by the name of a dtype."""
+    """FLOPs per second of a large matrix product, by name of the dtype."""
     product_edge: float
-    """A product of m x k and k x n runs at 1 / ((1 + e/m) (1 + e/n) (1 + e/k)) of that rate, e being this."""
+    """The constant e: a product of m x k and k x n runs at 1 / ((1 + e/m) (1 + e/n) (1 + e/k)) of that rate."""
     attention_efficiency: float
-    """Rate of fused attention, over ``product_flops``, of the FLOPs of pairs that are seen."""
+    """Rate of fused attention, for the FLOPs of visible pairs only, divided by ``product_flops``."""
     memory_bandwidth: float
-    """Bytes a second that operations on elements read and write."""
+    """Bytes per second read and written by elementwise operations."""
     launch_seconds: float
-    """Least time of an operation."""
+    """Minimal time of an operation."""
     intra: Link
-    """Between devices of a node."""
+    """Link between devices of a node."""
     inter: Link
-    """Between a device and those of other nodes."""
+    """Link between a device and devices of other nodes."""
     overlap: float
-    """Share of a computation's time behind which communication that may overlap disappears."""
+    """Share of a computation's time that can overlap with communication."""
     has_host: bool = True
-    """Whether the device has memory of its own, so that offloading to the host frees some."""
+    """Whether the device has its own memory, so that offloading to the host frees memory."""
     host_link: float
-    """Bytes a second between a device and its host, one direction."""
+    """Bytes per second between a device and its host in one direction."""
     host_memory_bandwidth: float
-    """Bytes a second that one device's part of the host's cores reads and writes, for updates there."""
+    """Bytes per second read and written by one device's share of the host's cores, for updates on the host."""
     disk_bandwidth: float = 1e9
-    """Bytes a second of files, for optimizer state there."""
+    """Bytes per second of file reads and writes, for optimizer state on disk."""
     step_seconds: float = 0.0
-    """Time of a step besides all that: data, logging, waiting for the slowest."""
+    """Fixed time of a step: data, logging, waiting for the slowest rank."""
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_host"}
@@ -78,7 +78,7 @@ class Hardware:
                 raise ConfigError(f"hardware {self.name!r}: {name}={value} must be above 0")
 
     def flops(self, dtype: str) -> float:
-        """The rate of products of a dtype; ``ConfigError`` if the file has none."""
+        """FLOPs per second of matrix products in a dtype; ``ConfigError`` if the file has no such rate."""
         rate = self.product_flops.get("bfloat16" if dtype == "float16" else dtype)
         if rate is None:
             raise ConfigError(
@@ -88,22 +88,22 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that tensors of a run can take."""
+        """Memory available for the tensors of a run."""
         return self.memory_bytes - self.reserved_bytes
 
     def write(self, path: str | Path) -> None:
-        """Write the file that ``read_hardware`` reads."""
+        """Write a file for ``read_hardware``."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def known_hardware() -> list[str]:
-    """Names of the machines that come with the library."""
+    """Names of the machines included in the library."""
     return sorted(path.stem for path in MACHINES.glob("*.json"))
 
 
 def read_hardware(name: str) -> Hardware:
-    """A machine by name (``h100``), or by the path of its file. ``ConfigError`` for an unknown or a damaged one."""
+    """Read a machine by name (``h100``) or by path. ``ConfigError`` for an unknown name or an invalid file."""
     path = Path(name) if name.endswith(".json") else MACHINES / f"{name.lower()}.json"
     if not path.is_file():
         raise ConfigError(
@@ -117,6 +117,6 @@ def read_hardware(name: str) -> Hardware:
 
 
 def hardware_of(values: dict[str, Any]) -> Hardware:
-    """The inverse of ``dataclasses.asdict``; ``TypeError`` for names that do not belong there or are absent."""
+    """The inverse of ``dataclasses.asdict``; ``TypeError`` for unknown or missing names."""
     links = {end: Link(**values[end]) for end in ("intra", "inter")}
     return Hardware(**(values | links))

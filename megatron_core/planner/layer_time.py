@@ -1,9 +1,9 @@
 """Seconds of a layer and of the ends of the model, forward and backward, of one micro-batch on one rank.
 
-Each operation takes the longer of its arithmetic and its memory traffic (Williams et al. 2009, the roofline) and a
-launch; each collective the time of its group's links. What overlaps is left out as far as there is computation to hide
-it. Bytes of operations on elements are the least that a fused kernel moves: a norm reads and writes its input, backward
-reads input and gradient and writes one.
+The time of an operation is the maximum of its arithmetic and its memory traffic (Williams et al. 2009, the roofline)
+plus a launch; the time of a collective follows from the links of its group. Overlapped communication is excluded as far
+as there is computation to overlap with. The bytes of an elementwise operation are the minimum of a fused kernel: a norm
+reads its input and writes its output; its backward reads input and gradient and writes one gradient.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron_core.planner.memory import layer_activations
 from megatron_core.planner.parameters import padded_vocabulary
 
 Seconds = dict[str, float]
-"""By kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
+"""Seconds by kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
 
 
 ATTENTION_EDGE = 250
-"""Keys that a query costs fused attention besides those that it sees: published rates of FlashAttention 2 and 3 and of
-cuDNN on A100 and H100, causal, fall from 16,384 to 512 tokens by 1.7 to 2.1 (tests/planner/test_published_time.py)."""
+"""Overhead of fused attention per query, in keys: published rates of causal FlashAttention 2 and 3 and of cuDNN on A100
+and H100 are lower by a factor of 1.7 to 2.1 for 512 tokens than for 16,384 (tests/planner/test_published_time.py)."""
 
 
 def total(parts: Iterable[Seconds]) -> Seconds:
-    """The sum by kind."""
+    """Sum by kind."""
     found: Seconds = {}
     for part in parts:
         for kind, seconds in part.items():
@@ -39,13 +39,13 @@ def total(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of a part of the model."""
+    """Times of forward and backward of a part of the model."""
 
     forward: Seconds
     input_grad: Seconds
     weight_grad: Seconds
     hidden: float = 0.0
-    """Seconds of communication that hide behind the weight gradient unless backward is split."""
+    """Seconds of communication that overlap with the weight gradient if backward is not split."""
 
     @cached_property
     def sums(self) -> tuple[float, float, float]:
@@ -54,7 +54,7 @@ class Passes:
 
     @staticmethod
     def sum(parts: Iterable[Passes]) -> Passes:
-        """One after another."""
+        """Sum of parts that run one after another."""
         parts = list(parts)
         return Passes(
             total(p.forward for p in parts),
@@ -72,7 +72,7 @@ class LayerClock:
         parallel, model = config.parallel, config.model
         self.rings = Rings(hardware, parallel, world_size)
         self.rate = hardware.flops(config.training.compute_dtype)
-        self.fast_rate = hardware.product_flops.get("float8", self.rate)  # else the products are emulated
+        self.fast_rate = hardware.product_flops.get("float8", self.rate)  # without float8 products are emulated
         self.eight_bit = False
         self.bytes = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -86,7 +86,7 @@ class LayerClock:
     # --- single operations
 
     def product(self, m: float, k: float, n: float, *, count: float = 1, result_bytes: float | None = None) -> float:
-        """``count`` products of ``[m, k]`` and ``[k, n]``."""
+        """Seconds of ``count`` products of ``[m, k]`` and ``[k, n]``."""
         if min(m, k, n) <= 0:
             return 0.0
         edge, size = self.hardware.product_edge, self.bytes
@@ -106,21 +106,21 @@ class LayerClock:
         return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
 
     def elements(self, size: float) -> float:
-        """An operation that moves ``size`` bytes."""
+        """Seconds of an elementwise operation that reads and writes ``size`` bytes."""
         return size / self.hardware.memory_bandwidth
 
     def launches(self, count: float) -> float:
-        """Launching ``count`` operations."""
+        """Seconds of ``count`` kernel launches."""
         return count * self.hardware.launch_seconds
 
     def exposed(self, communication: float, computation: float) -> float:
-        """What communication beside a computation adds to it: what outlasts it, and what it takes from it meanwhile."""
+        """Seconds that overlapped communication adds to a computation: communication minus the overlapped share."""
         return communication - self.hardware.overlap * min(communication, computation)
 
     # --- a linear layer: forward, and both gradients
 
     def linear(self, rows: float, inputs: float, outputs: float, count: float = 1) -> tuple[float, float, float]:
-        """Products of a linear layer's forward, input gradient, and weight gradient (added to float32 or wider)."""
+        """Seconds of a linear layer's forward, input gradient and weight gradient (accumulated in float32 or wider)."""
         wide = 2 * max(self.bytes, 4)
         found = (
             self.product(rows, inputs, outputs, count=count),
@@ -133,8 +133,12 @@ class LayerClock:
         return found[0] + count * forward, found[1] + count * backward, found[2] + count * own
 
     def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
-        """Rounding to 8 bits before each of a linear layer's products: input and weight; gradient (both ways round) and
-        weight; input. A scale of a whole matrix or row takes a pass of its own, which backward has from forward."""
+        """Seconds of the casts to 8 bits before each product of a linear layer.
+
+        Forward casts input and weight; the input gradient casts the output's gradient (and its transpose) and the
+        weight; the weight gradient casts the input. The scale of a whole matrix or row needs an additional pass;
+        backward reuses the scales of forward.
+        """
         n = self.bytes
         scale = n * (self.config.training.fp8_recipe in ("tensorwise", "rowwise"))
         first, again, both = self.elements(scale + n + 1), self.elements(n + 1), self.elements(scale + n + 2)
@@ -142,18 +146,18 @@ class LayerClock:
         return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
     def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
-        """A column-parallel linear layer, something between, and a row-parallel one, with their communication.
+        """A column-parallel and a row-parallel linear layer, with their communication.
 
-        Without sequence parallel: sums of the output in forward and of the input's gradient in backward. With it: a
-        gather and a reduce-scatter each way, and a gather of the input for the weight gradient (Korthikanti et al.
-        2022, section 4.2.2).
+        Without sequence parallelism: an all-reduce of the output in forward and of the input's gradient in backward.
+        With it: an all-gather and a reduce-scatter in forward and in backward, and an all-gather of the input for the
+        weight gradient (Korthikanti et al. 2022, section 4.2.2).
         """
         first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
         ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
         gather = ring.gather(size)
         backward = 0.0
         if self.parts > 1:
-            backward = gather + self.exposed(gather, first[1])  # of the output's gradient; of the input
+            backward = gather + self.exposed(gather, first[1])  # gathers of the output's gradient and of the input
             reducing = gather
         else:
             reducing = 2 * gather
@@ -170,6 +174,7 @@ class LayerClock:
 
     def core_attention(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of scores, softmax and weighted values."""
+        # Communication of context parallelism.
         config, model = self.config, self.config.model
         length, batch = config.data.seq_length, config.training.micro_batch_size
         sent = layer_traffic(config, layer)
@@ -178,6 +183,7 @@ class LayerClock:
             part / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
             for part in (sent.forward, sent.backward)
         ]
+        # Arithmetic and memory traffic, with a fused kernel or with separate operations.
         pairs = max(layer_pairs(config, layer, rank) for rank in range(self.cp)) * batch
         if self._fused:
             flops = 2 * (self.queries + self.outputs) * (pairs + ATTENTION_EDGE * self.tokens)
@@ -200,10 +206,11 @@ class LayerClock:
                 },
             ]
             kernels = (5.0, 8.0)
-        if self.cp > 1:  # partial outputs and gradients of queries are joined in float32, block by block
+        if self.cp > 1:  # partial outputs and gradients of queries are accumulated in float32, block by block
             joined = 4 * self.tokens * self.outputs * (self.cp - 1)
             for each, passes_over in zip(kinds, (3, 2), strict=True):
                 each["elements"] = each.get("elements", 0.0) + self.elements(passes_over * joined)
+        # Exposed communication and launches.
         kind = config.parallel.cp_comm_type
         overlaps = (kind[layer] if len(kind) > 1 else kind[0]) in ("p2p", "a2a+p2p")
         for each, seconds, launched in zip(kinds, comm, kernels, strict=True):
@@ -219,7 +226,7 @@ class LayerClock:
         return plain and not model.attention_dropout
 
     def between(self) -> tuple[Seconds, Seconds]:
-        """Norms, residual sums and rotary positions."""
+        """Forward and backward of norms, residual additions and rotary embeddings."""
         model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
@@ -234,7 +241,7 @@ class LayerClock:
         )
 
     def activation(self, rows: float, width: float) -> tuple[Seconds, Seconds]:
-        """The non-linearity of an MLP."""
+        """Forward and backward of the activation function of an MLP."""
         reads = (3, 5) if self.config.model.gated_linear_unit else (2, 3)
         forward, backward = (self.elements(self.bytes * rows * width * part) for part in reads)
         return (
@@ -250,7 +257,7 @@ class LayerClock:
         return Passes.sum([self.pair(self.tokens, hidden, gated * inner, inner, hidden), Passes(forward, backward, {})])
 
     def experts(self) -> Passes:
-        """Router, dispatch, experts and combination, with the load even over experts."""
+        """Router, dispatch, experts and combination, with an equal load of all experts."""
         model, parallel = self.config.model, self.config.parallel
         hidden, etp = model.hidden_size, parallel.expert_tensor_size
         own = self.tokens / self.tp
@@ -265,7 +272,7 @@ class LayerClock:
         if self.tp > 1 and self.parts == 1:
             whole = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
         forward, backward = self.activation(rows, inner)
-        # Permuted for sending, sorted by expert, and both again on the way back: a read and a write each.
+        # Permutation for dispatch, sort by expert, and the inverses of both: one read and one write each.
         permuted = self.elements(8 * self.bytes * rows * hidden)
         kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
         parts = [
@@ -281,7 +288,7 @@ class LayerClock:
         return Passes.sum(parts)
 
     def exchange(self) -> float:
-        """Seconds of sending rows to all ranks that hold a part of their experts; the way back takes as long."""
+        """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
         model, parallel = self.config.model, self.config.parallel
         row = self.bytes * self.tokens / self.tp * model.hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
@@ -292,7 +299,7 @@ class LayerClock:
     # --- whole parts of the model
 
     def attention(self) -> Passes:
-        """Projections to queries, keys and values, and the one behind attention."""
+        """Projections to queries, keys and values, and the output projection."""
         model, hidden = self.config.model, self.config.model.hidden_size
         if not model.multi_latent_attention:
             return self.pair(self.tokens, hidden, self.queries + self.keys + self.values, self.outputs, hidden)
@@ -306,7 +313,7 @@ class LayerClock:
         return Passes.sum([main, Passes(each[0], each[1], each[2])])
 
     def layer(self, number: int) -> Passes:
-        """A layer that keeps its activations, or recomputes some of its parts with selective recomputation."""
+        """A layer without recomputation or with selective recomputation."""
         model = self.config.model
         self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
         forward, backward = self.core_attention(number)
@@ -325,7 +332,7 @@ class LayerClock:
         return Passes.sum(parts)
 
     def ahead(self) -> Passes:
-        """The layers of multi-token prediction, each with its projection, look-up, and output."""
+        """The layers of multi-token prediction, each with its projection, embedding, and output layer."""
         model = self.config.model
         size = self.bytes * self.tokens * model.hidden_size
         joined = self.linear(self.tokens, 2 * model.hidden_size, model.hidden_size / self.tp)
@@ -341,17 +348,17 @@ class LayerClock:
         return Passes.sum([projection, layer, self.embedding(), self.head()] * (model.mtp_num_layers or 0))
 
     def recomputed(self, number: int) -> Passes:
-        """A layer whose forward backward does again."""
+        """A layer with full recomputation: backward repeats its forward."""
         found = self.layer(number)
         return Passes(found.forward, total([found.input_grad, found.forward]), found.weight_grad, found.hidden)
 
     def offloaded(self, number: int) -> Passes:
-        """What it costs to send a layer's activations to the host and to fetch them, which nothing overlaps."""
+        """Additional time of a layer whose activations are offloaded to the host and fetched back, without overlap."""
         seconds = layer_activations(self.config, number) / self.hardware.host_link
         return Passes({"host": seconds}, {"host": seconds}, {})
 
     def embedding(self) -> Passes:
-        """The look-up, its sum over tensor-parallel ranks, positions and dropout."""
+        """The embedding, its reduction over tensor-parallel ranks, positions and dropout."""
         size = self.bytes * self.tokens * self.config.model.hidden_size
         ring = self.rings.ring("tp")
         comm = ring.gather(size) if self.parts > 1 else ring.reduce(size)

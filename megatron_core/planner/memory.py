@@ -1,10 +1,10 @@
-"""Memory of a rank by formula: weights, gradients and optimizer by parameter, activations by layer.
+"""Formulas for a rank's memory: weights, gradients and optimizer state per parameter, activations per layer.
 
 Korthikanti et al. 2022 (arXiv 2205.05198), section 4, gives the activations of a GPT layer with MLP width 4h, dropout
-and 16-bit numbers as s b h (34 + 5 a s / h) bytes. Here each of its terms has the sizes of the model at hand, so that
-the paper's cases give the paper's numbers. It counts what backward needs: no temporary buffers, no fragmentation. What
-a GPT and a Llama keep for backward with the native kernels on a CPU is within 10 % of it (tests/planner); without them
-a gated MLP and RMSNorm keep up to 1.7 times as much.
+and 16-bit elements as s b h (34 + 5 a s / h) bytes. Here each term of this formula uses the sizes of the given model,
+so that the paper's cases give the paper's numbers. Only tensors saved for backward are counted, without temporary
+buffers and fragmentation. The measured bytes saved by a GPT and a Llama with the native kernels on a CPU are within
+10 % of the formula (tests/planner); without native kernels a gated MLP and RMSNorm save up to 1.7 times as much.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ def state_by_kind(
     moments: float = 2,
     has_main_weight: bool = True,
 ) -> dict[str, float]:
-    """Bytes of a parameter by kind: ``optimizer`` (main weight and moments, half a moment for one in bfloat16),
-    ``gradients`` in float32, ``weights``; in all 18 for 16-bit weights, 16 for float32.
+    """Bytes per parameter by kind: ``optimizer`` (main weight and moments; a bfloat16 moment counts as half),
+    ``gradients`` in float32, ``weights``; the total is 18 for 16-bit weights, 16 for float32.
 
-    ZeRO splits over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), 2 gradients, too
-    (2 + 16 / d, 4 + 12 / d), 3 all (18 / d, 16 / d); what is whole for a while, a unit at a time, comes on top.
-    Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
+    ZeRO shards over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), stage 2 also
+    gradients (2 + 16 / d, 4 + 12 / d), stage 3 everything (18 / d, 16 / d). Units that are temporarily unsharded are
+    not included. Source: Rajbhandari et al. 2020, section 3.1, with gradients in float32.
     """
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
@@ -40,19 +40,19 @@ def state_by_kind(
 
 
 def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
-    """Bytes that a layer keeps of one micro-batch on one rank, unless the whole layer is recomputed.
+    """Bytes that a layer saves for one micro-batch on one rank, without full recomputation.
 
-    For each token, with n bytes a number, t tensor-parallel ranks, a heads and g groups of d channels, MLP width f:
+    Per token, with n bytes per element, t tensor-parallel ranks, a heads and g groups of d channels, MLP width f:
 
         (4 n + 2) h / (t with sequence parallel, else 1)    inputs of norms, QKV and MLP; dropout masks
-        + 2 n h / (the same)                                inputs of the norms behind them, if there are twice as many
-        + n (2 a + 2 g) d / t                               queries, keys, values, and what attention returns
+        + 2 n h / (the same)                                inputs of the output norms, with sandwich placement
+        + n (2 a + 2 g) d / t                               queries, keys, values, and outputs of attention
           (latent attention: 2 n a (d + v) / t and its latents, twice if they are normalized, as the first line)
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
 
-    Selective recompute takes the terms of its modules away.
-    A layer with experts has ``_expert_bytes`` instead of the third line.
+    Selective recomputation removes the terms of its modules.
+    In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
     queries, keys = model.num_attention_heads * model.query_head_size, model.query_groups * model.query_head_size
@@ -80,11 +80,12 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
 
 
 def _expert_bytes(config: RunConfig) -> float:
-    """Bytes of one token for the router and the experts, with the mean load and none dropped; a rank has 1 / t of the
-    tokens. With E experts, k of them for a token, width f of each, n bytes a number and u tensor ranks of an expert:
+    """Bytes per token for the router and the experts, with the mean load and no dropped tokens; a rank has 1 / t of the
+    tokens. With E experts, k experts per token, expert width f, n bytes per element and u tensor ranks of an expert:
 
-        4 h (16-bit numbers alone) + 4 E (3)    input of the router, logits (and what the balancing loss keeps)
-        + k (n u h + n 3 f (gated: 4 f))        rows that are sent, before and after the activation, times probability
+        4 h (16-bit only) + 4 E (3 x with balancing loss)    input of the router in float32; logits
+        + k (n u h + n 3 f (gated: 4 f))                     dispatched rows; before and after the activation function,
+                                                             and times the probability
     """
     model, n = config.model, _number_size(config)
     if model.recomputes("moe"):
@@ -96,8 +97,8 @@ def _expert_bytes(config: RunConfig) -> float:
 
 
 def _score_bytes(config: RunConfig) -> int:
-    """Bytes of one token's attention weights over all heads: none with selective recompute, sums of rows if fused or
-    if keys come from other ranks, where backward computes the weights again."""
+    """Bytes per token of attention weights over all heads: 0 with selective recomputation; only the log-sum-exp of each
+    row if attention is fused or if keys are on other ranks, because backward computes the weights again."""
     model, n = config.model, _number_size(config)
     if model.recomputes("core_attn"):
         return 0
@@ -116,12 +117,12 @@ def stage_activations(
     padded_vocab_size: int,
     each: Mapping[int, float] | None = None,
 ) -> float:
-    """Bytes that a stage keeps of one micro-batch: its layers, and those of the embedding and the output layer.
+    """Bytes that a stage saves for one micro-batch: its layers, and the embedding and the output layer.
 
-    A recomputed run of layers keeps its input alone: n s b h, over t with sequence parallel. What is offloaded lies on
-    the host. The embedding keeps its dropout mask, the output layer its inputs and the logits (Korthikanti et al. 2022,
-    section 4.3, where these are float32; here the loss keeps them as they are). ``each`` has the bytes of each layer,
-    if they are known.
+    A recomputed group of layers saves only its input: n s b h, divided by t with sequence parallelism. Offloaded
+    activations are in host memory and are not counted. The embedding saves its dropout mask, the output layer its
+    inputs and the logits (Korthikanti et al. 2022, section 4.3, where logits are float32; here the loss saves them in
+    their own dtype). ``each`` gives the bytes of each layer; None: compute them.
     """
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = tokens * model.hidden_size / _sequence_parts(config)
@@ -142,7 +143,7 @@ def stage_activations(
 
 
 def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
-    """Bytes of a layer of multi-token prediction: embedding, last state and both normalized, a layer, and a head."""
+    """Bytes of a multi-token prediction layer: embedding and last hidden state with their norms, a layer, a head."""
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = n * tokens * model.hidden_size / _sequence_parts(config)
     recomputed = model.recompute_granularity == "full"
@@ -153,7 +154,7 @@ def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
 
 
 def offloaded_activations(config: RunConfig, layers: range) -> float:
-    """Bytes of a stage's activations of one micro-batch that lie in the host's memory."""
+    """Bytes of a stage's activations of one micro-batch in host memory."""
     model = config.model
     if not model.cpu_offloading:
         return 0.0
@@ -167,7 +168,7 @@ def offloaded_activations(config: RunConfig, layers: range) -> float:
 def peak_activation_bytes(
     config: RunConfig, plan: Plan, layers: Sequence[range], padded_vocab_size: int
 ) -> tuple[float, ...]:
-    """Each pipeline rank's peak: what the plan holds of every stage at once, and the run of layers being recomputed."""
+    """Each pipeline rank's peak bytes: stored activations of all its stages, and of the layers being recomputed."""
     last = len(layers) - 1
     sizes = [
         stage_activations(config, run, first=at == 0, last=at == last, padded_vocab_size=padded_vocab_size)
@@ -178,7 +179,7 @@ def peak_activation_bytes(
 
 
 def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapping[int, float] | None = None) -> float:
-    """Bytes of the layers whose activations are there for a while alone: a recomputed run, or an offloaded layer."""
+    """Bytes of temporary activations: of a recomputed group of layers, or of an offloaded layer."""
     longest, model = 0, config.model
     if model.recompute_granularity == "full":
         longest = model.recompute_num_layers or 1 if model.recompute_method == "uniform" else 1
@@ -191,7 +192,7 @@ def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapp
 
 
 def recomputed_layers(config: RunConfig, num_layers: int) -> tuple[int, int]:
-    """How many layers of a stage are recomputed, and how many inputs are kept for it."""
+    """Number of recomputed layers of a stage, and number of inputs saved for them."""
     model, every = config.model, config.model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
         return 0, 0
@@ -201,7 +202,7 @@ def recomputed_layers(config: RunConfig, num_layers: int) -> tuple[int, int]:
 
 
 def number_size(dtype: str) -> int:
-    """Bytes of a number."""
+    """Bytes per element of a dtype."""
     return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
@@ -215,5 +216,5 @@ def _tokens(config: RunConfig) -> float:
 
 
 def _sequence_parts(config: RunConfig) -> int:
-    """Over how many ranks the activations between matrix products are split."""
+    """Number of ranks that share the activations between matrix products (sequence parallelism)."""
     return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""How many parameters each stage of a layout has on a rank, from the sizes of the model alone."""
+"""Number of parameters per rank of each stage of a layout, from the sizes of the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_core.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on a rank, by the ranks over which their gradients are summed and their state is sharded."""
+    """Number of elements on a rank, by the group that reduces their gradients and shards their state."""
 
     dense: int = 0
-    """Summed over data- and context-parallel ranks."""
+    """Elements reduced over data- and context-parallel ranks."""
     experts: int = 0
-    """Summed over the copies of an expert."""
+    """Elements reduced over the replicas of an expert."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.dense + other.dense, self.experts + other.experts)
@@ -36,8 +36,8 @@ def padded_vocabulary(config: RunConfig, vocab_size: int) -> int:
 def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """Elements of a layer on a rank.
 
-    With h hidden, a heads and g groups of d channels, MLP width f, over t tensor-parallel ranks: QKV h (a + 2 g') d / t
-    (g' is g, but one group on each rank at least), attention's output a d h / t, MLP 2 h f / t (gated: 3), E experts
+    With hidden size h, a heads and g groups of d channels, MLP width f, t tensor-parallel ranks: QKV h (a + 2 g') d / t
+    (g' is g, but at least one group per rank), output projection a d h / t, MLP 2 h f / t (gated: 3), E experts
     E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -71,7 +71,7 @@ def embedding_parameters(config: RunConfig, vocab_size: int) -> int:
 
 
 def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> int:
-    """Elements of the last norm and the output layer, which has none if it is tied to an embedding on its rank."""
+    """Elements of the last norm and of the output layer (0 if it is tied to an embedding on the same rank)."""
     model = config.model
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
     tied = model.share_embeddings_and_output_weights and beside_embedding
@@ -81,7 +81,7 @@ def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: boo
 def rank_units(
     config: RunConfig, layers: Sequence[range], stage_to_rank: Sequence[int], vocab_size: int
 ) -> list[list[Parameters]]:
-    """For each pipeline rank the units that data parallelism gathers and frees: embedding, each layer, head."""
+    """For each pipeline rank its units (embedding, each layer, head), which data parallelism gathers and frees."""
     ranks: list[list[Parameters]] = [[] for _ in range(max(stage_to_rank) + 1)]
     last = len(layers) - 1
     ends = stage_to_rank[0], stage_to_rank[last]
@@ -100,7 +100,7 @@ def rank_units(
 
 
 def layer_kinds(config: RunConfig) -> list[int]:
-    """A number for each layer, the same for layers that compute the same on tensors of the same sizes."""
+    """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
     model, comm = config.model, config.parallel.cp_comm_type
     seen: dict[object, int] = {}
     found = []
@@ -112,7 +112,7 @@ def layer_kinds(config: RunConfig) -> list[int]:
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
-    """A weight for each channel, and a bias unless it is RMSNorm."""
+    """Elements of a norm: a weight per channel, and for LayerNorm a bias per channel."""
     return (model.hidden_size if size is None else size) * (1 if model.normalization == "RMSNorm" else 2)
 
 
@@ -122,7 +122,7 @@ def _attention(model: ModelConfig, queries: int, groups: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:
-    """Down projections and norms of latents are whole on every rank."""
+    """Elements of latent attention; down projections and norms of latents are replicated on every rank."""
     hidden, heads, rank, q_rank = (
         model.hidden_size,
         model.num_attention_heads // tp,
@@ -138,8 +138,8 @@ def _latent_attention(model: ModelConfig, tp: int) -> int:
 
 
 def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
-    """Elements of the layers of multi-token prediction: of each a layer as the last one, three norms, and 2 h^2 / t; a
-    copy of the embedding on a rank that does not have it."""
+    """Elements of the multi-token prediction layers: each has a layer like the last one, three norms, and a projection
+    of 2 h^2 / t; a rank without the embedding has a copy of it."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if not model.mtp_num_layers:
         return Parameters()

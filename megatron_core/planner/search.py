@@ -1,8 +1,9 @@
-"""The fastest layouts of a model on so many devices of a machine, among all that fit into its memory.
+"""Find the fastest layouts of a model on a number of devices, among all layouts that fit into their memory.
 
-The points are TP x PP x chunks and schedule x CP x EP x ETP x ZeRO x recomputation x offload x micro-batch size. Branch
-and bound: a lower bound of the step's time, from arithmetic that no schedule or overlap can hide, orders the points and
-ends the search once it exceeds the worst layout that would be shown. Which layouts are legal, config's own rules say.
+The points are TP x PP x chunks and schedule x CP x EP x ETP x ZeRO x recomputation x offload x micro-batch size. The
+search is branch and bound: points are ordered by a lower bound of the step's time (the arithmetic, which no schedule or
+overlap can hide), and the search ends when the bound exceeds the time of the slowest layout in the result. The
+configuration's own rules decide which layouts are legal.
 """
 
 import heapq
@@ -31,7 +32,7 @@ SHAPE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
-"""What makes two layouts different ones in the list; of those that differ in the rest, the fastest is shown."""
+"""Settings that distinguish layouts in the result; of layouts with equal values only the fastest is kept."""
 MOST_CHUNKS = 8
 NONE: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 KEPT: tuple[Settings, ...] = (
@@ -45,13 +46,13 @@ KEPT: tuple[Settings, ...] = (
     },
     NONE | {"cpu_offloading": True},
 )
-"""What becomes of activations; the last one needs a host beside the device."""
+"""Choices for activations: store, recompute or offload; the last one requires a host with its own memory."""
 LAYER_SETTINGS = (
     *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("expert_tensor_parallel_size", "sequence_parallel", "micro_batch_size", "recompute_granularity"),
     *("recompute_method", "recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers"),
 )
-"""What decides the times of a layer."""
+"""Settings that determine the times of a layer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -62,26 +63,26 @@ class Candidate:
     config: RunConfig = field(compare=False)
     cost: StepCost = field(compare=False)
     memory: dict[str, float] = field(compare=False)
-    """By kind, of the pipeline rank that needs most."""
+    """Bytes by kind of the pipeline rank with the highest peak."""
     rank: int = field(compare=False)
     on_host: float = field(compare=False, default=0.0)
 
     @property
     def bytes(self) -> float:
-        """Of the device."""
+        """Peak bytes on a device."""
         return sum(self.memory.values())
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The settings that make it a layout of its own."""
+        """The values of the settings ``SHAPE``."""
         return tuple(getattr(self.config.parallel, name) for name in SHAPE)
 
 
 @dataclass
 class Search:
-    """Looks for layouts of ``config`` on ``devices`` devices of a machine.
+    """Searches layouts of ``config`` on ``devices`` devices of a machine.
 
-    ``progress`` is called periodically with the number of points that are decided and the best time so far.
+    ``progress`` is called periodically with the number of processed points, the number of all points and the best time.
     """
 
     config: RunConfig
@@ -100,7 +101,7 @@ class Search:
     def best(self, count: int = 10) -> list[Candidate]:
         """The ``count`` fastest layouts that fit, fastest first, with different shapes.
 
-        ``LayoutError`` if none fits, with the nearest miss and what would help.
+        ``LayoutError`` if none fits, with the layout that needs least memory and suggestions.
         """
         if self.devices < 1:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
@@ -126,7 +127,7 @@ class Search:
         return sorted(found.values())[:count]
 
     def candidate(self, config: RunConfig) -> Candidate:
-        """A layout with its time and memory, whether or not it fits; ``LayoutError`` if config's rules refuse it."""
+        """Return a layout's time and memory, whether or not it fits; ``LayoutError`` if the layout is not legal."""
         faults = list(problems(without_data(config), self.devices))
         if faults:
             raise LayoutError("; ".join(faults))
@@ -135,13 +136,13 @@ class Search:
         return self._timed(pipeline, footprint, *footprint.worst())
 
     def fits(self, memory: dict[str, float]) -> bool:
-        """Whether so much memory is there."""
+        """Whether ``memory`` fits into the device."""
         return sum(memory.values()) <= self.hardware.usable_bytes
 
     # --- the points
 
     def _points(self) -> Iterator[tuple[float, Settings]]:
-        """Layouts of layers, batches and stages with a lower bound of their time."""
+        """Yield a lower bound of the time and the settings of every point, without ZeRO and optimizer offload."""
         batch = self.config.training.global_batch_size or 1
         stages_of: dict[int, list[Settings]] = {}
         for layers in self._layer_settings():
@@ -162,7 +163,7 @@ class Search:
                         yield bound * self._waiting(stages, batch / (micro * copies)), point | stages
 
     def _layer_settings(self) -> Iterator[Settings]:
-        """TP, CP, EP and ETP whose products divide the devices."""
+        """Yield TP, CP, EP and ETP whose products divide the number of devices."""
         experts = self.config.model.num_experts
         for tp in divisors(self.devices):
             for cp in divisors(self.devices // tp):
@@ -180,7 +181,7 @@ class Search:
         return [1 << power for power in range(10) if batch % (1 << power) == 0]
 
     def _stage_settings(self, room: int) -> list[Settings]:
-        """PP, chunks and schedule."""
+        """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
         found = []
         for pp, schedule in product(divisors(room), TRAINING):
             chunks = SCHEDULES[schedule].chunks
@@ -196,7 +197,7 @@ class Search:
         return found
 
     def _variants(self, settings: Settings) -> Iterator[Settings]:
-        """ZeRO and offload, which leave the times of layers as they are. Overlap is always on: it costs no memory."""
+        """Yield ZeRO and offload settings, which do not change layer times. Overlap is always on: it uses no memory."""
         host = self.hardware.has_host and not self.config.optimizer.offloads_optimizer
         copies = self.devices // settings["tensor_model_parallel_size"] // settings["pipeline_model_parallel_size"]
         for stage in range(4 if copies > 1 else 1):
@@ -212,7 +213,7 @@ class Search:
     # --- bounds
 
     def _bound(self, settings: Settings) -> float:
-        """Seconds of the step in which all devices are busy with layers and head all the time."""
+        """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
         times = self._times(settings)
         model, batch = self.config.model, self.config.training.global_batch_size or 1
         full = settings["recompute_granularity"] == "full"
@@ -227,14 +228,14 @@ class Search:
         return (each + away) * batch / settings["micro_batch_size"] * others / self.devices
 
     def _waiting(self, stages: Settings, micros: float) -> float:
-        """At least so many times as long with the pipeline's bubble, for stages that are equal."""
+        """Lower bound of the factor by which the pipeline's bubble lengthens the step, for equal stages."""
         pp, chunks = stages["pipeline_model_parallel_size"], stages["num_virtual_stages_per_pipeline_rank"] or 1
         if stages["pipeline_schedule"] not in (None, "gpipe"):
-            return 1.0  # weight gradients fill it
+            return 1.0  # weight gradients fill the bubble
         return 1 + 0.9 * (pp - 1) / (micros * chunks)
 
     def _state_bytes(self, config: RunConfig) -> float:
-        """Weights, gradients and optimizer state of the mean stage; the largest has no less."""
+        """Mean bytes of weights, gradients and optimizer state per stage: a lower bound for the largest stage."""
         parallel = config.parallel
         key = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
         if key not in self._parameters:
@@ -247,12 +248,12 @@ class Search:
     # --- one point
 
     def _consider(self, settings: Settings, found: dict[tuple[Any, ...], Candidate], worst: float) -> None:
-        """Evaluate all variants of a point; those that fit and beat what is known go to ``found``."""
+        """Evaluate all variants of a point; add those to ``found`` that fit and are faster than the known layouts."""
         pipeline: Pipeline | None = None
         fitted = -1
         for variant in self._variants(settings):
             if variant["optimizer_cpu_offload"] and fitted == variant["zero_stage"]:
-                continue  # it fits without, and that is faster
+                continue  # it fits without offload, which is faster
             config = self._with(settings | variant)
             self.evaluated += 1
             state = self._state_bytes(config)
@@ -280,7 +281,7 @@ class Search:
                 found[candidate.shape] = candidate
 
     def _note_miss(self, needed: float, config: RunConfig) -> None:
-        """Remember what needs least of all that do not fit; of some only the state is known."""
+        """Remember the layout with the least memory of all that do not fit; ``needed`` may be only its state."""
         if (self._nearest is None or needed < self._nearest[0]) and self._is_legal(config):
             self._nearest = needed, config
 
@@ -297,7 +298,7 @@ class Search:
         return Candidate(cost.seconds, pipeline.config, cost, memory, rank, footprint.on_host(rank))
 
     def _times(self, settings: Settings) -> LayerTimes:
-        """Times of layers, which these settings alone decide; the groups' places do not depend on PP and DP."""
+        """Cached layer times for ``LAYER_SETTINGS``; the placement of their groups does not depend on PP and DP."""
         key = tuple(settings.get(name) for name in LAYER_SETTINGS)
         if key not in self._clocks:
             chosen = {name: settings[name] for name in LAYER_SETTINGS if name in settings}
@@ -307,7 +308,7 @@ class Search:
         return self._clocks[key]
 
     def _with(self, settings: Settings) -> RunConfig:
-        """The configuration with other settings, and neutral ones for what a layout determines."""
+        """Return the configuration with ``settings``, and with neutral values of all other layout settings."""
         return with_settings(self.config, NEUTRAL | settings)
 
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
@@ -333,7 +334,7 @@ class Search:
 
 
 def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
-    """``config`` with other values of some settings."""
+    """Return ``config`` with new values of some settings."""
     by_section: dict[str, Settings] = {}
     for name, value in settings.items():
         by_section.setdefault(_SECTION[name], {})[name] = value
@@ -341,7 +342,7 @@ def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def describe_layout(config: RunConfig, world_size: int) -> str:
-    """A layout in words: ``tp8 pp2 v4 dp4 sp zero1 overlap mbs2 full recompute, optimizer on the host``."""
+    """Describe a layout in words: ``tp8 pp2 v4 dp4 sp zero1 overlap mbs2 full-recompute optimizer-offload``."""
     model = config.model
     words = [str(Layout.of(config.parallel, model.num_layers, world_size)), f"mbs{config.training.micro_batch_size}"]
     if model.recompute_granularity is not None:

@@ -1,4 +1,4 @@
-"""Settings with which a run that does not fit would: the changes that cost least time, with the memory they need."""
+"""Suggest settings for a run that does not fit into memory: the cheapest changes in time, and their memory."""
 
 from collections.abc import Iterator
 from itertools import chain, combinations
@@ -13,7 +13,7 @@ from megatron_core.planner.search import KEPT, Settings, with_settings
 
 
 def predicted_bytes(config: RunConfig, world_size: int, vocab_size: int) -> float:
-    """Bytes of the pipeline rank that needs most, at its peak."""
+    """Highest peak bytes over all pipeline ranks."""
     copies = config.parallel.data_parallel_size(world_size)
     plan = plan_of(config, config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies))
     layers = layers_by_stage(config, vocab_size, plan.num_stages)
@@ -24,9 +24,9 @@ def predicted_bytes(config: RunConfig, world_size: int, vocab_size: int) -> floa
 def settings_that_fit(
     config: RunConfig, world_size: int, vocab_size: int, limit: float, count: int = 3
 ) -> list[tuple[Settings, float]]:
-    """Up to ``count`` changes of settings with which no rank needs more than ``limit`` bytes, and what it needs then.
+    """Up to ``count`` changes of settings that reduce every rank's peak to at most ``limit`` bytes, and the new peak.
 
-    Single changes come before pairs of them, and those that cost little time before those that cost more.
+    Single changes come before pairs of changes, and changes that cost little time before more expensive ones.
     """
     found: list[tuple[Settings, float]] = []
     single = list(_changes(config, world_size))
@@ -38,7 +38,7 @@ def settings_that_fit(
         try:
             needed = predicted_bytes(other, world_size, vocab_size)
         except ConfigError:
-            continue  # its schedule does not exist for so many micro-batches
+            continue  # the schedule does not support this number of micro-batches
         if needed <= limit:
             found.append((change, needed))
         if len(found) == count:
@@ -47,7 +47,7 @@ def settings_that_fit(
 
 
 def _changes(config: RunConfig, world_size: int) -> Iterator[Settings]:
-    """What makes a rank need less, the cheapest first."""
+    """Yield changes that reduce a rank's memory, cheapest first."""
     parallel, size = config.parallel, config.training.micro_batch_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if config.model.recompute_granularity is None:
