@@ -1,4 +1,4 @@
-"""Attention over sequences whose tokens lie on several ranks."""
+"""Attention over sequences that are split over several ranks (context parallelism)."""
 
 from megatron_core.context_parallel.attention import SharedSequence, shared_attention
 from megatron_core.context_parallel.exchange import AllGather, Exchange, Ring

@@ -14,20 +14,20 @@ from megatron_core.parallel.micro_batch import zigzag
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """A sequence of ``length`` tokens, zig-zag over the ranks of ``exchange.group``, and what its tokens see."""
+    """A sequence of ``length`` tokens, split in a zig-zag over the ranks of ``exchange.group``, and its masking."""
 
     length: int
     exchange: Exchange
     products: Products
     documents: Documents | None = None
-    """Lengths of the documents in each whole sequence; None: one document each."""
+    """Lengths of the documents in each whole sequence; None: each sequence is one document."""
     window: int | None = None
-    """Keys that a query sees, its own and those before it; None: all."""
+    """Number of keys visible to a query: its own and the preceding ones; None: all."""
     causal: bool = True
-    """Whether a query sees no key after its own; else ``products`` know what it sees."""
+    """Whether keys after a query are masked; otherwise ``products`` apply the mask."""
 
     def tiles_with(self, owner: int) -> tuple[Tile, ...]:
-        """The products of this rank's queries with the keys of rank ``owner``."""
+        """The tiles of this rank's queries with the keys of rank ``owner``."""
         size, rank = self.exchange.group.size(), self.exchange.group.rank()
         if not self.causal:
             whole = 0, self.length // size
@@ -37,11 +37,11 @@ class SharedSequence:
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SharedSequence) -> Tensor:
-    """softmax(Q K^T / sqrt(d)) V over the keys that each query sees, on whatever rank they are.
+    """softmax(Q K^T / sqrt(d)) V over all visible keys on all ranks.
 
-    ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is this rank's part of
-    the sequence, and e, the channels of values, is d but for latent attention, where it is less.
-    Backward needs query, key, value, output and log-sum-exp of this rank alone. The parts of a softmax are merged in
+    ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is the length of this
+    rank's part of the sequence, and e are the channels of values: e = d, except in latent attention, where e < d.
+    Backward saves only query, key, value, output and log-sum-exp of this rank. The parts of a softmax are merged in
     float32 or wider.
     """
     return _SharedAttention.apply(query, key, value, sequence)

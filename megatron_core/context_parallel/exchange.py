@@ -1,4 +1,4 @@
-"""How the keys and values of all ranks come to each of them, and their gradients back."""
+"""Exchange of keys and values between ranks, and of their gradients in backward."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -17,25 +17,25 @@ from megatron_core.parallel.groups import Group
 
 
 class Exchange(Protocol):
-    """Shows each rank of a group the blocks of all ranks, its own first; a block is any tensor, of one shape."""
+    """Passes the blocks of all ranks of a group to each rank, its own block first; all blocks have the same shape."""
 
     group: Group
 
     def forward(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Pairs (rank, its block); a block must be read before the next one is asked for."""
+        """Yield (rank, its block); a block must be read before the next one is requested."""
         ...
 
     def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The sum, over all ranks, of their gradients of this rank's block ``own``.
+        """Return the gradient of this rank's block ``own``, summed over all ranks.
 
-        ``gradient_of(rank, block)`` gives this rank's part of the gradient of any rank's block.
+        ``gradient_of(rank, block)`` returns this rank's contribution to the gradient of another rank's block.
         """
         ...
 
 
 class AllGather:
-    """All blocks at once: (p-1)/p of all bytes received forward, as many again backward and as many of gradients sent
-    back. Source: Dubey et al. 2024 (Llama 3), section 3.3.2."""
+    """Gathers all blocks at once. A rank receives (p-1)/p of all bytes in forward and the same again in backward, and
+    sends the same number of elements of gradients. Source: Dubey et al. 2024 (Llama 3), section 3.3.2."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class AllGather:
         yield from ((rank, blocks[rank]) for rank in _from_own(self.group))
 
     def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """As ``Exchange``; blocks are gathered again, so that no rank keeps the whole sequence from the forward on."""
+        """As ``Exchange``; blocks are gathered again, so that no rank stores the whole sequence after forward."""
         found = {rank: gradient_of(rank, block) for rank, block in self.forward(own)}
         gradients = torch.stack([found[rank] for rank in range(self.group.size())])
         total, handle = start_reduce_scatter_sequence(gradients, self.group)
@@ -56,10 +56,11 @@ class AllGather:
 
 
 class Ring:
-    """Blocks travel from each rank to the next, while what has arrived is computed with.
+    """Sends blocks from each rank to the next, overlapped with the computation on the previous block.
 
-    Forward a rank sends p-1 blocks; backward as many, and p gradients: that of a block follows it around the ring,
-    growing, and one step further, home. Source: Liu et al. 2023, algorithm 1.
+    In forward a rank sends p-1 blocks; in backward it sends p-1 blocks and p gradients. The gradient of a block follows
+    the block around the ring, accumulates each rank's contribution, and is sent one step further to the owning rank.
+    Source: Liu et al. 2023, algorithm 1.
     """
 
     def __init__(self, group: Group) -> None:
@@ -82,7 +83,7 @@ class Ring:
         for rank, block in self.forward(own):
             part = gradient_of(rank, block)
             if total is not None:
-                handle.wait()  # what the ranks before have added
+                handle.wait()  # for the sum of the preceding ranks' contributions
                 part += total
             total, handle = start_ring_shift(part, self.group)
         assert total is not None, "a ring has one rank at least"
@@ -91,5 +92,5 @@ class Ring:
 
 
 def _from_own(group: Group) -> list[int]:
-    """The ranks of a group in the order in which a ring brings their blocks: the own one, the one before it, ..."""
+    """The ranks of a group in the order in which a ring delivers their blocks: this rank, the previous one, ..."""
     return [(group.rank() - step) % group.size() for step in range(group.size())]

@@ -1,4 +1,4 @@
-"""Sequence parts for heads and back: each rank gets some heads of the whole sequence (Jacobs et al. 2023, Ulysses)."""
+"""All-to-all of sequence parts and heads: each rank gets some heads of all tokens (Jacobs et al. 2023, Ulysses)."""
 
 import math
 
@@ -10,15 +10,15 @@ from megatron_core.parallel.groups import Group
 
 
 def replicated_groups(groups: int, size: int) -> int:
-    """Key-value heads before they are exchanged among ``size`` ranks: the fewest copies that give each rank as many."""
+    """Number of key-value heads after replication: the smallest multiple of ``groups`` that ``size`` divides."""
     return math.lcm(groups, size)
 
 
 class HeadExchange:
-    """Exchanges within ``group``, whose ranks are neighbours in a context-parallel group of ``cp_size`` ranks.
+    """Exchanges heads within ``group``, whose ranks are adjacent in a context-parallel group of ``cp_size`` ranks.
 
-    The chunks of ranks that are neighbours in a zig-zag are neighbours in the sequence: together they are the chunks of
-    one rank of a zig-zag over cp_size / size ranks.
+    Adjacent ranks of a zig-zag hold adjacent chunks of the sequence: together these are the two chunks of one rank of a
+    zig-zag over cp_size / size ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -26,7 +26,7 @@ class HeadExchange:
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[n, b, heads, d]``, ``[n, b, groups, d]`` and ``[n, b, groups, e]`` -> ``[n size, b, heads / size, d]`` and
-        the same of the key-value heads that go with them; tokens in ascending order. One message."""
+        the corresponding key-value heads; tokens in ascending order. Uses one message."""
         size = self.group.size()
         copies = replicated_groups(key.shape[2], size) // key.shape[2]
         if copies > 1:
@@ -39,17 +39,17 @@ class HeadExchange:
         return query, key, value
 
     def to_sequence(self, out: Tensor) -> Tensor:
-        """``[n size, b, heads / size * d]`` -> ``[n, b, heads * d]``: the way back."""
+        """The inverse of ``to_heads`` for outputs: ``[n size, b, heads / size * d]`` -> ``[n, b, heads * d]``."""
         parts = self._by_rank(out)
         return exchange_parts(parts, self.group).movedim(0, 2).flatten(2)
 
     def _ascending(self, parts: Tensor) -> Tensor:
-        """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]``: first chunks as they come, second ones
-        backwards."""
+        """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]`` in ascending order: the first chunks in the
+        order of ranks, the second chunks in reverse order."""
         first, second = parts.chunk(2, dim=1)
         return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of ``_ascending``."""
         first, second = (half.unflatten(0, (self.group.size(), -1)) for half in tokens.chunk(2))
         return torch.cat([first, second.flip(0)], dim=1)

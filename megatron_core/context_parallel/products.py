@@ -1,4 +1,4 @@
-"""Attention of one tile with the log-sum-exp of its scores, and its gradients given those of the whole softmax.
+"""Attention of one tile with the log-sum-exp of its scores, and its gradients given statistics of the whole softmax.
 
 Part i of a query's keys gives o_i = softmax(s_i) V_i and l_i = log sum exp(s_i). With l = log sum exp(l_i) the whole
 attention is sum exp(l_i - l) o_i, and the gradients of part i are those of attention with the weights exp(s_i - l).
@@ -17,15 +17,15 @@ from megatron_core.ops.rows import wide
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 Drop = Callable[[Tensor, Tile, int], Tensor]
-"""(weights of a tile, the tile, the rank whose keys they are) -> the weights that stay, over the share that does."""
+"""(weights of a tile, the tile, the rank that owns the keys) -> the weights after dropout, scaled by 1 / (1 - p)."""
 Mask = Callable[[Tile, int], Tensor]
-"""(a tile, the rank whose keys they are) -> ``[b or 1, 1, q, k]``, True where a query must not see a key."""
+"""(a tile, the rank that owns the keys) -> ``[b or 1, 1, q, k]``, True where a key is masked for a query."""
 
 
 class Products(Protocol):
-    """A way to compute a tile: queries ``[b, heads, q, d]``, keys and values ``[b, groups, k, d]``.
+    """Attention of a tile: queries ``[b, heads, q, d]``, keys and values ``[b, groups, k, d]``.
 
-    ``owner`` is the rank whose keys they are.
+    ``owner`` is the rank that owns the keys.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
@@ -35,12 +35,12 @@ class Products(Protocol):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
     ) -> Gradients:
-        """Gradients of query, key and value; ``out`` and ``lse`` are those of the whole attention."""
+        """Gradients of query, key and value; ``out`` and ``lse`` are the results of the whole attention."""
         ...
 
 
 class Unfused:
-    """The formulas written out, in float32 or wider; ``drop`` is the dropout of the weights, ``mask`` a caller's own.
+    """Attention in separate operations, in float32 or wider, with optional dropout ``drop`` and custom ``mask``.
 
     With ``softcap`` c scores s become c tanh(s / c), whose derivative is 1 - tanh(s / c)^2.
     """
@@ -85,8 +85,8 @@ class Unfused:
 
 
 class FusedOnCPU:
-    """torch's flash attention for CPUs, which has float64, groups of heads and masks; values with fewer channels than
-    keys are filled up with zeros."""
+    """torch's flash attention for CPUs, which supports float64, groups of heads and masks; values with fewer channels
+    than keys are padded with zeros."""
 
     def __init__(self, mask: Mask | None = None) -> None:
         self.mask = mask
@@ -116,14 +116,14 @@ class FusedOnCPU:
         return tile.is_causal_square and self.mask is None
 
     def _added(self, query: Tensor, tile: Tile, owner: int) -> Tensor | None:
-        """Added to the scores: 0 where a query sees a key, else -inf."""
+        """The mask to add to the scores: 0 for a visible key, else -inf."""
         unseen = None if self._is_causal(tile) else hidden(tile, owner, self.mask, query.device)
         return None if unseen is None else torch.zeros_like(unseen, dtype=query.dtype).masked_fill_(unseen, -torch.inf)
 
 
 class FusedOnCUDA:
-    """torch's flash attention for GPUs, in 16 bits; unfused for what it has not: windows, values of other sizes, and
-    heads that ``scaled_dot_product_attention`` would fill up or give to another kernel."""
+    """torch's flash attention for GPUs, in 16 bits; unfused for unsupported tiles: windows, values with other channels
+    than keys, and heads that ``scaled_dot_product_attention`` would pad or run with another kernel."""
 
     def __init__(self) -> None:
         self.unfused = Unfused()
@@ -142,7 +142,7 @@ class FusedOnCUDA:
         """As ``Products``."""
         if self._lacks(tile, query, value):
             return self.unfused.backward(grad, query, key, value, out, lse, tile, owner)
-        no_state = torch.empty(0, dtype=torch.uint64, device=query.device)  # of a generator: nothing is dropped
+        no_state = torch.empty(0, dtype=torch.uint64, device=query.device)  # no generator state: there is no dropout
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2]),
             *(0.0, tile.is_causal_square, no_state, no_state),
@@ -155,14 +155,14 @@ class FusedOnCUDA:
 
 
 def fused_products(device: torch.device, dtype: torch.dtype, mask: Mask | None = None) -> Products:
-    """The fastest of those that compute on ``device`` in ``dtype``, with a caller's own ``mask``."""
+    """Return the fastest implementation for ``device`` and ``dtype`` that supports ``mask``."""
     if device.type == "cpu":
         return FusedOnCPU(mask)
     return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) and mask is None else Unfused(mask=mask)
 
 
 def visible(tile: Tile, device: torch.device) -> Tensor:
-    """``[q, k]``, True where a query of a tile with a band sees a key."""
+    """``[q, k]``, True where a key is visible to a query, for a tile with a band."""
     assert tile.band is not None, "without a band all is visible"
     offset, window = tile.band
     shape = tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]
@@ -170,7 +170,7 @@ def visible(tile: Tile, device: torch.device) -> Tensor:
 
 
 def hidden(tile: Tile, owner: int, mask: Mask | None, device: torch.device) -> Tensor | None:
-    """True where a query of a tile must not see a key, as its band and ``mask`` say; None: it sees all."""
+    """True where the tile's band or ``mask`` hides a key from a query; None: all keys are visible."""
     own = None if mask is None else mask(tile, owner)
     if tile.band is None:
         return own
@@ -179,12 +179,12 @@ def hidden(tile: Tile, owner: int, mask: Mask | None, device: torch.device) -> T
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The log-sum-exp to subtract from scores: of rows without keys, whose scores are all -inf, 0."""
+    """The log-sum-exp to subtract from scores; 0 for rows without keys, whose scores are all -inf."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the attention over some keys to that over others, in place; ``lse`` is -inf where there were none yet."""
+    """Merge the attention over two sets of keys into ``out`` and ``lse``, in place; an empty set has ``lse`` -inf."""
     total = torch.logaddexp(lse, part_lse)
     base = finite(total)
     out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - base).exp_().unsqueeze(-1))
@@ -201,5 +201,5 @@ def _by_group(x: Tensor, key: Tensor) -> Tensor:
 
 
 def _over_group(weights: Tensor, x: Tensor, key: Tensor) -> Tensor:
-    """The transposed ``weights`` times ``x``, summed over the heads of each group: ``[b, groups, k, d]``."""
+    """``weights``^T times ``x``, summed over the heads of each group: ``[b, groups, k, d]``."""
     return (_by_group(weights, key).transpose(-1, -2) @ _by_group(x, key).to(weights.dtype)).sum(2)

@@ -1,6 +1,6 @@
-"""Which products attention takes when queries and keys are runs of a sequence: rectangles and triangles, no s x s mask.
+"""Split attention between runs of a sequence into tiles: rectangles and triangles, without an s x s mask.
 
-Everything here is arithmetic on positions that the host knows, so that work can be counted without doing it.
+All functions compute with positions on the host, so that work can be counted without tensors.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron_core.parallel.micro_batch import Range
 Documents = tuple[tuple[int, ...], ...]
 
 LEAST_BAND = 128
-"""Queries of a tile with a window are at most the window, or so many: fewer would be more tiles than work."""
+"""Tiles with a window have at most max(window, LEAST_BAND) queries; smaller tiles would be dominated by overhead."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Attention of a range of local queries over a range of local keys, for one sequence or all of the micro-batch.
+    """Attention of a range of local queries over a range of local keys, for one or all sequences of the micro-batch.
 
-    ``band`` is None where every query sees every key; else (offset, window): query i sees key j if
-    0 <= offset + i - j < window, both counted from the tile's first. Every query sees at least one key: a row without
-    one would have a log-sum-exp of its own.
+    ``band`` is None if every query sees every key; else (offset, window): query i sees key j if
+    0 <= offset + i - j < window, both counted from the tile's first. Every query sees at least one key, because the
+    log-sum-exp of a row without keys would need special treatment.
     """
 
     row: int | None
@@ -33,17 +33,17 @@ class Tile:
 
     @property
     def rows(self) -> slice:
-        """The sequences of the micro-batch."""
+        """Slice of the tile's sequences in the micro-batch."""
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
     @property
     def is_causal_square(self) -> bool:
-        """Whether query i sees keys 0 to i, and as many queries as keys."""
+        """Whether query i sees keys 0 to i, and the number of queries equals the number of keys."""
         return self.band is not None and self.band[0] == 0 and self.band[1] >= _size(self.queries) == _size(self.keys)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a visible key."""
         queries, keys = _size(self.queries), _size(self.keys)
         if self.band is None:
             return queries * keys
@@ -53,14 +53,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A range of positions and where its first token lies locally."""
+    """A range of positions and the local index of its first token."""
 
     start: int
     stop: int
     at: int
 
     def cut(self, start: int, stop: int) -> _Piece:
-        """What of it lies in a range of positions."""
+        """The intersection with a range of positions."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return _Piece(start, stop, self.at + start - self.start)
 
@@ -74,12 +74,12 @@ class _Piece:
 def tiles(
     queries: tuple[Range, ...], keys: tuple[Range, ...], documents: Documents | None = None, window: int | None = None
 ) -> tuple[Tile, ...]:
-    """The tiles of causal attention, where queries and keys are local sequences made up of these runs of positions.
+    """The tiles of causal attention between local queries and keys; both consist of the given runs of positions.
 
-    Runs are in ascending order, and a run of queries is one of the runs of keys or shares no position with any.
-    ``documents`` are the lengths of those in each whole sequence, which see nothing of one another; ``window`` is how
-    many keys a query sees, its own and those before it. Two runs have at most one document in common, so that any
-    lengths give rectangles and triangles.
+    Runs are in ascending order; a run of queries is either equal to a run of keys or disjoint from all of them.
+    ``documents`` are the lengths of the documents in each whole sequence; documents do not attend to one another.
+    ``window`` is the number of keys visible to a query: its own and the preceding ones. Two runs have at most one
+    document in common, so that any lengths give rectangles and triangles.
     """
     found: list[Tile] = []
     for row, lengths in enumerate(documents or [(max(stop for _, stop in (*queries, *keys)),)]):
@@ -93,7 +93,7 @@ def tiles(
 
 
 def _pieces(runs: tuple[Range, ...], span: Range) -> list[_Piece]:
-    """What each run has of the positions in ``span``."""
+    """The intersection of each run with the positions in ``span``."""
     pieces, at = [], 0
     for start, stop in runs:
         piece = _Piece(start, stop, at).cut(*span)
@@ -104,7 +104,7 @@ def _pieces(runs: tuple[Range, ...], span: Range) -> list[_Piece]:
 
 
 def _of_document(queries: list[_Piece], keys: list[_Piece], window: int | None) -> Iterator[Tile]:
-    if queries and queries == keys and window is None:  # one triangle: the local order is that of positions
+    if queries and queries == keys and window is None:  # one triangle: local indices are in the order of positions
         local = queries[0].local[0], queries[-1].local[1]
         yield Tile(None, local, local, (0, _size(local)))
         return
@@ -123,19 +123,19 @@ def _of_pieces(query: _Piece, key: _Piece, window: int | None) -> Iterator[Tile]
 
 
 def _with_window(query: _Piece, key: _Piece, window: int) -> Iterator[Tile]:
-    """Queries in parts, so that none of them reads more keys than twice its window, and their masks are small."""
+    """Split queries into parts, each of which reads at most twice its window of keys, so that masks are small."""
     most = max(window, LEAST_BAND)
     for first in range(query.start, query.stop, most):
         part = query.cut(first, first + most)
         seen = key.cut(part.start - window + 1, part.stop)
-        part = part.cut(seen.start, seen.stop + window - 1)  # those that see one of them
+        part = part.cut(seen.start, seen.stop + window - 1)  # queries with at least one visible key
         if seen.start < seen.stop and part.start < part.stop:
             everything = seen.stop <= part.start + 1 and part.stop - seen.start <= window
             yield Tile(None, part.local, seen.local, None if everything else (part.start - seen.start, window))
 
 
 def _joined(found: list[Tile]) -> Iterator[Tile]:
-    """The tiles, neighbouring rectangles made one."""
+    """Merge adjacent rectangles."""
     last: Tile | None = None
     for tile in found:
         if last is not None and last.band is None and tile.band is None and last.row == tile.row:
