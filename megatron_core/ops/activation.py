@@ -1,4 +1,4 @@
-"""The activations of the feed-forward layer, fused with the bias before them; native kernels as torch operators."""
+"""Activation functions of the feed-forward layer, fused with the bias; native kernels as torch operators."""
 
 from typing import Any, Literal
 
@@ -16,12 +16,12 @@ NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4
 """The numbers of csrc/common/activation.h."""
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
-"""Those of a gate and a value, f(gate) * value."""
+"""Gated activations: f(gate) * value."""
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
-    """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated, of n = 2 m the first half
-    is the gate and the second the value, -> ``[..., m]``. Nothing is kept for backward but ``x`` and ``bias``.
+    """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated: n = 2 m, the first half is
+    the gate and the second half the value, -> ``[..., m]``. Only ``x`` and ``bias`` are saved for backward.
 
     gelu: x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); squared_relu (So et al. 2021); swiglu, geglu: silu or
     gelu of the gate, times the value (Shazeer 2020).
@@ -43,7 +43,7 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 @operator("bias_activation_backward")
 def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """-> (dx, dbias), the latter without elements if there is no bias."""
+    """-> (dx, dbias); dbias is empty if there is no bias."""
     _check("bias_activation_backward", x, bias, kind)
     columns = _columns(x, kind)
     check("bias_activation_backward", x[..., :columns], {"dy": dy})

@@ -12,17 +12,18 @@ from megatron_core.ops.libraries import LIBRARIES
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 
 OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
-"""The operations that have a native kernel; each names csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
+"""The operations with a native kernel, in csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
 
 AS_TORCH = "torch's own"
-"""The implementation of an operation that has no native kernel, unless a library has one."""
+"""Name of the implementation if neither a native kernel nor a library has the operation."""
 
 
 def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> str:
-    """The backend of ``op`` for a device and data type: ``native``, ``reference`` or a library's name.
+    """Select the backend of ``op`` for a device and data type: ``native``, ``reference`` or a library's name.
 
-    ``auto`` takes the native kernel if available, as benchmarks/bench_ops.py shows it to be faster. A library takes the
-    operations and data types that it has; ``auto`` decides for the others. ConfigError if the request is unavailable.
+    ``auto`` selects the native kernel if available, because it is faster (benchmarks/bench_ops.py). A requested library
+    is used for the operations and data types it supports, ``auto`` for the others. ConfigError if the requested backend
+    is unavailable.
     """
     if library_has(op, requested, device_type, dtype):
         return requested
@@ -39,12 +40,12 @@ def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.d
     return "reference"
 
 
-# torch.compiler.assume_constant_result sets this too, but imports torch._dynamo for it, which takes 1.7 seconds.
+# torch.compiler.assume_constant_result sets the same attribute, but first imports torch._dynamo, which takes 1.7 s.
 vars(select_backend)["_dynamo_marked_constant"] = True
 
 
 def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether another library is requested and has ``op`` for this data type; ConfigError if it is unavailable."""
+    """Whether a library is requested and supports ``op`` for this data type; ConfigError if it is unavailable."""
     library = LIBRARIES.get(requested)
     if library is None or not library.supports_dtype(op, dtype):
         return False
@@ -55,15 +56,15 @@ def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtyp
 
 
 def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -> None:
-    """ConfigError unless all operations of a model of ``dtype`` and of its optimizer can run on what is requested."""
+    """ConfigError unless the requested backend can run all operations of a model in ``dtype`` and of its optimizer."""
     for op in (*OPS, *_further_ops(requested, dtype)):
         select_backend(op, requested, device_type, dtype)
     select_backend("multi_tensor", requested, device_type, torch.promote_types(dtype, torch.float32))
 
 
 def select_backend_for(op: str, requested: Backend, x: Tensor, *arguments: object) -> str:
-    """The backend of one call of ``op`` on ``x``: that of ``select_backend``, or ``auto``'s if that is a library whose
-    ``supports_call`` refuses these ``arguments``."""
+    """Select the backend of one call of ``op`` on ``x`` as ``select_backend`` does; ``auto`` if that backend is a
+    library that does not support a call with these ``arguments``."""
     chosen = select_backend(op, requested, x.device.type, x.dtype)
     if chosen in ("native", "reference") or LIBRARIES[chosen].supports_call(op, *arguments):
         return chosen
@@ -71,12 +72,12 @@ def select_backend_for(op: str, requested: Backend, x: Tensor, *arguments: objec
 
 
 def python_backend(name: str) -> Any:
-    """What has the functions of a backend other than ``native``."""
+    """Return the object with the functions of a backend other than ``native``."""
     return LIBRARIES.get(name, reference)
 
 
 def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
-    """The backends of all operations in one line, as ``native (libmegatron_cpu_avx2.so)``."""
+    """Describe the backends of all operations in one line, such as ``native (libmegatron_cpu_avx2.so)``."""
     if requested == "reference":
         return "reference (PyTorch), as asked for"
     ops_by_backend: dict[str, list[str]] = {}
@@ -97,7 +98,7 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
 
 
 def _further_ops(requested: Backend, dtype: torch.dtype) -> list[str]:
-    """The operations of a library that have no native kernel."""
+    """The operations of the requested library without a native kernel."""
     library = LIBRARIES.get(requested)
     return [] if library is None else [op for op in library.OPS if op not in OPS and library.supports_dtype(op, dtype)]
 

@@ -1,8 +1,8 @@
-"""What a cross entropy over a split vocabulary needs of each part of the logits; native kernels as torch operators.
+"""Partial statistics and gradients of a cross entropy over a split vocabulary; native kernels as torch operators.
 
-Column c of ``logits`` ``[..., v]`` is token ``first`` + c of the vocabulary; from column ``valid`` on there is padding,
-which takes no part and gets no gradient. ``target`` ``[...]`` are int64 tokens of the whole vocabulary.
-``tensor_parallel.cross_entropy`` makes a differentiable loss of it.
+Column c of ``logits`` ``[..., v]`` is token ``first`` + c of the vocabulary; columns from ``valid`` on are padding,
+which is ignored and has zero gradient. ``target`` ``[...]`` are int64 tokens of the whole vocabulary.
+``tensor_parallel.cross_entropy`` combines the parts into a differentiable loss.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from megatron_core.ops.rows import check, count, in_rows, new_like, wide
 
 
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, *, backend: Backend = "auto") -> Tensor:
-    """What this part of the vocabulary adds to the loss, ``[4, ...]``, float32 or wider, in one pass over the logits.
+    """Statistics of this part of the vocabulary, ``[4, ...]``, float32 or wider, in one pass over the logits.
 
-    In this order: the maximum m, the sum of exp(z - m), the target's logit (0 where the target is elsewhere), and the
-    sum of the logits. Without a valid column they are -inf, 0, 0, 0.
+    In this order: the maximum m, the sum of exp(z - m), the target's logit (0 if the target is in another part), and
+    the sum of the logits. Without valid columns they are -inf, 0, 0, 0.
     Source: Milakov and Gimelshein 2018, section 3.
     """
     if select_backend("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
@@ -46,8 +46,8 @@ def cross_entropy_backward(
     """dlogits = dloss * (exp(z - m) / s - (1 - e) [target] - e / V), 0 in the padding, in the logits' dtype.
 
     ``dloss`` ``[...]``; ``statistics`` ``[2, ...]`` are the maximum m and the sum s of exp(z - m) over all parts; e is
-    the label smoothing, V the size of the whole vocabulary. With ``overwrite`` the gradient takes the place of the
-    logits, and they are what is returned.
+    the label smoothing, V the size of the whole vocabulary. With ``overwrite`` the gradient is written to ``logits``,
+    which are returned.
     """
     kept, spread = 1.0 - label_smoothing, label_smoothing / vocab_size
     arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
@@ -86,7 +86,7 @@ def _cross_entropy_backward_(
     rows, _ = in_rows(logits)
     assert rows is not None, "None is for None alone"
     _write_gradient(rows, dloss, logits, target, stats, first, valid, kept, spread)
-    if rows.data_ptr() != logits.data_ptr():  # their strides allow no view as rows
+    if rows.data_ptr() != logits.data_ptr():  # rows are a copy, because the strides do not allow a view
         logits.copy_(rows.view(logits.shape))
 
 

@@ -27,15 +27,15 @@ def bias_dropout_add(
     *,
     backend: Backend = "auto",
 ) -> Tensor:
-    """y = residual + keep (x + bias) / (1 - p), where keep is a function of what an element belongs to, and of ``key``.
+    """y = residual + keep (x + bias) / (1 - p); keep is a function of an element's global position and of ``key``.
 
     ``x`` and ``residual`` are activations ``[s, b, h]``, or attention weights ``[b, heads, s, t]`` whose first head is
-    ``first_head``; ``bias`` is ``[h]`` or ``[t]``. ``sample_index`` ``[b]``, the sequences' global numbers, is not
-    needed where p is 0. ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows, ``key_positions``
-    ``[t]`` those of the keys of attention weights; they may be any, and None is 0, 1, 2, .... All three are int64.
-    What is absent is not added. ``megatron_core.ops.reference`` says which bits are drawn, and that p is
-    rounded to a multiple of 2^-16; every backend draws the same. For backward the CPU kernel keeps a bit of each
-    element, in rows of a multiple of 64 to 256 channels, and the CUDA kernel nothing.
+    ``first_head``; ``bias`` is ``[h]`` or ``[t]``. ``sample_index`` ``[b]`` are the global indices of the sequences; it
+    is optional if p is 0. ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows,
+    ``key_positions`` ``[t]`` the positions of the keys of attention weights, in any order; None means 0, 1, 2, ....
+    All three are int64. A ``bias`` or ``residual`` of None is not added. ``megatron_core.ops.reference`` defines the
+    random bits and the rounding of p to a multiple of 2^-16; all backends use the same bits. For backward the CPU
+    kernel saves one bit per element, in rows padded to a multiple of 64 to 256 channels; the CUDA kernel saves nothing.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
@@ -87,7 +87,7 @@ def _bias_dropout_add(
     key_positions: Tensor | None,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
-    """-> (y, what of the mask is kept for backward)."""
+    """-> (y, the mask's bits for backward, which may be empty)."""
     kept, numbers = _room_for_kept(x, p), (sample_index, position_ids, key_positions)
     return _run(x, bias, residual, p, key, numbers, first_head, kept, draws=True), kept
 
@@ -104,7 +104,7 @@ def _bias_dropout_add_backward(
     kept: Tensor,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """-> (dx, dbias), the latter empty where no ``sums`` are wanted."""
+    """-> (dx, dbias); dbias is empty unless ``sums``."""
     total, numbers = _sums_of(dy, sums), (sample_index, position_ids, key_positions)
     given = dy, None, None, p, key, numbers, first_head, kept
     return _run(*given, draws=False, sums=total if sums else None), total
@@ -123,7 +123,7 @@ def _run(
     draws: bool,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """-> y; the sum of its rows goes to ``sums``."""
+    """-> y; the sum of its rows is written to ``sums``."""
     _check(x, bias, residual, p, *numbers)
     y, partial = new_like(x), None if sums is None else partials(x, 1)
     samples, positions, keys = (None if p == 0 or given is None else given.contiguous() for given in numbers)
@@ -141,7 +141,7 @@ def _run(
 
 
 def _by_rows(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
-    """``x`` whose channels follow one another, a copy if need be, and its strides of position, sample and head."""
+    """``x`` with contiguous channels (copied if necessary), and its strides of position, sample and head."""
     if x is None:
         return None, 0, 0, 0
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -149,7 +149,7 @@ def _by_rows(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
 
 
 def _of_rows(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
-    """Sizes or strides of position, sample and head, of those of ``[s, b, h]`` or ``[b, heads, s, t]``."""
+    """Sizes or strides of position, sample and head, from those of ``[s, b, h]`` or ``[b, heads, s, t]``."""
     if len(of) == 3:
         return of[0], of[1], no_head
     sample, head, position, _ = of
@@ -157,7 +157,7 @@ def _of_rows(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
 
 
 def _room_for_kept(x: Tensor, p: float) -> Tensor:
-    """Memory for a bit of each element, where the library keeps them; rows padded as csrc/common/dropout.h says."""
+    """Allocate one bit per element if the library saves the mask, with rows padded as in csrc/common/dropout.h."""
     padding = native.library(x.device.type, x.dtype).megatron_dropout_kept() if dropout_threshold(p) else 0
     row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
     return x.new_empty(math.prod(x.shape[:-1]) * row, dtype=torch.uint8)

@@ -1,9 +1,9 @@
 """Matrices in 8-bit floating point: amax, scale and cast in blocks.
 
-A matrix x is held as ``data = cast(clamp(s x))`` with a scale s for each block of it, so that x is about data / s.
-Formats: e4m3 (largest number 448, 3 bits of mantissa) and e5m2 (57,344, 2 bits), Micikevicius et al. 2022. Everything
-here is plain torch and good for float64, too: in that precision a model in FP8 can be compared with itself in another
-layout. The casts have native kernels, which read a matrix once or twice and write what products need of it.
+A matrix x is stored as ``data = cast(clamp(s x))`` with a scale s per block, so that x is approximately data / s.
+Formats: e4m3 (largest number 448, 3 bits of mantissa) and e5m2 (57,344, 2 bits), Micikevicius et al. 2022. All
+functions work in plain torch and also support float64, so that an FP8 model can be compared with itself in another
+layout. The casts also have native kernels, which read a matrix once or twice and write the memory orders for products.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_core.ops.backend import Backend, select_backend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Order = Literal["rows", "columns", "both"]
-"""Whether the rows of a matrix lie one after another in memory, or its columns, or there are both forms."""
+"""Memory order of a matrix: row-major, column-major, or one copy of each."""
 SMALLEST_AMAX = 1e-12
-"""A block whose amax is less, such as one of zeros, has the scale of this one; torchao's constant."""
+"""Lower bound of amax in the computation of a scale, for example for a block of zeros; torchao's constant."""
 TILE, TILE_BLOCKS = 128, 512
-"""Rows and columns that a kernel takes at once, and blocks in them (csrc/common/fp8.h)."""
+"""Rows and columns of a kernel's tile, and maximal number of blocks in a tile (csrc/common/fp8.h)."""
 
 
 class Blocks(NamedTuple):
-    """The shape of the blocks that have a scale each; None: the whole extent."""
+    """Shape of the blocks with one scale each; None: the whole extent."""
 
     rows: int | None = None
     columns: int | None = None
@@ -48,20 +48,20 @@ class Quantised:
     scale: Tensor
     blocks: Blocks
     other: Tensor | None = None
-    """``data`` in the other order, if there are both."""
+    """``data`` in the other memory order, if both exist."""
 
     def t(self) -> Quantised:
         """The transposed matrix, a view."""
         return Quantised(self.data.mT, self.scale.mT, self.blocks.t(), None if self.other is None else self.other.mT)
 
     def by_rows(self) -> Tensor:
-        """``data`` with rows one after another in memory; a copy if there is no such form."""
+        """``data`` in row-major order; copied if necessary."""
         if self.other is not None and not self.data.is_contiguous():
             return self.other.contiguous()
         return self.data.contiguous()
 
     def __getitem__(self, index: int | slice) -> Quantised:
-        """One of several matrices, or some rows of a matrix in blocks of a row."""
+        """One of several matrices, or some rows of a matrix whose blocks are single rows."""
         scale = self.scale if isinstance(index, slice) and self.scale.shape[0] == 1 else self.scale[index]
         return Quantised(self.data[index], scale, self.blocks)
 
@@ -73,9 +73,9 @@ class Quantised:
 
 
 def block_amax(x: Tensor, blocks: Blocks, *, backend: Backend = "auto") -> Tensor:
-    """Largest absolute value of each block of ``x`` ``[..., R, C]``: ``[..., R / rows, C / columns]``; NaN where there
-    is one, 0 where there is nothing. The last blocks may be smaller than the others. In float32 or wider if the kernel
-    is native."""
+    """Largest absolute value of each block of ``x`` ``[..., R, C]``: ``[..., R / rows, C / columns]``; NaN for a block
+    with a NaN, 0 for an empty block. The last blocks may be smaller than the others. The native kernel returns float32
+    or wider."""
     rows, columns = x.shape[-2:]
     height, width = blocks.rows or max(rows, 1), blocks.columns or max(columns, 1)
     if not x.numel():
@@ -94,10 +94,10 @@ def block_amax(x: Tensor, blocks: Blocks, *, backend: Backend = "auto") -> Tenso
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, power_of_two: bool = False) -> Tensor:
-    """s = largest(dtype) / amax / 2^margin in float32; ``power_of_two``: rounded down to one.
+    """s = largest(dtype) / amax / 2^margin in float32; ``power_of_two`` rounds it down to a power of two.
 
-    NaN where amax is not finite, so that an overflow is never clamped away. Source: Micikevicius et al. 2022, section
-    4; torchao ``float8_utils.amax_to_scale``.
+    NaN if amax is not finite, so that clamping does not hide an overflow. Source: Micikevicius et al. 2022, section 4;
+    torchao ``float8_utils.amax_to_scale``.
     """
     scale = torch.finfo(dtype).max / amax.double().clamp_min(SMALLEST_AMAX) / 2.0**margin
     if power_of_two:
@@ -106,7 +106,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, power_of_two:
 
 
 def spread(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
-    """``scale`` with an element for each element of a matrix of ``shape``, or one for all along a dim."""
+    """``scale`` expanded to the elements of a matrix of ``shape``; a dim with a single scale keeps size 1."""
     for dim, size in ((-2, blocks.rows), (-1, blocks.columns)):
         if size is not None and size > 1:
             scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
@@ -116,9 +116,9 @@ def spread(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
 def cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, blocks: Blocks, *, order: Order = "rows", backend: Backend = "auto"
 ) -> Quantised:
-    """``x`` with the given scales in ``dtype``. Clamped first: e5m2 would round 61,440 and more to infinity.
+    """Cast ``x`` with the given scales to ``dtype``. Values are clamped: e5m2 would round 61,440 and more to infinity.
 
-    ``order`` is that of native kernels; else rows lie one after another as in ``x``.
+    Only native kernels apply ``order``; otherwise the memory order is that of ``x``.
     """
     if _is_native(x, blocks, backend):
         return _cast(x, scale.expand(_grid(x, blocks)).contiguous(), dtype, blocks, order)
@@ -137,8 +137,8 @@ def quantise(
     order: Order = "rows",
     backend: Backend = "auto",
 ) -> Quantised:
-    """``x`` in ``dtype`` with the scales of its own blocks; ``order`` as in ``cast``. Native kernels find the scales of
-    blocks that have no whole extent, and cast, in one pass."""
+    """Cast ``x`` to ``dtype`` with scales from its own blocks; ``order`` as in ``cast``. For blocks without a whole
+    extent native kernels compute scales and cast in one pass."""
     if None not in blocks and _is_native(x, blocks, backend):
         scale = torch.empty(_grid(x, blocks), dtype=torch.float32, device=x.device)
         return _cast(x, scale, dtype, blocks, order, own=True, power_of_two=power_of_two)
@@ -147,7 +147,7 @@ def quantise(
 
 
 def _is_native(x: Tensor, blocks: Blocks, backend: Backend) -> bool:
-    """Whether a native kernel casts ``x`` in these blocks."""
+    """Whether a native kernel can cast ``x`` in these blocks."""
     if not x.numel() or any(size is not None and (size > TILE or size & (size - 1)) for size in blocks):
         return False
     if (TILE // (blocks.rows or TILE)) * (TILE // (blocks.columns or TILE)) > TILE_BLOCKS:
@@ -165,7 +165,7 @@ def _cast(
     own: bool = False,
     power_of_two: bool = False,
 ) -> Quantised:
-    """The native ``cast``; ``own``: ``scale`` is what it finds."""
+    """The native ``cast``; with ``own`` the kernel computes the scales and writes them to ``scale``."""
     x = x.contiguous()
     data = None if order == "columns" else torch.empty_like(x, dtype=dtype)
     turned = None if order == "rows" else torch.empty_like(x.mT, dtype=dtype, memory_format=torch.contiguous_format)
@@ -178,20 +178,20 @@ def _cast(
 
 
 def _sizes(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
-    """Matrices, rows, columns, and the extents of blocks, 0 for whole ones."""
+    """Number of matrices, rows, columns, and extents of blocks (0: whole extent)."""
     rows, columns = x.shape[-2:]
     return x.numel() // (rows * columns), rows, columns, blocks.rows or 0, blocks.columns or 0
 
 
 def _grid(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
-    """The shape of scales."""
+    """Shape of the scales."""
     rows, columns = x.shape[-2:]
     return *x.shape[:-2], -(-rows // (blocks.rows or rows)), -(-columns // (blocks.columns or columns))
 
 
 def lost(x: Tensor, quantised: Quantised) -> Tensor:
-    """Of ``x``: elements that were clamped, elements that became 0, all elements but zeros; float64 ``[3]``."""
-    most = torch.finfo(quantised.data.dtype).max * (1.0 + 2.0**-20)  # more than the rounding of a scale
+    """Number of elements of ``x`` that were clamped, that underflowed to 0, and that are not 0; float64 ``[3]``."""
+    most = torch.finfo(quantised.data.dtype).max * (1.0 + 2.0**-20)  # tolerates the rounding of a scale
     scaled = x.abs().double() * spread(quantised.scale, x.shape, quantised.blocks)
     zero = quantised.data.float() == 0
     present = x != 0

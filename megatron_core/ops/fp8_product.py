@@ -1,8 +1,8 @@
-"""Products of matrices in FP8: torch's own where the device has them, else those of the dequantised matrices.
+"""Products of matrices in FP8: torch's product if the device supports it, else the product of dequantised matrices.
 
-Both are the same numbers, summed in another order. With scales of whole tensors, rows and columns torch's product runs
-on CPUs, too; with scales of blocks along the sum on GPUs alone, which is why such a product is compared with the
-dequantised one before it is used.
+Both compute the same terms, summed in a different order. With scales of whole tensors, rows and columns torch's product
+also runs on CPUs. With scales of blocks along the sum it runs only on GPUs; its result is therefore compared with the
+dequantised product before the first use.
 
 Layouts: torch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``, and cuBLAS on scaling by blocks of 1 x 128, 128 x 128 and
 1 x 32 elements.
@@ -21,18 +21,18 @@ from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK
 from megatron_core.ops.fp8 import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, Quantised, quantise
 
 CUDA_MULTIPLE = 16
-"""Of which the last two extents of a product must be multiples on GPUs (cuBLASLt)."""
+"""On GPUs the last two extents of a product must be multiples of this number (cuBLASLt)."""
 KINDS = {
     (Blocks(1, BLOCK), Blocks(BLOCK, BLOCK)): ("BlockWise1x128", "BlockWise128x128"),
     (Blocks(1, BLOCK), Blocks(BLOCK, 1)): ("BlockWise1x128", "BlockWise1x128"),
     (Blocks(1, SMALL_BLOCK), Blocks(SMALL_BLOCK, 1)): ("BlockWise1x32", "BlockWise1x32"),
 }
-"""torch's names for the blocks of both matrices that its product takes."""
+"""torch's names of the supported pairs of block shapes."""
 UNFIT = "an FP8 product of extents or dtypes that torch's does not take is of dequantised matrices, and no faster"
 
 
 class Operands(NamedTuple):
-    """What torch's product of blocks takes: matrices whose sums run over neighbours, and scales to multiply them by."""
+    """Operands of torch's blockwise product: matrices contiguous along the sum, and scales to multiply them by."""
 
     a: Tensor
     b: Tensor
@@ -42,11 +42,11 @@ class Operands(NamedTuple):
 
 
 def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
-    """A B for ``a`` ``[M, K]`` and ``b`` ``[K, N]`` -> ``[M, N]``, summed in float32 (for float64 in that).
+    """A B for ``a`` ``[M, K]`` and ``b`` ``[K, N]`` -> ``[M, N]``, summed in float32 (float64 for float64).
 
-    One call of torch where ``is_scaled_product`` or ``is_block_product`` allow, else the product of the dequantised
-    matrices: the same numbers. ``fast_accumulation`` (GPUs, scales that leave the sum): sums of fewer bits, as is usual
-    in forward.
+    One call of torch if ``is_scaled_product`` or ``is_block_product`` holds, else the product of the dequantised
+    matrices, with the same terms. ``fast_accumulation`` (only on GPUs and for scales that are constant along the sum)
+    accumulates in lower precision, as is usual in forward.
     """
     if is_scaled_product(a, b, out_dtype):
         scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
@@ -55,7 +55,7 @@ def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumula
             scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
             scale_b = scale_b.expand(1, b.data.shape[1]).contiguous()
             if a.data.device.type == "cuda":
-                kernel_dtype = torch.bfloat16  # the only one that torch's kernels by row return
+                kernel_dtype = torch.bfloat16  # the only output dtype of torch's rowwise kernels
         left, right = a.by_rows(), b.t().by_rows().t()
         y = torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation)
         return y.to(out_dtype)
@@ -67,12 +67,12 @@ def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumula
 
 
 def dequantised_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
-    """``product`` in plain matrices."""
+    """``product`` with dequantised matrices."""
     wide = torch.promote_types(out_dtype, torch.float32)
     if a.data.device.type == "cpu" or wide == torch.float64:
         return a.dequantised(wide).matmul(b.dequantised(wide)).to(out_dtype)
-    # GPUs multiply in bfloat16, which holds FP8 exactly: scales that leave the sum come after it, others, those of
-    # blocks, are powers of two, which change no bit.
+    # GPUs multiply in bfloat16, which represents FP8 exactly. Scales that are constant along the sum are applied after
+    # it; scales of blocks are powers of two, so that dequantising to bfloat16 is exact, too.
     if _leaves_sum(a, b):
         y = torch.mm(a.data.to(torch.bfloat16), b.data.to(torch.bfloat16), out_dtype=torch.float32)
         return (y * a.scale.reciprocal() * b.scale.reciprocal()).to(out_dtype)
@@ -86,7 +86,7 @@ def _leaves_sum(a: Quantised, b: Quantised) -> bool:
 
 
 def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product of FP8 matrices takes these: scales that leave the sum, and what the device has."""
+    """Whether torch's FP8 product supports these operands on their device; scales must be constant along the sum."""
     if not _leaves_sum(a, b) or not a.data.numel() or not b.data.numel():
         return False
     if unavailable_reason(None, a.data.device) is not None:
@@ -94,7 +94,7 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
     fits = out_dtype in (torch.bfloat16, torch.float32)
     if a.data.device.type == "cpu":
         return fits
-    # By row torch's kernels take e5m2 on the left alone.
+    # torch's rowwise kernels support e5m2 only on the left.
     fits = fits and (b.data.dtype != E5M2 or (a.data.dtype != E5M2 and a.blocks == b.blocks == WHOLE))
     fits = fits and all(extent % CUDA_MULTIPLE == 0 for extent in b.data.shape)
     if not fits:
@@ -103,7 +103,7 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
 
 
 def is_block_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product of matrices in blocks takes these, where there is one: whole blocks, no two in e5m2."""
+    """Whether torch's blockwise product, if available, supports these operands: whole blocks, not both in e5m2."""
     kind = KINDS.get((a.blocks, b.blocks))
     if kind is None or not a.data.numel() or not b.data.numel() or a.data.dtype == b.data.dtype == E5M2:
         return False
@@ -116,12 +116,12 @@ def is_block_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool
 
 
 def block_operands(a: Quantised, b: Quantised) -> Operands:
-    """The operands of ``block_product``; for ``a`` ``[M, K]`` and ``b`` ``[K, N]`` scales are
+    """The operands of ``block_product`` for ``a`` ``[M, K]`` and ``b`` ``[K, N]``. The scales are
 
-    * of 1 x 128 elements float32 ``[M, K / 128]`` and ``[N, K / 128]``, one column after another in memory,
-    * of 128 x 128 elements float32 ``[L, N / 128]``, also by columns, where L is K / 128 rounded up to 4,
-    * of 1 x 32 elements e8m0, flat: tiles of 128 rows by 4 blocks, in which that of row r and block c is at
-      16 (r mod 32) + 4 (r div 32) + c; filled up with zeros.
+    * for 1 x 128 elements: float32 ``[M, K / 128]`` and ``[N, K / 128]``, column-major,
+    * for 128 x 128 elements: float32 ``[L, N / 128]``, column-major, where L is K / 128 rounded up to a multiple of 4,
+    * for 1 x 32 elements: e8m0, flat, in tiles of 128 rows by 4 blocks; in a tile the scale of row r and block c is at
+      16 (r mod 32) + 4 (r div 32) + c; padded with zeros.
     """
     turned = b.t()
     kinds = KINDS[a.blocks, b.blocks]
@@ -141,7 +141,7 @@ def _block_scales(x: Quantised) -> Tensor:
 
 
 def block_product(given: Operands, out_dtype: torch.dtype) -> Tensor:
-    """torch's product of matrices in blocks."""
+    """torch's blockwise product."""
     left, right = (functional.ScalingType.__members__[kind] for kind in given.kinds)
     is_small = given.scale_a.dtype == torch.float8_e8m0fnu
     swizzle = functional.SwizzleType.SWIZZLE_32_4_4 if is_small else functional.SwizzleType.NO_SWIZZLE
@@ -160,17 +160,17 @@ def block_product(given: Operands, out_dtype: torch.dtype) -> Tensor:
 
 @cache
 def unavailable_reason(block: int | None, device: torch.device) -> str | None:
-    """Why products with scales of ``block`` elements, None: of whole extents, are those of dequantised matrices on a
-    device; None: they are torch's. Those in blocks the first call compares with the others."""
+    """Why a device cannot run torch's product with scales of ``block`` elements (None: scales of whole extents); None
+    if it can. The first call for blocks compares torch's product with the dequantised one."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     reason = missing(block, capability, torch.version.cuda, torch.__version__)
     return reason if reason is not None or block is None else _wrong(block, device)
 
 
 def missing(block: int | None, capability: tuple[int, int] | None, cuda: str | None, version: str) -> str | None:
-    """What the product with scales of ``block`` elements lacks on a GPU of this compute capability, None for a CPU,
-    with torch's CUDA and version."""
-    if block is None and capability is None:  # not tried with earlier ones
+    """Why torch's product with scales of ``block`` elements is not supported on a GPU of this compute capability (None:
+    on a CPU) with torch's CUDA and version; None if it is supported."""
+    if block is None and capability is None:  # earlier versions are untested
         return None if TorchVersion(version) >= "2.13" else f"torch {version} is too old for it on a CPU; 2.13 has it"
     if capability is None or cuda is None:
         return "torch has this product on NVIDIA's GPUs alone"
@@ -187,10 +187,10 @@ def missing(block: int | None, capability: tuple[int, int] | None, cuda: str | N
 
 
 def _wrong(block: int, device: torch.device) -> str | None:
-    """How products of the device differ from those of dequantised matrices; None if they do not."""
+    """Describe how torch's product on the device differs from the dequantised product; None if they agree."""
     draw = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
     rows, along, columns = (144, 1), (5, BLOCK), (2, BLOCK)
-    # Every block has another size, and sums are of one.
+    # Blocks have different magnitudes, but all terms of a sum have the same magnitude.
     of_rows, of_sum, of_columns = (
         (10.0 ** draw(blocks, 1)).expand(blocks, size).flatten() for blocks, size in (rows, along, columns)
     )

@@ -1,4 +1,4 @@
-"""Products of runs of rows with a matrix each: the linear layers of all experts of a rank at once."""
+"""Grouped matrix products: the linear layers of all experts of a rank in one call."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes of which torch's grouped product wants rows to be a multiple."""
+"""torch's grouped product requires rows whose size is a multiple of this number of bytes."""
 _grouped_mm = getattr(
     torch.nn.functional, "grouped_mm", None
-)  # torch 2.10; before, a private function with other rules
+)  # since torch 2.10; before, a private function with other requirements
 
 
 def runs(counts: Sequence[int]) -> Iterator[slice]:
-    """The rows of each group: ``counts[e]`` rows of group e, one group after another."""
+    """Yield the slice of rows of each group: ``counts[e]`` rows of group e, in the order of groups."""
     start = 0
     for count in counts:
         yield slice(start, start + count)
@@ -23,8 +23,8 @@ def runs(counts: Sequence[int]) -> Iterator[slice]:
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """y_r = x_r W_e, where row r belongs to group e: ``x`` ``[R, I]``, ``weight`` ``[E, I, O]`` -> ``[R, O]``.
 
-    ``counts`` has the rows of each group, E numbers >= 0 whose sum is R. One call of torch's ``grouped_mm`` where
-    ``is_grouped`` allows; else a product for each group, with the same result.
+    ``counts`` is the number of rows of each group: E integers >= 0 with the sum R. Calls torch's ``grouped_mm`` if
+    ``is_grouped`` holds; else one product per group, with the same result.
     """
     if is_grouped(x, weight):
         assert _grouped_mm is not None
@@ -37,6 +37,6 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def is_grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: float32 or narrower, rows of a multiple of 16 bytes, some rows."""
+    """Whether torch's grouped product supports these: float32 or narrower, rows aligned to 16 bytes, at least 1 row."""
     aligned = all(extent * x.element_size() % ALIGNMENT == 0 for extent in weight.shape[1:])
     return _grouped_mm is not None and x.dtype != torch.float64 and aligned and x.shape[0] > 0

@@ -1,21 +1,21 @@
 """NVIDIA's apex and Transformer Engine as optional backends, for comparison on GPUs; imported only if requested.
 
-apex (https://github.com/NVIDIA/apex) has to be built from its sources with its CUDA extensions: the package ``apex`` of
-the Python package index is another one. Of Transformer Engine, 2.3 or newer, these are the functions that its own
-modules call: of the compiled module, where versions 2.4, 2.8 and 2.20 call them alike, else, as for rope, the one above
-them.
+apex (https://github.com/NVIDIA/apex) must be built from source with its CUDA extensions; the package ``apex`` on PyPI
+is a different project. For Transformer Engine 2.3 or newer this file calls the same functions as its own modules:
+functions of the compiled module if their signatures are the same in versions 2.4, 2.8 and 2.20, else, as for rope, the
+Python function above them.
 
-Both descend from Megatron-LM's kernels. Their softmax has a kernel for each form, of 16 bits, on scores that are read
-as packed: ``whole`` and ``masked`` scores ``[b, h, queries, keys]``, the latter with a mask ``[b or 1, 1, queries,
-keys]``; ``triangle``, as many queries as keys, ``[b h, keys, keys]``; ``aligned``, whose last query sees the last key;
-apex's ``generic``, masked scores of any sizes. Forward takes the scores (and the mask) and the scale, backward the
-gradient, the probabilities and the scale. A key that a mask or ``aligned`` hides counts as one whose scaled score is
--10,000: rows are right as long as what a query sees has a scaled score well above that.
+The kernels of both libraries derive from Megatron-LM's. The softmax has one kernel per form, for 16-bit, packed scores:
+``whole`` and ``masked`` scores ``[b, h, queries, keys]``, ``masked`` with a mask ``[b or 1, 1, queries, keys]``;
+``triangle``, with as many queries as keys, ``[b h, keys, keys]``; ``aligned``, in which the last query sees the last
+key; apex's ``generic``, for masked scores of any size. Forward takes the scores (and the mask) and the scale; backward
+takes the gradient, the probabilities and the scale. The scaled score of a key hidden by a mask or by ``aligned`` is
+-10,000: a row is correct if the scaled scores of its visible keys are well above that.
 
-Their functions on lists of tensors take the size of a chunk, an int32 flag that is set where a number is not finite,
-and the lists: ``multi_tensor_l2norm(chunk, flag, [xs], per_tensor) -> (norm, norms)``; ``multi_tensor_scale(chunk,
-flag, [xs, ys], factor)``, which writes y = factor * x in the type of the ys; ``multi_tensor_adam(chunk, flag, [grads,
-weights, exp_avgs, exp_avg_sqs], lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)``.
+The functions on lists of tensors take the chunk size, an int32 flag that is set if a number is not finite, and the
+lists: ``multi_tensor_l2norm(chunk, flag, [xs], per_tensor) -> (norm, norms)``; ``multi_tensor_scale(chunk, flag, [xs,
+ys], factor)``, which writes y = factor * x in the dtype of the ys; ``multi_tensor_adam(chunk, flag, [grads, weights,
+exp_avgs, exp_avg_sqs], lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ from torch.autograd.function import once_differentiable
 
 HALVES = (torch.bfloat16, torch.float16)
 CHUNK = 2048 * 32
-"""The chunk of lists of tensors that both libraries' own callers take."""
+"""Chunk size of the functions on lists, as in both libraries' own callers."""
 MOST_ELEMENTS = 2**31 - 1
-"""What 32-bit offsets reach."""
+"""Maximal number of elements for 32-bit offsets."""
 MOST_KEYS, MOST_KEYS_OF_GENERIC = 16384, 8192
-"""Of softmax; that of ``generic`` is as far as apex's own tests of it go."""
+"""Maximal number of keys of the softmax; the limit of ``generic`` is the largest size in apex's own tests."""
 DECOUPLED, CORRECTED = 1, 1
 """``mode`` and ``bias_correction`` of ``multi_tensor_adam`` as AdamW has them."""
 ENGINE = "transformer_engine_torch"
@@ -48,29 +48,29 @@ def is_absent(module: str) -> bool:
 
 
 class Library:
-    """What both have in common: which operations, data types and calls they take, and the calls themselves."""
+    """Common part of both libraries: supported operations, data types and calls, and the calls themselves."""
 
     title: ClassVar[str]
     install: ClassVar[str]
-    """What to do if it is absent."""
+    """Installation instructions."""
     modules: ClassVar[Mapping[str, tuple[str, ...]]]
-    """The modules behind each operation that it has."""
+    """The required modules of each supported operation."""
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
-    """The data types of an operation that it has for fewer than float32, bfloat16 and float16."""
+    """The supported data types of an operation, if they are not float32, bfloat16 and float16."""
     PARTIAL_OPS: ClassVar[frozenset[str]]
-    """The operations of which it takes some calls only."""
+    """The operations that are supported only for some calls."""
     softmaxes: ClassVar[Mapping[str | None, tuple[str, str, str]]]
-    """Module, forward and backward function of each form."""
+    """Module, forward function and backward function of each form."""
     lists: ClassVar[str]
     """The module of the functions on lists of tensors."""
     most_tensors: ClassVar[int] = MOST_ELEMENTS
     adam_casts: ClassVar[bool]
-    """Whether ``multi_tensor_adam`` takes gradients of 16 bits, and as lists [grads, copies, exp_avgs, exp_avg_sqs,
-    weights] writes the copies too."""
+    """Whether ``multi_tensor_adam`` supports 16-bit gradients, and with the lists [grads, copies, exp_avgs,
+    exp_avg_sqs, weights] also writes the copies."""
 
     @property
     def OPS(self) -> tuple[str, ...]:
-        """The operations that it has an equivalent of."""
+        """The supported operations."""
         return tuple(self.modules)
 
     def supports_dtype(self, op: str, dtype: torch.dtype) -> bool:
@@ -79,7 +79,7 @@ class Library:
         return op in self.modules and (dtype == torch.float64 or dtype in dtypes)
 
     def unavailable_reason(self, op: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Why an operation that it has cannot run on this device and data type; None if it can."""
+        """Why a supported operation cannot run on this device and data type; None if it can."""
         absent = next(filter(is_absent, self.modules[op]), None)
         if absent is not None:
             return f"{absent} is not installed; {self.install}"
@@ -88,15 +88,15 @@ class Library:
         return None if dtype != torch.float64 else f"{self.title} has no {dtype}"
 
     def supports_call(self, op: str, *arguments: Any) -> bool:
-        """Whether it takes a call of ``op``, of which ``arguments`` are those that decide it."""
+        """Whether a call of ``op`` is supported; ``arguments`` are the relevant arguments of the call."""
         return op not in self.PARTIAL_OPS or getattr(self, f"_takes_{op}")(*arguments)
 
     def _takes_softmax(self, scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> bool:
         return softmax_form(scores, mask, causal, window) in self.softmaxes
 
     def _takes_rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-        """Every sequence has the same positions, offsets into ``x``, as it lies in memory, have 32 bits, and the tables
-        need no gradient."""
+        """Requires equal positions of all sequences, 32-bit offsets into the memory of ``x``, and tables without
+        gradient."""
         positions = cos.dim() - 1
         if positions not in (1, 2) or not 0 < x.dim() - positions <= 3 or cos.shape[0] != x.shape[0]:
             return False
@@ -112,13 +112,13 @@ class Library:
     def attention_softmax(
         self, scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None
     ) -> Tensor:
-        """exp(scale * scores) / sum of the same over the keys that a query sees; 0 for the others."""
+        """exp(scale * scores) / sum of the same over the visible keys; 0 for masked keys."""
         form = softmax_form(scores, mask, causal, window)
         module, forward, backward = self.softmaxes[form]
         functions = getattr(import_module(module), forward), getattr(import_module(module), backward)
         if torch.tensor(scale, dtype=scores.dtype, device="cpu").item() != scale:
-            # Their forward pass rounds the scale to the scores' type, by up to 0.4 % in bfloat16. Of scores that are
-            # scaled before, each is rounded for itself, as in PyTorch.
+            # The libraries' forward rounds the scale to the dtype of the scores, by up to 0.4 % in bfloat16. Scaling
+            # the scores first rounds each score separately, as in PyTorch.
             scores, scale = scores * scale, 1.0
         batch, heads, queries, keys = four(scores.shape)
         given = scores.reshape((batch * heads, queries, keys) if form == "triangle" else (batch, heads, queries, keys))
@@ -127,18 +127,18 @@ class Library:
         def run(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             probs = functions[0](packed(x), *(() if hidden is None else (hidden,)), float(scale))
             if hidden is not None and self.lists != ENGINE:
-                # Until apex's #1390 of 2022 a row that sees nothing saw all keys alike.
+                # Before apex's #1390 (2022) a row without visible keys had equal weights for all keys.
                 probs.masked_fill_(hidden, 0.0)
             return probs, (probs,)
 
         def run_backward(dprobs: Tensor, probs: Tensor) -> tuple[Tensor]:
-            # A copy, as they write their result in its place, and autograd may pass the same tensor to others.
+            # A copy, because backward overwrites the gradient, and autograd may pass the same tensor to other nodes.
             return (functions[1](dprobs.clone(memory_format=torch.contiguous_format), probs, float(scale)),)
 
         return _Call.apply(run, run_backward, given).view(scores.shape)
 
     def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Sum of x^2 over all elements of all tensors, float64, of a norm that is summed up in float32."""
+        """Sum of x^2 over all elements of all tensors: the float64 square of a norm accumulated in float32."""
         norm, _ = apply(import_module(self.lists).multi_tensor_l2norm, tensors, numbers=(False,))
         return norm.double().square().reshape(())
 
@@ -158,8 +158,8 @@ class Library:
         factor: float,
         **rates: float,
     ) -> None:
-        """AdamW (Loshchilov and Hutter 2019, algorithm 2); a factor takes a pass before it, and so do types that
-        ``multi_tensor_adam`` does not take."""
+        """AdamW (Loshchilov and Hutter 2019, algorithm 2); a factor other than 1, and gradients in a dtype that
+        ``multi_tensor_adam`` does not support, need a pass before it."""
         module, narrow = import_module(self.lists), grads[0].dtype != weights[0].dtype
         if factor != 1.0 or (narrow and not self.adam_casts):
             scaled = [torch.empty_like(weight) for weight in weights] if narrow else grads
@@ -174,7 +174,7 @@ class Library:
 
 
 class Apex(Library):
-    """apex, of whose rope builds with the names ``_cached`` are needed."""
+    """apex; its rope needs a build with the functions ``forward_cached`` and ``backward_cached``."""
 
     title, install = "apex", "build apex with its CUDA extensions from https://github.com/NVIDIA/apex"
     softmaxes: ClassVar[Mapping[str | None, tuple[str, str, str]]] = {
@@ -191,8 +191,8 @@ class Apex(Library):
         "softmax": ("apex", *(module for module, _, _ in softmaxes.values())),
         "weight_grad": ("apex", "fused_weight_gradient_mlp_cuda"),
     }
-    # In 16 bits its rope rounds cosines and sines to them, so that pairs turn by other angles; in float32 the products
-    # of weight gradients may be those of fewer bits, as cuBLAS is set.
+    # In 16 bits apex's rope rounds cosines and sines to 16 bits, which changes the angles. In float32 its products of
+    # weight gradients may have lower precision, depending on the settings of cuBLAS.
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "rope": (torch.float32,),
         "softmax": HALVES,
@@ -218,9 +218,9 @@ class Apex(Library):
         return norms.fused_layer_norm_affine(x, weight, bias, list(weight.shape), epsilon)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Pairs of channels turned, half-split, by ``forward_cached(x, cos, sin, transposed)`` and
-        ``backward_cached(dy, cos, sin, transposed)`` on ``[s, b, h, d]`` of any strides and float32 tables ``[s, 1, 1,
-        r]``."""
+        """Rotate pairs of channels (i, i + r/2) by ``forward_cached(x, cos, sin, transposed)`` and
+        ``backward_cached(dy, cos, sin, transposed)`` on ``[s, b, h, d]`` with any strides and float32 tables ``[s, 1,
+        1, r]``."""
         module = import_module("fused_rotary_positional_embedding")
         tables = [for_each_channel(table, interleaved=False) for table in (cos, sin)]
         return _Call.apply(
@@ -230,7 +230,7 @@ class Apex(Library):
         ).view(x.shape)
 
     def accumulate_weight_grad_(self, main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-        """main_grad_OI += grad_y_TO^T x_TI in float32, of contiguous matrices."""
+        """main_grad_OI += grad_y_TO^T x_TI, accumulated in float32; matrices must be contiguous."""
         bits = 32 if main_grad.dtype == torch.float32 else 16
         product = getattr(import_module("fused_weight_gradient_mlp_cuda"), f"wgrad_gemm_accum_fp{bits}")
         product(x.contiguous(), grad_y.contiguous(), main_grad)
@@ -254,26 +254,26 @@ class TransformerEngine(Library):
             "aligned": "scaled_aligned_causal_masked_softmax",
         }.items()
     }
-    lists, adam_casts, most_tensors = ENGINE, True, 1024  # as many as its own optimizer passes to one call
+    lists, adam_casts, most_tensors = ENGINE, True, 1024  # most_tensors as in its own optimizer
     activations: ClassVar[Mapping[str, str]] = {
         "gelu_tanh": "gelu",
         "geglu_tanh": "geglu",
         "squared_relu": "srelu",
         "swiglu": "swiglu",
     }
-    """Its names of ours: its gelu is the tanh form, and the first half of a gated one is the gate."""
+    """Transformer Engine's names of our activations: its gelu is the tanh form; the gate is the first half."""
 
     def _takes_activation(self, x: Tensor, kind: str) -> bool:
         return kind in self.activations and x.numel() > 0
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """y = x / sqrt(mean(x^2) + epsilon) * weight over the last dim, by ``rmsnorm_fwd(x, weight, epsilon, out,
-        quantizer, dtype, sm_margin, zero_centered_gamma)`` and its like on rows ``[rows, n]``."""
+        quantizer, dtype, sm_margin, zero_centered_gamma)`` and ``rmsnorm_bwd`` on rows ``[rows, n]``."""
         return self._norm("rmsnorm", x, weight, epsilon=epsilon)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """y = (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, by ``layernorm_fwd``, as
-        above."""
+        """y = (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, by ``layernorm_fwd`` and
+        ``layernorm_bwd``."""
         return self._norm("layernorm", x, weight, bias, epsilon=epsilon)
 
     def _norm(self, name: str, x: Tensor, *parameters: Tensor, epsilon: float) -> Tensor:
@@ -291,8 +291,8 @@ class TransformerEngine(Library):
         return _Call.apply(run, run_backward, x.reshape(-1, x.shape[-1]), *parameters).view(x.shape)
 
     def bias_activation(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-        """y = f(x + bias), the sum in the precision of ``x``, by ``gelu(x, quantizer)``, ``dgelu(dy, x, quantizer)``
-        and their like on rows ``[rows, n]``."""
+        """y = f(x + bias), the sum in the precision of ``x``, by functions such as ``gelu(x, quantizer)`` and
+        ``dgelu(dy, x, quantizer)`` on rows ``[rows, n]``."""
         engine, name = import_module(ENGINE), self.activations[kind]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -306,9 +306,9 @@ class TransformerEngine(Library):
         return _Call.apply(run, run_backward, total.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Pairs of channels turned by ``apply_rotary_pos_emb(x, angles, tensor_format, interleaved=, fused=)`` on ``[s,
-        b, h, d]`` of any strides; the float32 angles ``[s, 1, 1, r]`` are those of the tables, right to a rounding or
-        two. RuntimeError, on a GPU an assertion of the device, where a pair of table entries is no cosine and sine."""
+        """Rotate pairs of channels by ``apply_rotary_pos_emb(x, angles, tensor_format, interleaved=, fused=)`` on ``[s,
+        b, h, d]`` with any strides; the float32 angles ``[s, 1, 1, r]`` are computed from the tables, with one or two
+        roundings. RuntimeError (on a GPU a device-side assertion) if table entries are not a cosine and a sine."""
         torch._assert_async(
             (cos.square() + sin.square() - 1).abs().max() < 1e-5,
             "kernel_backend='transformer_engine': rope takes angles, and the tables are no cosines and sines; "
@@ -321,7 +321,7 @@ class TransformerEngine(Library):
 
 
 class _Call(torch.autograd.Function):
-    """``forward(*tensors) -> (y, saved tensors)`` and ``backward(dy, *saved tensors) -> gradients`` of a library."""
+    """Autograd function of a library's ``forward(*tensors) -> (y, saved)``, ``backward(dy, *saved) -> gradients``."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable, backward: Callable, *tensors: Tensor) -> Tensor:
@@ -337,11 +337,11 @@ class _Call(torch.autograd.Function):
 
 
 def softmax_form(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> str | None:
-    """The form of a call of ``ops.attention_softmax``; None if no kernel takes it: a window, a triangle and a mask
-    together, a mask that differs between heads, or sizes that do not suit.
+    """The form of a call of ``ops.attention_softmax``; None if no kernel supports it: a window, a causal mask together
+    with a mask, a mask that differs between heads, or unsupported sizes.
 
-    The blocks of all but ``generic`` are four warps: up to 128 keys a block computes eight rows, else four, of
-    ``whole`` and ``masked`` scores of one head, of the ``triangle`` one of each.
+    All kernels but ``generic`` use blocks of four warps. With up to 128 keys a block computes eight rows, else four:
+    for ``whole`` and ``masked`` these are rows of one head, for ``triangle`` one row of each of several heads.
     """
     if not 2 <= scores.dim() <= 4 or window is not None or (causal and mask is not None) or scores.numel() == 0:
         return None
@@ -363,12 +363,12 @@ def softmax_form(scores: Tensor, mask: Tensor | None, causal: bool, window: int 
 
 
 def four(sizes: Sequence[int]) -> tuple[int, ...]:
-    """``sizes`` with ones before them, so that there are four or more."""
+    """``sizes`` with leading ones, so that there are at least four."""
     return (1,) * (4 - len(sizes)) + tuple(sizes)
 
 
 def packed(x: Tensor) -> Tensor:
-    """``x`` contiguous, and aligned so that four of its elements can be read at a time."""
+    """``x`` as a contiguous tensor, aligned to reads of four elements."""
     x = x.contiguous()
     return x if x.data_ptr() % (4 * x.element_size()) == 0 else x.clone()
 
@@ -381,18 +381,18 @@ def four_dims(x: Tensor, cos: Tensor) -> Tensor:
 
 
 def for_each_channel(table: Tensor, interleaved: bool) -> Tensor:
-    """A table ``[s, 1, r/2]`` or ``[s, r/2]`` as ``[s, 1, 1, r]``, in which every channel of a pair has its entry."""
+    """A table ``[s, 1, r/2]`` or ``[s, r/2]`` as ``[s, 1, 1, r]``, with a pair's entry for both of its channels."""
     table = table.reshape(len(table), 1, 1, -1)
     return table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
 
 
 def apply(function: Callable, *lists: Sequence[Tensor], numbers: tuple = ()) -> Any:
-    """``function`` on lists that belong together, without their empty tensors: if the last tensor is empty, the
-    functions leave out those before it. The flag is new each time, and nothing reads it."""
+    """Call ``function`` on corresponding lists, without their empty tensors: if the last tensor is empty, the library's
+    functions skip the tensors before it. The flag is a new tensor, which is not read."""
     kept = [of_one for of_one in zip(*lists, strict=True) if of_one[0].numel()]
     flag = torch.zeros(1, dtype=torch.int32, device=kept[0][0].device)
     return function(CHUNK, flag, [list(of_one) for of_one in zip(*kept, strict=True)], *numbers)
 
 
 LIBRARIES: dict[str, Library] = {"apex": Apex(), "transformer_engine": TransformerEngine()}
-"""By their names as ``kernel_backend``."""
+"""Libraries by their names in ``kernel_backend``."""

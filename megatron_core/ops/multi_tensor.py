@@ -1,7 +1,7 @@
-"""Operations on lists of tensors in few launches: the sum of squares, a factor, and AdamW in one pass.
+"""Operations on lists of tensors in few launches: sum of squares, scaling, and AdamW in one pass.
 
-The tensors of a list are of one dtype, on one device, and contiguous; their sizes and their number are free. None of
-these operations has a backward: they are for what comes after it.
+The tensors of a list have one dtype and one device and are contiguous; their sizes and their number are arbitrary.
+These operations have no backward, as they run after it.
 """
 
 import math
@@ -17,15 +17,16 @@ from megatron_core.ops.backend import Backend, python_backend, select_backend_fo
 from megatron_core.ops.operator import define
 
 CHUNK = 16384
-"""Elements that are one piece of work: enough to hide that it is dealt out, and 20 M of them still feed every GPU."""
+"""Elements per work item: large enough to hide scheduling, and small enough that 20 M elements occupy every GPU."""
 
 
 def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Tensor:
-    """Sum of x^2 over all elements of all tensors: a float64 scalar on their device, without waiting for it.
+    """Sum of x^2 over all elements of all tensors: a float64 scalar on their device, without synchronization.
 
-    It is inf or nan if any element is, which makes it the check for that. The native kernels square and add in float64:
-    no smaller type overflows, the relative error is a few roundings of float64, and the order of the sum follows from
-    the sizes alone, so that any number of threads gives the same bits. An empty list gives 0 on torch's default device.
+    The result is inf or nan if any element is, so it also serves as that check. The native kernels square and add in
+    float64: squares of narrower types do not overflow, the relative error is a few roundings of float64, and the
+    order of the sum depends only on the sizes, so that the result is bitwise equal for any number of threads. An empty
+    list gives 0 on torch's default device.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
@@ -61,26 +62,29 @@ def adamw_(
     factor: float = 1.0,
     backend: Backend = "auto",
 ) -> None:
-    """Step t = ``step`` (from 1) of AdamW as torch.optim.AdamW takes it (Loshchilov and Hutter 2019, algorithm 2):
+    """Step t = ``step`` (from 1) of AdamW, as in torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2):
 
         g = factor * grad
         m = beta1 m + (1 - beta1) g
         v = beta2 v + (1 - beta2) g^2
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 
-    ``weights`` and the moments are float32, ``grads`` that or 16 bits; or all are float64. ``copies``, if there are
-    any, are 16 bits and become the new weights, rounded. One pass moves 30 bytes a parameter at most: gradient 4,
-    moments 16, weight 8, copy 2. What ``grads`` hold afterwards is not defined: the reference may have scaled them.
+    ``weights`` and the moments are float32 and ``grads`` float32 or 16 bits; or all are float64. ``copies``, if given,
+    have 16 bits and are set to the rounded new weights. One pass moves at most 30 bytes per parameter: gradient 4,
+    moments 16, weight 8, copy 2. The values of ``grads`` afterwards are undefined: the reference may have scaled them.
     """
+    # Check the lists.
     lists = {"grads": grads, "weights": weights, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "copies": copies}
     _check("adamw_", **lists)
     _check_adamw(lists)
+    # Run the reference or a library.
     beta1, beta2 = betas
     chosen = _select_backend(weights, backend) if weights else "reference"
     if chosen != "native":
         rates = {"beta1": beta1, "beta2": beta2, "eps": epsilon, "lr": lr, "weight_decay": weight_decay}
         python_backend(chosen).adamw_(*lists.values(), step=step, factor=factor, **rates)
         return
+    # Run the native kernel.
     _adamw_(
         *lists.values(),
         factor=factor,
@@ -143,7 +147,7 @@ torch.library.register_autograd("megatron_core::squared_norm", _refuse, setup_co
 
 
 def _table(first: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Tensor:
-    """csrc/common/multi_tensor.h's table of lists that belong together: sizes and addresses, 0 for None."""
+    """The table of csrc/common/multi_tensor.h for corresponding lists: sizes and addresses (0 for None)."""
     rows = [
         [tensor.numel(), *(0 if of is None else of[i].data_ptr() for of in (first, *others))]
         for i, tensor in enumerate(first)
@@ -157,7 +161,7 @@ def _select_backend(tensors: Sequence[Tensor], backend: Backend) -> str:
 
 
 def _check(op: str, **lists: Sequence[Tensor]) -> None:
-    """Every list is contiguous and of one dtype, and all are on one device."""
+    """Check that all tensors are contiguous and on one device, and that each list has one dtype."""
     found = [(name, i, tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
     for name, i, tensor in found:
         first, at = lists[name][0], f"{op}: {name}[{i}]"
@@ -170,7 +174,7 @@ def _check(op: str, **lists: Sequence[Tensor]) -> None:
 
 
 def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
-    """The lists have tensors of the same sizes, and dtypes that go together."""
+    """Check that the lists have tensors of the same sizes, and compatible dtypes."""
     sizes = [weight.numel() for weight in lists["weights"]]
     for name, tensors in lists.items():
         if [tensor.numel() for tensor in tensors] != sizes and (tensors or name != "copies"):

@@ -1,4 +1,4 @@
-"""The native libraries: where they are, whether they load, and calls into them through ctypes."""
+"""The native libraries: location, availability, and calls through ctypes."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("lib")
-"""Where the build puts the libraries."""
+"""Output folder of the build."""
 
 INTERFACE = 7
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The numbers of csrc/common/interface.h."""
+"""Numbers of the dtypes in csrc/common/interface.h."""
 
 Value = Tensor | torch.dtype | int | float | None
-"""What a native function takes; None is a tensor that is absent."""
+"""Argument of a native function; None is an absent tensor."""
 
 
 def library_path(device_type: str, dtype: torch.dtype) -> Path:
-    """The library for tensors of a kind: for a CPU with AVX2 the one that uses it, but for float64, which is for
-    verification and not for speed, the one for any processor: the other has no float64."""
+    """Path of the library for a device and dtype. A CPU with AVX2 uses the AVX2 library, except for float64: that
+    library has no float64, which is meant for verification, not for speed."""
     if device_type != "cpu":
         return FOLDER / f"libmegatron_{device_type}.so"
     avx2, default = (FOLDER / f"libmegatron_cpu_{level}.so" for level in ("avx2", "default"))
@@ -37,7 +37,7 @@ def library_path(device_type: str, dtype: torch.dtype) -> Path:
 
 @cache
 def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
-    """The loaded library for tensors on ``cpu`` or ``cuda``; ConfigError says what is missing and how to get it."""
+    """Load the library for tensors on ``cpu`` or ``cuda``; ConfigError if it is missing or outdated, with the fix."""
     path = library_path(device_type, dtype)
     if not path.exists():
         needs = "a C++ compiler (GCC or Clang)" + (" and nvcc" if device_type == "cuda" else "")
@@ -54,7 +54,7 @@ def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
 
 @cache
 def unavailable_reason(op: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why there is no native kernel of ``op`` for tensors of a kind; None if there is one."""
+    """Why there is no native kernel of ``op`` for a device and dtype; None if there is one."""
     if device_type not in ("cpu", "cuda"):
         return f"native kernels are for cpu and cuda, not {device_type}"
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -82,8 +82,8 @@ def _gpu_obstacle(dtype: torch.dtype) -> str | None:
 
 
 def architecture(device_type: str, dtype: torch.dtype) -> str:
-    """What the library for tensors on ``cpu`` or ``cuda`` was compiled for, as ``avx2`` or ``sm_80 sm_90a and PTX of
-    compute_80``."""
+    """The target architecture of the library for tensors on ``cpu`` or ``cuda``, such as ``avx2`` or ``sm_80 sm_90a and
+    PTX of compute_80``."""
     if device_type == "cpu":
         return library_path(device_type, dtype).stem.rpartition("_")[2]
     entry = library(device_type, dtype).megatron_architectures
@@ -92,9 +92,9 @@ def architecture(device_type: str, dtype: torch.dtype) -> str:
 
 
 def call(function: str, of: Tensor, *values: Value) -> None:
-    """Run ``megatron_<function>`` for the dtype of a tensor on its device, with torch's threads, on torch's stream.
+    """Run ``megatron_<function>`` for the dtype and device of ``of``, with torch's number of threads or on its stream.
 
-    The function's first argument is that dtype, ``values`` are the others; all tensors are on the same device.
+    The function's first argument is the dtype, ``values`` are the others; all tensors must be on the same device.
     """
     device, values = of.device, (of.dtype, *values)
     plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
@@ -110,13 +110,13 @@ def call(function: str, of: Tensor, *values: Value) -> None:
 
 @cache
 def _entry(library: ctypes.CDLL, function: str, types: tuple[type, ...]) -> Callable[..., bytes | None]:
-    """The C function; a prototype of its own for each tuple of types, so that none changes another's."""
+    """The C function with a separate prototype for each tuple of argument types."""
     prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *map(_kind, types), ctypes.c_int64, ctypes.c_void_p)
     return prototype((f"megatron_{function}", library))
 
 
 def _kind(value: type) -> type:
-    """Tensors go as pointers, other numbers as int64 or double: the interface has nothing else."""
+    """The C type of an argument: tensors are pointers, numbers are int64 or double."""
     if value is NoneType or issubclass(value, Tensor):
         return ctypes.c_void_p
     return ctypes.c_double if issubclass(value, float) else ctypes.c_int64

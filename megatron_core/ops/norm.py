@@ -67,7 +67,7 @@ def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tens
 
 
 def _backward(name: str, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, *, sums: int) -> list[Tensor]:
-    """-> dx and the gradients of as many parameters as there are ``sums`` over rows."""
+    """-> dx and the gradients of ``sums`` parameters, each of which is a sum over rows."""
     check(name, x, {"dy": dy}, weight=weight)
     gradients = _gradients(x, weight, sums)
     partial = partials(x, sums)
@@ -81,7 +81,7 @@ def _gradients(x: Tensor, weight: Tensor, sums: int) -> list[Tensor]:
 
 
 def _register(norm: Operator, backward_operator: Operator, sums: int) -> None:
-    """Give the operators of one norm their fake and autograd rules."""
+    """Register the fake and autograd rules of one norm."""
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.set_materialize_grads(False)

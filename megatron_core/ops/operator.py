@@ -1,4 +1,4 @@
-"""Python functions as operators of torch that torch.compile, torch.func and the profiler know."""
+"""Register Python functions as torch operators, for torch.compile, torch.func and the profiler."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 import torch
 
 NUMBERS: dict[Any, Callable[[Any], Any]] = {float: float, int: index, float | None: float, int | None: index}
-"""Annotations of numbers -> their conversion."""
+"""Conversion function of each annotation of a number."""
 
 
 class Operator:
     """``torch.ops.megatron_core.<name>``, implemented by the decorated function.
 
-    torch.compile takes the operator with the autograd rule of torch.library. In inference mode a call runs the
-    function directly: the dispatcher and autograd cost 0.1 ms a call, as much as a kernel on 16 tokens. Every other
-    call goes through an ``autograd.Function`` of the same rule, as torch.func's transforms refuse those of
-    torch.library.
+    torch.compile uses the operator with the autograd rule of torch.library. In inference mode a call runs the function
+    directly, because the dispatcher and autograd take 0.1 ms per call, as long as a kernel on 16 tokens. All other
+    calls use an ``autograd.Function`` with the same rule, because torch.func's transforms do not support the autograd
+    rules of torch.library.
     """
 
     def __init__(self, implementation: Callable, name: str) -> None:
@@ -26,21 +26,21 @@ class Operator:
         self._operator = define(name)(implementation)
         self._signature = inspect.signature(implementation, eval_str=True)
         kinds = enumerate(parameter.annotation for parameter in self._signature.parameters.values())
-        # As the dispatcher does: a C function reads a number of another type from another register.
+        # Convert numbers as the dispatcher does: C functions pass int64 and double in different registers.
         self._numbers = [(at, NUMBERS[kind]) for at, kind in kinds if kind in NUMBERS]
 
     def register_fake(self, fake: Callable) -> None:
-        """Give the function that makes outputs without computing them, from the same arguments."""
+        """Register ``fake``, which allocates the outputs for the same arguments without computing them."""
         torch.library.register_fake(self._name, fake)
 
     def register_autograd(self, backward: Callable, setup_context: Callable) -> None:
-        """Give ``backward(ctx, *gradients)``, and ``setup_context(ctx, inputs, output)``, which keeps what it needs."""
+        """Register ``backward(ctx, *gradients)`` and ``setup_context(ctx, inputs, output)``, which saves tensors."""
         torch.library.register_autograd(self._name, backward, setup_context=setup_context)
 
         def forward(*arguments: Any) -> Any:
             return self._operator(*arguments)
 
-        vars(forward)["__signature__"] = self._signature  # which torch looks up in every call
+        vars(forward)["__signature__"] = self._signature  # torch looks it up in every call
         methods: dict[str, object] = {
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
@@ -51,7 +51,7 @@ class Operator:
         self._function: Any = type(self._name, (torch.autograd.Function,), methods)
 
     def register_no_autograd(self, instead: str = "for second derivatives take kernel_backend='reference'") -> None:
-        """Make a derivative of the operator an error that says ``instead``, the way out."""
+        """Make a derivative of the operator raise an error; its message contains the fix ``instead``."""
         self.register_autograd(self._refuse(f"has no backward; {instead}"), lambda ctx, inputs, output: None)
         self._differentiable = False
 
@@ -75,14 +75,14 @@ class Operator:
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:
-    """Decorate a function whose annotations are an operator's types and which changes none of its arguments."""
+    """Decorate a function to make it an operator with the types of its annotations; it must not mutate its inputs."""
     return lambda implementation: Operator(implementation, name)
 
 
 def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], Any]:
-    """Make the decorated function an operator of this name, which changes the arguments ``mutates_args`` in place.
+    """Make the decorated function an operator with this name that mutates the arguments ``mutates_args``.
 
-    Not torch.library.custom_op, whose first call imports torch._dynamo: 1.5 s of every process.
+    torch.library.custom_op is not used, because its first call imports torch._dynamo: 1.5 s per process.
     """
 
     def decorate(implementation: Callable) -> Any:

@@ -1,18 +1,18 @@
 """The reference implementation of every operation in PyTorch, in any precision.
 
-These run where no native kernel is available, with PyTorch's own backward; if PyTorch has the function, they call it.
-Shapes are those of ``megatron_core.ops``.
+These functions run if no native kernel is available, with PyTorch's own backward; they call PyTorch's function if there
+is one. Shapes are those of ``megatron_core.ops``.
 
-Dropout's mask is a function of what it falls on. An element belongs to a sample (the global number of its sequence,
-below 2^48), to a position in the whole sequence, in attention weights to a head (0 elsewhere), and to a channel, the
-last dim, which in attention weights is the key's position. The four words of 32 bits
+The dropout mask is a function of an element's global position. An element has a sample (the global index of its
+sequence, below 2^48), a position in the whole sequence, a head (0 except in attention weights), and a channel (the last
+dim; in attention weights the position of the key). The four 32-bit words
 
     philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
 
-have 16 bits for each of eight neighbouring channels, the lower ones of a word first; the key is that of the seed and of
-the module's name. An element is dropped where its bits are below 2^16 p, rounded to a whole number, and what stays
-is divided by the share that really stays. So no layout changes the mask, and no generator is read. The native kernels
-draw the same bits (csrc/common/dropout.h); 32 bits an element would double what they compute.
+contain 16 bits for each of eight adjacent channels, the lower half of a word first; the key is derived from the seed
+and the module's name. An element is dropped if its bits are below 2^16 p, rounded to an integer; the other elements are
+divided by their exact share. The mask therefore does not depend on the layout or on a generator. The native kernels use
+the same bits (csrc/common/dropout.h); 32 bits per element would double their computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(gate) * value, ``x`` ``[..., 2 m]`` being the gate and then the value (Shazeer 2020)."""
+    """function(gate) * value; ``x`` ``[..., 2 m]`` is the gate followed by the value (Shazeer 2020)."""
     gate, value = x.chunk(2, dim=-1)
     return function(gate) * value
 
@@ -63,11 +63,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": partial(gated, functional.gelu),
     "geglu_tanh": partial(gated, gelu_tanh),
 }
-"""The activations by name; GELU: Hendrycks and Gimpel 2016."""
+"""Activation functions by name; GELU: Hendrycks and Gimpel 2016."""
 
 
 def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    """softmax(scale * scores) over the keys that ``mask``, the triangle and the window leave, 0 for the others.
+    """softmax(scale * scores) over the keys visible under ``mask``, ``causal`` and ``window``; 0 for the others.
 
     ``scores`` ``[..., queries, keys]``; ``mask`` broadcasts to it, True = masked.
     """
@@ -80,20 +80,20 @@ def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal:
     probs = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
     if mask is None and queries <= keys:
         return probs
-    return probs.masked_fill(hidden, 0.0)  # a row that sees nothing is NaN so far
+    return probs.masked_fill(hidden, 0.0)  # rows without visible keys are NaN before this
 
 
 def _outside(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """``[queries, keys]``, True where the key is after the query or before its window; the last ones are at one
-    place."""
+    """``[queries, keys]``, True if the key is after the query or before its window; the last query and the last key
+    have the same position."""
     own = keys - queries
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(own)
     return ~(seen if window is None else seen.triu(own - window + 1))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), in the tables' precision, and then as ``x`` has it;
-    shapes as in ``ops.rope`` (Su et al. 2021, section 3.4.2)."""
+    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), computed in the tables' precision and cast to the
+    dtype of ``x``; shapes as in ``ops.rope`` (Su et al. 2021, section 3.4.2)."""
     for _ in range(x.dim() - cos.dim()):
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated = 2 * cos.shape[-1]
@@ -106,15 +106,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
-    """``[4, ...]``: m = max(z), sum(exp(z - m)), the target's z (0 where it is elsewhere), sum(z); z the first
-    ``valid`` columns of ``logits`` ``[..., v]``, which are the tokens from ``first`` on."""
+    """``[4, ...]``: m = max(z), sum(exp(z - m)), the target's z (0 if the target is in another part), sum(z); z are the
+    first ``valid`` columns of ``logits`` ``[..., v]``, the logits of tokens ``first``, ``first`` + 1, ...."""
     z = logits.to(wide(logits.dtype), copy=True)
     z[..., valid:] = -torch.inf
     maximum = z.amax(-1)
     here, label = _label(target, first, valid)
     z_target = z.gather(-1, label).squeeze(-1).masked_fill(~here, 0.0)
     z_sum = z[..., :valid].sum(-1)
-    z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)  # an infinity less itself would be NaN
+    z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)  # inf - inf would be NaN
     return torch.stack([maximum, z.exp_().sum(-1), z_target, z_sum])
 
 
@@ -130,7 +130,7 @@ def cross_entropy_backward(
     overwrite: bool,
 ) -> Tensor:
     """dloss * (exp(z - m) / s - kept [target] - spread), 0 in the padding; ``statistics`` ``[2, ...]`` are m and s
-    over the whole vocabulary. With ``overwrite`` it takes the place of the logits."""
+    over the whole vocabulary. With ``overwrite`` the result is written to ``logits``."""
     maximum, exp_sum = statistics.unsqueeze(-1)
     dloss = dloss.unsqueeze(-1)
     grad = logits if overwrite and logits.dtype == wide(logits.dtype) else logits.to(wide(logits.dtype), copy=True)
@@ -142,21 +142,21 @@ def cross_entropy_backward(
 
 
 def _label(target: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is a valid column here, and which ``[..., 1]``; 0 where it is not."""
+    """Whether each target is a valid column of this part, and its column ``[..., 1]`` (0 if it is not)."""
     here = (target >= first) & (target < first + valid)
     return here, (target - first).masked_fill(~here, 0).unsqueeze(-1)
 
 
 BLOCK = 512
-"""Elements whose squares are added up in float32: with 4,096 the error is 3e-9, of 16-bit tensors 5e-7."""
+"""Number of squares accumulated in float32: with 4,096 the error is 3e-9, for 16-bit tensors 5e-7."""
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of x^2 over all elements of all tensors, float64: norms of blocks in float32 (float64 of float64), squared
-    and added up in float64.
+    """Sum of x^2 over all elements of all tensors, float64: norms of blocks in float32 (float64 for float64), squared
+    and summed in float64.
 
-    PyTorch's float32 norm of a whole tensor is wrong by 3e-3 at 40 M elements on a CPU and by 1e-2 at 100 M; this one
-    by 2e-10 (16 bits: 2e-8), in the same time. In float64 PyTorch takes ten times as long.
+    On a CPU PyTorch's float32 norm of a whole tensor has an error of 3e-3 at 40 M elements and 1e-2 at 100 M; this
+    function has an error of 2e-10 (16 bits: 2e-8) in the same time. PyTorch's norm in float64 takes ten times as long.
     """
     blocks = [part for x in tensors for part in _blocks(x.view(-1))]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype)).double() for rows in blocks]
@@ -164,7 +164,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of ``x`` ``[n]``: ``[blocks, BLOCK]``, and what is left over as ``[1, rest]``."""
+    """Views of ``x`` ``[n]``: ``[blocks, BLOCK]``, and the remainder ``[1, rest]``."""
     whole = x.numel() // BLOCK * BLOCK
     return x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)
 
@@ -186,7 +186,7 @@ def adamw_(
     factor: float,
     **rates: Any,
 ) -> None:
-    """torch.optim.AdamW's fused step, after a factor on the gradients and before the copies; ``rates`` by its names."""
+    """Scale the gradients, run torch.optim.AdamW's fused step with its arguments ``rates``, and write the copies."""
     grads = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
     if factor != 1.0:
         scale_(grads, factor)
@@ -208,7 +208,7 @@ _ROUNDS = 10
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each counter: Philox 4x32 with 10 rounds (Salmon et al. 2011, section 3.3).
 
-    Words are int64 tensors that hold 32 bits and broadcast; ``key`` has 64 bits.
+    Words are int64 tensors with 32-bit values, which broadcast; ``key`` has 64 bits.
     """
     a, b, c, d = counter
     low, high = key & LOW, key >> 32
@@ -220,29 +220,29 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits of x m; that the int64 product may be negative changes neither."""
+    """The upper and the lower 32 bits of x m; both are correct even if the int64 product is negative."""
     product = x * m
     return (product >> 32) & LOW, product & LOW
 
 
 def dropout_threshold(p: float) -> int:
-    """What the 16 bits of dropped elements are below."""
+    """Elements whose 16 bits are below this threshold are dropped."""
     return min(round(p * 2**16), 2**16 - 1)
 
 
 def dropout_scale(p: float) -> float:
-    """One divided by the share of elements that stays."""
+    """1 / (share of elements that are kept)."""
     return 1 / (1 - dropout_threshold(p) / 2**16)
 
 
 def keep(shape: tuple[int, ...], p: float, *of: Any, **of_named: Any) -> Tensor:
-    """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, stays; the rest of the
+    """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, is kept; the other
     arguments are those of ``bits``."""
     return bits(shape, *of, **of_named) >= dropout_threshold(p)
 
 
 def uniform(shape: tuple[int, ...], key: int, sample_index: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Numbers of U(0, 1) for the elements of ``[s, b, h]``, in steps of 2^-16, by the bits that dropout would draw."""
+    """Samples of U(0, 1) for the elements of ``[s, b, h]``, in steps of 2^-16, from the random bits of dropout."""
     return (bits(shape, key, sample_index, position_ids) + 0.5) / 2**16
 
 
@@ -254,7 +254,7 @@ def bits(
     key_positions: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
-    """The 16 bits of each element, int64; shapes as in ``ops.bias_dropout_add``."""
+    """The 16 random bits of each element, int64; shapes as in ``ops.bias_dropout_add``."""
     device, weights = sample_index.device, len(shape) == 4
     length, channels = shape[2 if weights else 0], shape[-1]
     position = torch.arange(length, device=device) if position_ids is None else position_ids
@@ -286,7 +286,7 @@ def bias_dropout_add(
     key_positions: Tensor | None,
     first_head: int,
 ) -> Tensor:
-    """y = residual + keep scale (x + bias); what is absent is not added, shapes as in ``ops.bias_dropout_add``."""
+    """y = residual + keep scale (x + bias); None is not added; shapes as in ``ops.bias_dropout_add``."""
     x = x if bias is None else x + bias
     if dropout_threshold(p):
         assert sample_index is not None, "masks are functions of the samples' numbers"

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels turned by the angle of their position; native kernels as a torch operator."""
+"""Rotary position embedding: rotate pairs of channels by an angle per position; native kernels as a torch operator."""
 
 from typing import Any
 
@@ -12,15 +12,16 @@ from megatron_core.ops.rows import new_like, wide
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto") -> Tensor:
-    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), the angle of pair i being that of column i.
+    """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin); column i of the tables is the angle of pair i.
 
-    ``x`` is ``[s, b, ..., d]``, where ``...`` are no, one or two dims of heads; ``cos`` and ``sin`` are ``[s, b, r/2]``
-    with b = 1 where all sequences have the same positions, or ``[s, r/2]`` for an ``x`` ``[s, ..., d]``. The first r
-    channels turn, the others pass. Pair i is channels i and i + r/2, or where ``interleaved`` 2i and 2i + 1.
+    ``x`` is ``[s, b, ..., d]``, where ``...`` are zero, one or two dims of heads; ``cos`` and ``sin`` are
+    ``[s, b, r/2]``, with b = 1 if all sequences have the same positions, or ``[s, r/2]`` for ``x`` ``[s, ..., d]``. The
+    first r channels are rotated, the others are copied. Pair i are channels i and i + r/2, or with ``interleaved`` 2i
+    and 2i + 1.
 
-    The tables are float32, for float64 float64, whatever the type of ``x``: in bfloat16 they would turn pairs by angles
-    that are wrong by up to 0.004 and change their lengths; they are small beside the heads, of which each reads the
-    same row. They get no gradient. ``x`` is read where it lies, whatever its strides.
+    The tables are float32 (float64 for float64) for every dtype of ``x``: bfloat16 tables would have errors of up to
+    0.004 in the angles and would change the lengths of pairs. The tables are small compared to ``x``, because all heads
+    use the same row. They get no gradient. ``x`` may have any strides and is not copied.
     Source: Su et al. 2021, section 3.4.2.
     """
     chosen = select_backend_for("rope", backend, x, x, cos, sin, interleaved)
@@ -65,7 +66,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool)
 
 
 def _five_dims(x: Tensor, positions: int) -> Tensor:
-    """``x`` as ``[s, b, groups, heads, d]``, dims that it lacks being 1; a view, unless its channels lie apart."""
+    """``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims; a view if channels are contiguous."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     x = x if positions == 2 else x.unsqueeze(0)
     while x.dim() < 5:
@@ -74,7 +75,7 @@ def _five_dims(x: Tensor, positions: int) -> Tensor:
 
 
 def _table_strides(table: Tensor) -> tuple[int, int]:
-    """Those of ``[s, b, r/2]``, 0 if one row is for all."""
+    """Strides of ``s`` and ``b`` in ``[s, b, r/2]``; 0 for a dim of size 1, which broadcasts."""
     table = table if table.dim() == 3 else table.unsqueeze(0)
     length, batch = (0 if table.shape[dim] == 1 else table.stride(dim) for dim in (0, 1))
     return length, batch
@@ -88,7 +89,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The rotation back, which is linear too: every further derivative is one of the two."""
+    """The inverse rotation, which is also linear: higher derivatives are one of the two rotations."""
     return _rope(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *[None] * 4
 
 

@@ -1,4 +1,4 @@
-"""What operations on rows share: tensors as rows, their checks, and room for sums over rows."""
+"""Common functions of rowwise operations: tensors as rows, checks, and memory for sums over rows."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from megatron_core.errors import ConfigError
 
 
 def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tensor) -> None:
-    """``x`` is ``[..., n]``, those of ``like`` have its shape, each parameter is ``[n]``; all of one dtype, on one
-    device."""
+    """Check that ``x`` is ``[..., n]``, that ``like`` have its shape, and that each parameter is ``[n]``; all must have
+    the dtype and the device of ``x``. ConfigError otherwise."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements")
     for tensors, shape in ((like, x.shape), (parameters, x.shape[-1:])):
@@ -23,13 +23,13 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
 
 
 def count(x: Tensor) -> int:
-    """The rows of ``[..., n]``."""
+    """Number of rows of ``[..., n]``."""
     return x.numel() // x.shape[-1]
 
 
 def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """``[..., n]`` with contiguous rows that lie equally far apart, and how far: ``x`` where its strides are so, else a
-    copy; (None, 0) for None."""
+    """``[..., n]`` as contiguous rows with a constant stride, and that stride: a view of ``x`` if its strides allow,
+    else a copy; (None, 0) for None."""
     if x is None:
         return None, 0
     if x.is_contiguous():
@@ -40,21 +40,22 @@ def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def new_like(x: Tensor) -> Tensor:
-    """New memory for a contiguous tensor of the shape of ``x``."""
+    """Allocate a contiguous tensor with the shape of ``x``."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums and statistics: float64 for float64, else float32."""
+    """The dtype of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def partials(x: Tensor, sums: int) -> Tensor:
-    """New memory ``[parts, sums, n]`` in which parts of the rows ``[..., n]`` are added up before they are joined.
+    """Allocate partial sums ``[parts, sums, n]`` over the rows ``[..., n]``, which are summed in a second step.
 
-    Their number follows from the shape and the kind of device alone, so that threads do not change a sum's bits: at
-    least 32 rows a part keep this memory small beside the rows, and so do 32 parts at most (64 take a tenth longer on
-    2048 rows); a GPU takes two to eight blocks a multiprocessor, the more the shorter the rows and so the blocks are.
+    The number of parts depends only on the shape and the type of device, so that a sum is bitwise equal for any number
+    of threads. At least 32 rows per part and at most 32 parts keep this memory small compared to the rows (64 parts
+    take 10 % longer on 2048 rows). A GPU uses two to eight blocks per multiprocessor, more for shorter rows, because
+    their blocks are smaller.
     """
     rows, columns = count(x), x.shape[-1]
     wanted, limit = rows // 32, 32

@@ -22,13 +22,13 @@ def attention_softmax(
     window: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """p = exp(scale * scores) / sum of the same over the keys that a query sees; 0 for the others.
+    """p = exp(scale * scores) / sum of the same over the visible keys of a query; 0 for the other keys.
 
-    ``scores`` ``[queries, keys]``, ``[h, queries, keys]`` or ``[b, h, queries, keys]``. ``mask`` is bool, True where a
-    key is masked, and broadcasts to the scores, as ``[b, 1, queries, keys]`` or ``[b, 1, 1, keys]``. With ``causal`` a
-    query sees no key after its own; the last query's own is the last key, however many there are of each. With
-    ``window`` it sees that many of them, its own and those before it. A row that sees nothing is all zero, and so is
-    its gradient. Keys after a query and before its window are not read.
+    ``scores`` ``[queries, keys]``, ``[h, queries, keys]`` or ``[b, h, queries, keys]``. ``mask`` is bool, True for a
+    masked key, and broadcasts to the scores, as ``[b, 1, queries, keys]`` or ``[b, 1, 1, keys]``. With ``causal`` keys
+    after the query's own key are hidden; the own key of the last query is the last key for any number of queries and
+    keys. With ``window`` a query sees that many keys: its own and the preceding ones. A row without visible keys is all
+    zero, and so is its gradient. Keys after a query or before its window are not read.
     Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
     chosen = select_backend_for("softmax", backend, scores, scores, mask, causal, window)
@@ -92,7 +92,7 @@ def _visible_keys(scores: Tensor, causal: bool, window: int | None) -> int:
 
 
 def _keys_in_memory(x: Tensor) -> Tensor:
-    """``x`` whose keys follow one another in memory: as it is where they do, else a copy."""
+    """``x`` with contiguous keys; copied if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -101,7 +101,7 @@ def _four(sizes: Sequence[int], missing: int) -> tuple[int, ...]:
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
-    """Of batch, head and query; 0 for dims that are absent, or of one element, whose stride may be any number."""
+    """Strides of batch, head and query; 0 for missing dims and for dims of size 1, whose stride is arbitrary."""
     if x is None:
         return 0, 0, 0
     return _four([0 if n == 1 else by for n, by in zip(x.shape, x.stride(), strict=True)], 0)[:3]

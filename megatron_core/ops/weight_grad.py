@@ -1,4 +1,4 @@
-"""Weight gradients of a linear layer, added in float32 to those of the micro-batches before."""
+"""Weight gradients of a linear layer, accumulated in float32 over micro-batches."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from megatron_core.ops.backend import Backend, library_has, python_backend
 def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, backend: Backend = "auto") -> None:
     """main_grad_OI += grad_y_TO^T x_TI, without rounding the product to fewer bits than ``main_grad`` has.
 
-    T tokens, O output and I input features; ``grad_y`` and ``x`` are of one dtype, ``main_grad`` of that or wider. All
-    backends but another library's are torch's products.
+    T tokens, O output and I input features; ``grad_y`` and ``x`` have the same dtype, ``main_grad`` the same or a wider
+    one. All backends except libraries use torch's products.
     """
     if library_has("weight_grad", backend, x.device.type, x.dtype):
         library = python_backend(backend)
@@ -21,13 +21,13 @@ def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, bac
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
     elif x.device.type == "cuda" and TorchVersion(torch.__version__) < "2.10":
-        # Before 2.10 addmm took a wider result only where what it is added to is as narrow as the matrices.
+        # Before 2.10 addmm supported a wider output only if the added matrix is as narrow as the factors.
         main_grad.add_(torch.mm(grad_y.t(), x, out_dtype=main_grad.dtype))
     elif x.device.type == "cuda":
-        # The matrix unit adds to what is there: no second pass over main_grad.
+        # The product accumulates into main_grad without a second pass over it.
         torch.addmm(main_grad, grad_y.t(), x, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        # In float32, as torch rounds a product of 16-bit matrices to 16 bits on CPUs. 2048 x 1024 x 4096 on one thread
-        # (AVX-512 with its bfloat16 instructions) take 270 ms like this, 280 ms in parts of 512 tokens; a product in
-        # bfloat16 and an addition take 80 ms, in float16 6,100 ms, and both lose what the test of this shows.
+        # In float32, because on CPUs torch rounds a product of 16-bit matrices to 16 bits. 2048 x 1024 x 4096 on one
+        # thread (AVX-512 with bfloat16 instructions) takes 270 ms this way and 280 ms in parts of 512 tokens. A product
+        # in bfloat16 and an addition take 80 ms, in float16 6,100 ms; both lose precision, as the test shows.
         main_grad.addmm_(grad_y.t().to(main_grad.dtype), x.to(main_grad.dtype))
