@@ -1,4 +1,4 @@
-"""Check that a model computes in every layout what it computes in one process."""
+"""Check that a model gives the same results in every layout as in one process."""
 
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.verify.gpt import GPTExperiment, fitting_layouts, trace_training

@@ -1,10 +1,10 @@
-"""Float noise or a silent failure: how far a training may be from the baseline.
+"""Error bounds that separate rounding noise from failures, relative to a baseline.
 
-The baseline is one process in float64. In float64 itself every quantity has to agree with it to ``FLOAT64_BOUND``. In a
-narrower dtype rounding moves everything, by an amount that depends on the tensor, so that no single number separates
-noise from a failure. What does is one process in the same dtype, run several times with its sums in other orders
-(``verify.noise``): the largest distance from the baseline is what rounding does to each tensor, and a layout, which is
-another order of the same sums, may be at most ``NOISE_FACTOR`` times as far.
+The baseline is one process in float64. A layout in float64 must agree with it to ``FLOAT64_BOUND``. In a narrower dtype
+the size of rounding errors depends on the tensor, so that no single bound separates noise from failures. The bound is
+therefore measured: one process in the same dtype runs several times with its sums in different orders
+(``verify.noise``), and the largest error of each tensor is its noise. A layout, which is another order of the same
+sums, may have at most ``NOISE_FACTOR`` times this error.
 """
 
 import re
@@ -15,17 +15,17 @@ import numpy as np
 from megatron_core.verify.trace import Trace
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
-"""Distance from 1 to the next number of each dtype."""
+"""Machine epsilon of each dtype: the distance from 1 to the next number."""
 FLOAT64_BOUND = 1e-9
 NOISE_FACTOR = 5.0
-"""Correct layouts were seen up to 2.7 times as far from the baseline as the noise, in float32 and in bfloat16."""
+"""Correct layouts had errors of up to 2.7 times the noise, in float32 and in bfloat16."""
 
 Errors = Mapping[str, float]
 """Relative errors by quantity: ``loss0``, ``norm0``, ``grad0.NAME``, ..., ``weight.NAME``."""
 
 
 def relative_errors(found: Trace, baseline: Trace) -> dict[str, float]:
-    """Largest deviation of each quantity, relative to its largest element in ``baseline``; inf where it is missing."""
+    """Largest deviation of each quantity, relative to its largest element in ``baseline``; inf if it is missing."""
     result = {f"loss{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.losses, baseline.losses, strict=True))}
     result |= {f"norm{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.norms, baseline.norms, strict=True))}
     for name, expected in baseline.tensors.items():
@@ -43,26 +43,26 @@ def _relative(found: np.ndarray | float, expected: np.ndarray | float) -> float:
 
 
 class Bounds:
-    """How large each quantity's error may be; ``noise`` are the errors of one process in ``dtype``, None in float64.
+    """Upper bound of each quantity's error; ``noise`` are the errors of one process in ``dtype``, None in float64.
 
-    Each tensor has its own bound: what rounding does to weights behind AdamW's division differs by tens of times. The
-    least is what rounding does to a tensor that is only stored: half an epsilon.
+    Each tensor has its own bound, because the rounding errors of weights after AdamW's division differ by more than a
+    factor of ten. The noise is at least half an epsilon, the rounding error of storing a tensor.
     """
 
     def __init__(self, dtype: str, noise: Errors | None = None) -> None:
         self._noise, self._floor = noise, EPSILON[dtype] / 2
 
     def of(self, name: str) -> float:
-        """The largest error that ``name`` may have."""
+        """The largest permitted error of ``name``."""
         if self._noise is None:
             return FLOAT64_BOUND
         return NOISE_FACTOR * max(self._noise.get(name, 0.0), self._floor)
 
 
 def beyond(errors: Errors, bounds: Bounds) -> Iterator[str]:
-    """A sentence for each quantity that is further off than it may be: the earliest step first, then the worst.
+    """Yield a sentence for each quantity beyond its bound: earliest step first, then largest excess.
 
-    What is wrong in the first step is nearest to the cause; all that comes later inherits it.
+    Errors of the earliest step are closest to the cause; later steps inherit them.
     """
     excess = {name: error / bounds.of(name) for name, error in errors.items() if not error <= bounds.of(name)}
     for name in sorted(excess, key=lambda name: (_step_of(name), -excess[name])):
@@ -70,6 +70,6 @@ def beyond(errors: Errors, bounds: Bounds) -> Iterator[str]:
 
 
 def _step_of(name: str) -> float:
-    """The step that a quantity belongs to; weights come after all of them."""
+    """The step of a quantity; inf for weights, which are compared after the last step."""
     digits = re.search(r"\d+$", name.split(".")[0])
     return int(digits[0]) if digits else np.inf

@@ -1,4 +1,4 @@
-"""The GPT of ``pretrain_gpt.py`` under test: a few of its own training steps, traced."""
+"""Test the GPT of ``pretrain_gpt.py``: trace a few of its own training steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 @dataclass(frozen=True)
 class GPTExperiment:
-    """Trains the GPT of ``config`` for ``steps`` steps under any layout, on ragged made-up batches."""
+    """Trains the GPT of ``config`` for ``steps`` steps under any layout, on synthetic ragged batches."""
 
     config: RunConfig
     steps: int = 3
     few_micro_batches: bool = False
-    """Without a pipeline take two micro-batches, however many samples there are: enough to accumulate over."""
+    """Without a pipeline use two micro-batches for any number of samples, which suffices for gradient accumulation."""
     own_settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings that no word of a layout says, for every layout but one process."""
+    """Settings that a layout's words cannot express, for every layout except one process."""
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
-        """This rank's trace; called in every rank of a world of ``layout.world_size``."""
+        """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
@@ -36,7 +36,7 @@ class GPTExperiment:
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
-    """Every layout of ``world_size`` ranks that ``config`` can be trained in."""
+    """Return every layout of ``world_size`` ranks that is legal for ``config``."""
     candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
     return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
 
@@ -44,13 +44,13 @@ def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
 def configured(
     config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
 ) -> RunConfig:
-    """``config`` under a layout and in a dtype, maybe with settings that no word of a layout says."""
+    """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
     precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
 def train_traced(config: RunConfig, steps: int) -> RankTrace:
-    """Train ``steps`` steps as ``pretrain_gpt.py`` would, in the world that this rank is in."""
+    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
     run = set_up(config, this_world())
     packing = packing_of(config.data, run.tokenizer)
     eod = None if packing is None else packing.eod
@@ -67,12 +67,12 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
 
 
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
-    """The losses that layers added, and the load of their experts."""
+    """The auxiliary losses of layers, and the load of their experts."""
     added = {name: [value] for name, value in result.auxiliary_losses.items()}
     return added | {f"load of layer {layer}": load for layer, load in result.expert_load.items()}
 
 
 def trace_training(config: RunConfig, world_size: int, steps: int = 3) -> Trace:
-    """Train ``config`` on ``world_size`` ranks of this machine and put their traces together."""
+    """Train ``config`` on ``world_size`` ranks of this machine and assemble their traces."""
     backend = config.parallel.distributed_backend
     return assemble(run_ranks(world_size, train_traced, config, steps, backend=backend))

@@ -1,4 +1,4 @@
-"""What this machine can do, measured for the planner: products, memory, collectives, disk."""
+"""Measure this machine's performance for the planner: products, memory, collectives, disk."""
 
 import os
 import statistics
@@ -25,7 +25,7 @@ from megatron_core.verify.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MESSAGES = tuple(2**power for power in (10, 14, 18, 20, 22, 24))
-"""Bytes of each rank in the collectives that are timed."""
+"""Bytes per rank of the measured collectives."""
 SMALL_STEP: dict[str, object] = {
     "num_layers": 8,
     "hidden_size": 64,
@@ -38,14 +38,14 @@ SMALL_STEP: dict[str, object] = {
     "global_batch_size": 4,
     "train_iters": 1000,
 }
-"""A step whose arithmetic takes no time, so that what is left is the cost of each operation."""
+"""A step with negligible arithmetic, whose time is the fixed cost of its operations."""
 LARGE_STEP = SMALL_STEP | {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "vocab_size": 2048}
-"""A step of arithmetic, for what operations reach beside each other: caches and clocks are shared, pages are new."""
+"""A step dominated by arithmetic, for the rates in a real step: with shared caches and clocks and new pages."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     products: dict[str, float]
     edge: float
@@ -53,11 +53,11 @@ class Found:
     bandwidth: float
     host_link: float
     collectives: dict[int, dict[int, tuple[float, float]]]
-    """By ranks of the group and bytes of a rank: seconds of an all-gather and of an all-reduce."""
+    """Seconds of an all-gather and of an all-reduce, by size of the group and bytes per rank."""
 
 
 def best_time(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of a call: the shortest of some rounds, with the device's work done."""
+    """Minimal seconds of a call over ``rounds`` rounds, including the device's work."""
     call()
     times = []
     for _ in range(rounds):
@@ -75,7 +75,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure_rank(quick: bool) -> Found:
-    """All rates of a rank, while all ranks measure the same."""
+    """Measure all rates of this rank, while all other ranks run the same measurement."""
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     rounds = 3 if quick else 8
@@ -96,14 +96,14 @@ def measure_rank(quick: bool) -> Found:
 
 
 def product_rate(size: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
-    """FLOPs a second of a square product."""
+    """FLOPs per second of a square matrix product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / best_time(lambda: left @ right, device, rounds)
 
 
 def attention_share(rate: float, device: torch.device, rounds: int, gpu: bool) -> float:
-    """Rate of causal attention over that of products, by the pairs that are seen, forward and backward (3.5 times the
-    forward's arithmetic)."""
+    """Rate of causal attention divided by ``rate``, the rate of products; counts only visible pairs, in forward and
+    backward (3.5 times the forward's arithmetic)."""
     length, heads, dtype = (4096, 16, torch.bfloat16) if gpu else (512, 4, torch.float32)
     shape = (1, heads, length, 64)
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -116,7 +116,7 @@ def attention_share(rate: float, device: torch.device, rounds: int, gpu: bool) -
 
 
 def elements_rate(device: torch.device, rounds: int, numel: int) -> float:
-    """Bytes a second of operations on elements: the mean time of a copy, a sum, an activation and a norm."""
+    """Bytes per second of elementwise operations: the mean over a copy, a sum, an activation and a norm."""
     x, y = (torch.randn(numel // 1024, 1024, device=device) for _ in range(2))
     operations: list[tuple[Callable[[], Tensor], int]] = [
         (lambda: y.copy_(x), 2),
@@ -129,19 +129,19 @@ def elements_rate(device: torch.device, rounds: int, numel: int) -> float:
 
 
 def copy_rate(rounds: int) -> float:
-    """Bytes a second that a copy in the host's memory moves."""
+    """Bytes per second of a copy in host memory."""
     x = torch.zeros(2**22)
     return 4 * x.numel() / best_time(x.clone, torch.device("cpu"), rounds)
 
 
 def link_rate(device: torch.device, rounds: int) -> float:
-    """Bytes a second from the host's pinned memory to the device."""
+    """Bytes per second from pinned host memory to the device."""
     host, here = torch.zeros(2**26, pin_memory=True), torch.zeros(2**26, device=device)
     return 4 * host.numel() / best_time(lambda: here.copy_(host, non_blocking=True), device, rounds)
 
 
 def collective_times(device: torch.device, rounds: int) -> dict[int, dict[int, tuple[float, float]]]:
-    """Seconds of collectives among 2, 4, ... and all ranks, the slowest rank's."""
+    """Seconds of collectives among 2, 4, ... and all ranks, on the slowest rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     sizes = sorted({n for n in (2, 4, 8, 16, world) if 1 < n <= world})
     found: dict[int, dict[int, tuple[float, float]]] = {}
@@ -172,7 +172,7 @@ def link_of(found: Found) -> Link:
 
 
 def disk_rates(folder: str | None, size: int) -> tuple[float, float]:
-    """Bytes a second that are written, with a sync, and read again."""
+    """Bytes per second written to disk, including a sync, and bytes per second read back."""
     block = os.urandom(2**20)
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -193,8 +193,7 @@ def disk_rates(folder: str | None, size: int) -> tuple[float, float]:
 
 
 def own_step(settings: dict[str, object]) -> float:
-    """Seconds of a step that each rank takes for itself, all at once: the shortest of some, as of all that is timed
-    here."""
+    """Minimal seconds of a training step in a world of one rank; all ranks run it independently at the same time."""
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     run = set_up(RunConfig.from_flat(settings), World(0, 1, local_rank=0, device=device))
@@ -210,8 +209,8 @@ def own_step(settings: dict[str, object]) -> float:
 def measured_machine(
     ranks: int | None, folder: str | None, *, quick: bool
 ) -> tuple[Hardware, Found, tuple[float, float]]:
-    """Run all measurements on ``ranks`` ranks at once (default: one for each GPU, or core), and on the disk of
-    ``folder``; ``quick`` with smaller tensors and fewer repetitions. ``ConfigError`` for ranks that are not there."""
+    """Run all measurements on ``ranks`` ranks at once (default: one per GPU, or per core), and on the disk of
+    ``folder``; ``quick`` uses smaller tensors and fewer repetitions. ``ConfigError`` for too many ranks."""
     gpus = torch.cuda.device_count()
     ranks = ranks if ranks is not None else gpus or len(os.sched_getaffinity(0))
     if ranks < 1 or (gpus and ranks > gpus):
@@ -250,8 +249,8 @@ def measured_machine(
 
 
 def calibrated(hardware: Hardware, small: float, large: float | None = None) -> Hardware:
-    """The time that each operation costs besides its work, so that a step of tiny operations takes ``small`` seconds;
-    and rates of products and of memory, so that one of arithmetic takes ``large`` seconds."""
+    """Fit ``launch_seconds`` so that the predicted time of ``SMALL_STEP`` is ``small``; scale the rates of products and
+    of memory so that the predicted time of ``LARGE_STEP`` is ``large``."""
 
     def predicted(settings: dict[str, object], machine: Hardware) -> float:
         return step_cost(RunConfig.from_flat(settings), 1, machine, int(str(settings["vocab_size"]))).seconds
@@ -272,7 +271,7 @@ def _host_memory() -> float:
 
 
 def report(hardware: Hardware, found: Found, disk: tuple[float, float]) -> str:
-    """What was measured, in words."""
+    """Describe the measurements as text."""
     lines = [f"{hardware.devices_per_node} ranks, each with {readable_bytes(hardware.memory_bytes)} of memory"]
     for name, rate in found.products.items():
         lines.append(f"products in {name}: {rate / 1e9:.3g} GFLOP/s; at 1/2 of that with sides of ")

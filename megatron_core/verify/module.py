@@ -1,4 +1,4 @@
-"""A model of your own under test: any modules that are built from the parallel layers."""
+"""Test a custom model: any modules built from the parallel layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,41 +31,42 @@ Batch = Mapping[str, Tensor]
 
 
 class ModelUnderTest(ABC):
-    """A model and its data, as the parity command needs them.
+    """Interface of a model and its data for the parity command.
 
     Initial weights must be functions of the parameters' names (``parallel.initialization.initialise_by_name``), and
-    batches of the samples' numbers: nothing may depend on the layout. Parameters of a stage are known by
-    ``named_parameters``, or by ``named_global_parameters`` where a stage has one; names must not depend on the stage.
+    batches functions of the sample indices: nothing may depend on the layout. The names of a stage's parameters come
+    from ``named_global_parameters`` if the stage has this method, else from ``named_parameters``; names must not depend
+    on the stage.
     """
 
     @abstractmethod
     def build(self, stage: int, num_stages: int, groups: ParallelGroups, options: ModelParallelConfig) -> nn.Module:
-        """Stage ``stage`` of ``num_stages``; ``options`` have dtype, device and sequence parallelism."""
+        """Build stage ``stage`` of ``num_stages``; ``options`` contain dtype, device and sequence parallelism."""
 
     @abstractmethod
     def samples(self, first: int, count: int) -> Batch:
-        """The global samples ``first ... first + count - 1`` as one micro-batch on the CPU.
+        """Return the global samples ``first ... first + count - 1`` as one micro-batch on the CPU.
 
-        Floating tensors are cast to the dtype of the run.
+        Floating-point tensors are cast to the dtype of the run.
         """
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
-        """How many terms the sum of the losses of ``batch``, the local part, has."""
+        """Return the number of terms in the sum of losses of ``batch``, the local part of a micro-batch."""
 
     @abstractmethod
     def forward(self, module: nn.Module, batch: Batch, hidden: Tensor | None) -> Tensor:
-        """Run a stage: the sum of the losses on the last one, what the next one receives on the others."""
+        """Run a stage; return the sum of losses on the last stage, and the next stage's input on the others."""
 
     def local(self, batch: Batch, split: SequenceSplit) -> Batch:
-        """What this rank has of whole sequences with context parallelism: of each tensor ``[b, s, ...]`` its tokens.
+        """Return this rank's tokens of whole sequences under context parallelism, for tensors ``[b, s, ...]``.
 
-        Override it if there are tensors of another form; positions of the tokens are ``split.positions(s)``.
+        Override it for tensors with other dims; the positions of the tokens are ``split.positions(s)``.
         """
         return {name: split.local(tensor) for name, tensor in batch.items()}
 
     def message_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what goes from stage to stage for the local part of a batch, before sequence parallelism splits its
+        """Shape of the messages between stages for the local part of a batch, before sequence parallelism splits the
         first dimension."""
         raise LayoutError(f"{type(self).__name__} defines no message_shape, so that it cannot be split over a pipeline")
 
@@ -80,12 +81,12 @@ class ModuleExperiment:
     micro_batch_size: int = 1
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
-        """This rank's trace; called in every rank of a world of ``layout.world_size``."""
+        """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
         return _Training(self, layout, dtype).run()
 
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, adam_eps=1e-3, clip_grad=0.5)
-"""As for a GPT that was shrunk, and for the same reasons: ``verify.shrink``."""
+"""The settings of a shrunk GPT; see ``verify.shrink`` for the reasons."""
 
 
 class _Training:
@@ -147,7 +148,7 @@ class _Training:
         return (split.residual_length(length), *rest)
 
     def run(self) -> RankTrace:
-        """All steps."""
+        """Run all steps and return the trace."""
         trace, data = RankTrace(), self.trainable.data_parallel
         for step in range(self.experiment.steps):
             batches = self._batches(step)
@@ -170,7 +171,7 @@ class _Training:
         return [{name: self._moved(tensor) for name, tensor in batch.items()} for batch in batches]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On this rank's device, and in the tested dtype if it is a floating one."""
+        """Move ``tensor`` to this rank's device, and cast floating-point tensors to the tested dtype."""
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
     def _forward(self, batches: list[Batch], stage: int, micro: int, hidden: Tensor | None) -> Tensor:

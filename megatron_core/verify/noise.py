@@ -1,4 +1,4 @@
-"""What rounding does to a training: the same one in one process, with its sums in other orders."""
+"""Measure the effect of rounding on a training: repeat it in one process with its sums in different orders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 REORDERED_RUNS = 4
-"""One run gets some element all but exactly by chance, and AdamW magnifies such differences; five hardly do."""
+"""In a single run some elements are almost exact by chance, and AdamW magnifies the differences; in five hardly any."""
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-"""Where the first of the two factors is among the arguments of each matrix product."""
+"""Index of the first of the two factors in the arguments of each matrix product."""
 
 
 class ReorderedSums(TorchDispatchMode):
-    """Inside, matrix products and sums over a dim add their terms in random order and in two parts, each rounded.
+    """Inside this mode matrix products and sums over a dim add their terms in random order and in two rounded parts.
 
-    That is what a layout does to them: parts of a product lie on several ranks, and tokens come in another order. The
-    result is as exact as the plain one; how far the two are apart is what rounding may do.
+    A layout has the same effect: parts of a product are on several ranks, and the order of tokens differs. The result
+    is as accurate as without the mode; the difference between both is the effect of rounding.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,16 +43,16 @@ class ReorderedSums(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _halves(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Indices along ``dim`` in random order, in two halves."""
+        """Random permutation of the indices along ``dim``, in two halves."""
         return torch.randperm(x.shape[dim], generator=self._generator).to(x.device).tensor_split(2)
 
 
 def rounding_noise(
     experiment: Callable[..., RankTrace], *args: Any, baseline: Trace, device: str = "cpu", timeout: float = 300.0
 ) -> tuple[Errors, Errors]:
-    """Errors of ``experiment(*args)`` in one process, and the largest of these and ``REORDERED_RUNS`` reordered ones.
+    """Return the errors of ``experiment(*args)`` in one process, and their maximum over it and ``REORDERED_RUNS`` runs.
 
-    ``args`` ask for the dtype that is compared with ``baseline``.
+    The additional runs are reordered. ``args`` select the dtype to compare with ``baseline``.
     """
     plain = run_ranks(1, experiment, *args, device=device, timeout=timeout)
     others = (

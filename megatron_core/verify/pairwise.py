@@ -1,4 +1,4 @@
-"""A sample of many combinations in which every pair of their values occurs."""
+"""Pairwise testing: select a subset of combinations that contains every pair of values."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -6,7 +6,7 @@ from random import Random
 
 
 def pairwise(combined: Sequence[Mapping[str, str]], seed: str) -> set[int]:
-    """Positions of combinations, drawn greedily from a seeded order, that have every pair of values of all."""
+    """Indices of a subset that contains every pair of values in ``combined``, chosen greedily in a seeded order."""
     pairs: list[set[object]] = [
         set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined
     ]

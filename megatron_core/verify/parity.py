@@ -1,4 +1,4 @@
-"""Parity: an experiment under many layouts against the same experiment in one process."""
+"""Parity check: compare an experiment under many layouts with the same experiment in one process."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,19 +18,19 @@ from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 
 class Experiment(Protocol):
-    """A training that may be run under any layout."""
+    """A training that can run under any layout."""
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
-        """Train in a world of ``layout.world_size`` ranks, of which this process is one, and return its trace.
+        """Train as one rank of a world of ``layout.world_size`` ranks, and return this rank's trace.
 
-        Weights, batches and everything random must be functions of names and numbers that no layout changes.
+        Weights, batches and random numbers must be functions of names and indices that do not depend on the layout.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest relative error among quantities of a kind, and where it is."""
+    """The largest relative error among quantities of a kind, and the name of that quantity."""
 
     error: float
     where: str
@@ -38,7 +38,7 @@ class Worst:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one layout."""
+    """Result of one layout."""
 
     layout: str
     ranks: int
@@ -48,17 +48,17 @@ class Row:
     norm: Worst | None = None
     weight: Worst | None = None
     faults: tuple[str, ...] = ()
-    """Why the layout does not hold; empty if it does."""
+    """Reasons why the layout fails; empty if it passes."""
 
     @property
     def holds(self) -> bool:
-        """Whether the layout computes what one process computes."""
+        """Whether the layout gives the same results as one process."""
         return not self.faults
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The rows of all layouts."""
+    """Results of all layouts."""
 
     dtype: str
     backend: str
@@ -66,12 +66,12 @@ class ParityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether all layouts hold; False if there is none."""
+        """Whether all layouts pass; False without rows."""
         return bool(self.rows) and all(row.holds for row in self.rows)
 
     @property
     def bound(self) -> str:
-        """The rule that was applied, as text."""
+        """The error bound as text."""
         if self.dtype == "float64":
             return f"relative errors against one process; at most {FLOAT64_BOUND:.0e} each"
         return (
@@ -80,7 +80,7 @@ class ParityReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """The report as a dict for JSON."""
         return {
             "dtype": self.dtype,
             "epsilon": EPSILON[self.dtype],
@@ -103,10 +103,10 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` cpu or cuda (NCCL, a GPU for each rank); ``backend`` auto
-    or, for the CPU, gloo. ``on_row`` is called with each row. A layout that fails to run is a row that does not hold.
-    Errors: ``RankFailure`` if one process cannot run the experiment; ``ConfigError`` if what it does there would show
-    nothing: a loss that is not finite, or a parameter whose gradients are all 0.
+    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu or cuda (NCCL, one GPU per rank); ``backend`` is auto
+    or, on the CPU, gloo. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
+    Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
+    comparison: a loss that is not finite, or a parameter whose gradients are all 0.
     """
     if dtype not in EPSILON:
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
@@ -131,7 +131,7 @@ def check_parity(
 
 @dataclass(frozen=True)
 class _Runner:
-    """Where experiments run."""
+    """Runs an experiment on a device and backend."""
 
     experiment: Experiment
     device: str
@@ -139,7 +139,7 @@ class _Runner:
     timeout: float
 
     def trace(self, layout: Layout, dtype: str) -> Trace:
-        """The experiment's trace under a layout."""
+        """Run the experiment under a layout and return its trace."""
         traces = run_ranks(
             layout.world_size,
             self.experiment,
@@ -152,7 +152,7 @@ class _Runner:
         return assemble(traces)
 
     def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:
-        """Run a layout and judge it."""
+        """Run a layout and compare it with the baseline."""
         began = time.perf_counter()
         try:
             found = self.trace(layout, dtype)
@@ -164,7 +164,7 @@ class _Runner:
 
 
 def _refuse_trivial(baseline: Trace) -> None:
-    """Zeros agree with zeros in every layout."""
+    """Raise ConfigError for non-finite losses, and for gradients of zero, which would agree in every layout."""
     if not np.isfinite(baseline.losses).all():
         raise ConfigError(f"in one process the losses are {baseline.losses}; nothing can be compared with them")
     still: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""Batches that punish every wrong average."""
+"""Ragged batches, which reveal wrong averages."""
 
 import numpy as np
 
@@ -7,18 +7,18 @@ from megatron_core.datasets.keyed_dataset import mix64
 
 
 class RaggedDataset:
-    """Random tokens with loss masks of every length; each seventh sample counts no token at all.
+    """Random tokens with loss masks of different lengths; in every seventh sample all tokens are masked.
 
-    Micro-batches and data-parallel ranks then hold different numbers of tokens that count, so that a mean of means, or
-    a division in the wrong place, changes the loss and every gradient.
-    With ``eod``, every sixth token on average ends a document.
+    Micro-batches and data-parallel ranks have different numbers of unmasked tokens, so that a mean of means, or a
+    division in the wrong place, changes the loss and every gradient.
+    With ``eod`` on average every sixth token ends a document.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, eod: int | None = None) -> None:
         self.vocab_size, self.sequence_length, self.eod = vocab_size, sequence_length, eod
 
     def __getitem__(self, index: int) -> Sample:
-        """Item ``index`` >= 0 of the endless order."""
+        """Sample ``index`` >= 0 of an infinite sequence."""
         length = self.sequence_length
         text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
         if self.eod is not None:

@@ -1,4 +1,4 @@
-"""A small world of processes on this machine: a function runs in every rank, and its results come back."""
+"""Run a function in every rank of a small world of processes on this machine, and return its results."""
 
 import multiprocessing as mp
 import os
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch._dynamo  # recomputation loads it, in 1.5 s; loaded here, every forked rank has it
+import torch._dynamo  # recomputation imports it, which takes 1.5 s; forked ranks inherit the import
 import torch.distributed as dist
 
 from megatron_core import parallel_state
@@ -22,12 +22,12 @@ from megatron_core.parallel.launch import join
 
 
 class RankFailure(MegatronError):
-    """A rank raised, died or did not finish; the message has the traceback of the first one that did."""
+    """A rank raised, exited or timed out; the message contains the traceback of the first failed rank."""
 
 
 @dataclass(frozen=True)
 class _RankSetup:
-    """What a process needs to know to be a rank."""
+    """Parameters of a process for joining the world as a rank."""
 
     rank: int
     world_size: int
@@ -44,14 +44,15 @@ def run_ranks(
     device: str = "cpu",
     backend: str = "auto",
 ) -> list[Any]:
-    """Call ``function(*args)`` in ``world_size`` processes joined by torch.distributed; results by rank.
+    """Call ``function(*args)`` in ``world_size`` processes joined by torch.distributed; return the results by rank.
 
-    ``device="cpu"`` forks the ranks and joins them over shared memory, or over gloo if ``backend`` says so; ``"cuda"``
-    gives each a GPU of its own and joins them over NCCL (spawned, because CUDA does not survive a fork: ``function``
-    and ``args`` must be picklable). Results go through a pipe: arrays of numpy, not tensors. Ranks that hang are ended
-    after ``timeout`` seconds.
+    ``device="cpu"`` forks the ranks and joins them over shared memory, or over gloo with ``backend="gloo"``; ``"cuda"``
+    spawns one rank per GPU and joins them over NCCL (CUDA does not support fork; ``function`` and ``args`` must be
+    picklable). Results are sent through a pipe: use numpy arrays, not tensors. Ranks that hang are killed after
+    ``timeout`` seconds.
     Errors: ``RankFailure``.
     """
+    # Start the ranks.
     context: Any = mp.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
@@ -59,13 +60,14 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             setup = _RankSetup(rank, world_size, device, os.path.join(folder, "store"), backend)
-            # A forked rank inherits the parent's ends; were they open, no rank would notice that the parent has gone.
+            # A forked rank inherits the parent's pipe ends; if they stayed open, ranks could not detect its exit.
             inherited = [*pipes, ours] if device == "cpu" else []
             process = context.Process(target=_run_rank, args=(setup, theirs, inherited, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        # Collect the results, let the ranks exit, and kill ranks that do not exit in time.
         grace = 0.0
         try:
             results = _collect(pipes, timeout)
@@ -82,7 +84,7 @@ def run_ranks(
 
 
 def this_world() -> World:
-    """The ``World`` of a rank that ``run_ranks`` started."""
+    """The ``World`` of a rank started by ``run_ranks``."""
     rank = dist.get_rank()
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -99,7 +101,7 @@ def _run_rank(
     for end in inherited:
         end.close()
     torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
-    parallel_state.destroy_model_parallel()  # what the parent made current is no layout of this world
+    parallel_state.destroy_model_parallel()  # the parent's groups are invalid in this world
     try:
         if setup.device == "cuda":
             torch.cuda.set_device(setup.rank)
@@ -112,12 +114,12 @@ def _run_rank(
             timeout=timedelta(seconds=60),
         )
         pipe.send((True, function(*args)))
-        pipe.recv()  # a rank that left now would close connections that slower ones are still making
-    except BaseException:  # whatever it is, the parent shows it
+        pipe.recv()  # exiting now would close connections that slower ranks are still establishing
+    except BaseException:  # the parent reports any exception
         pipe.send((False, f"rank {setup.rank}:\n{traceback.format_exc()}"))
     finally:
         pipe.close()
-        os._exit(0)  # no exit handlers of the parent in here
+        os._exit(0)  # do not run the parent's exit handlers
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:

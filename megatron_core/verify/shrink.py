@@ -1,4 +1,4 @@
-"""The same model, small: every feature stays, every size shrinks."""
+"""Reduce the sizes of a model and keep all its features."""
 
 from collections.abc import Sequence
 from math import gcd, lcm
@@ -12,8 +12,8 @@ from megatron_core.training.data import vocabulary_size
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE = 8
 SEQUENCE = 16
-VOCABULARY = 101  # no multiple of anything: some rank always has padding in its part of the vocabulary
-# Lossy sums depend on the layout, and files of optimizer state on the machine; gathered weights in FP8 are rounded.
+VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
+# Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
 OFF = """
     train_samples lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters eval_interval exit_interval
     exit_duration_in_mins data_path data_args_path per_split_data_args_path data_phases data_order data_cache_path
@@ -22,16 +22,16 @@ OFF = """
     fim_no_prefix fim_eod_token tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune
     no_load_optim grad_compression fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir
     optimizer_cpu_offload optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
-"""Settings that ``small_run`` has at their defaults."""
+"""Settings that ``small_run`` resets to their defaults."""
 
 
 def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = False) -> RunConfig:
-    """``config`` with sizes that take milliseconds a step and still fit all ``layouts``.
+    """Return ``config`` with sizes that take milliseconds per step and are legal for all ``layouts``.
 
-    ``keep_layers`` leaves the number of layers as it is, for settings that say what is on which stage.
+    ``keep_layers`` keeps the number of layers, for settings that assign layers to stages.
 
-    What the model is made of stays: norms, activations, positions, biases, the share of query groups, tying, dropout,
-    recomputation, optimizer. Data and checkpoints are left out.
+    The features of the model are kept: norms, activations, positions, biases, the share of query groups, tying,
+    dropout, recomputation, optimizer. Data and checkpoints are removed.
     """
     tp, cp = (lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "cp"))
     stages = max(layout.num_stages for layout in layouts)
@@ -40,6 +40,7 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
 
 
 def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
+    # Heads, layers, hidden size and sequence length.
     model = config.model
     heads = model.num_attention_heads
     head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # others exchange heads
@@ -56,9 +57,10 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         "max_position_embeddings": None,
         "seq_length": -(-min(config.data.seq_length, SEQUENCE) // unit) * unit,
         "make_vocab_size_divisible_by": min(model.make_vocab_size_divisible_by, 8),
-        # Large enough that every part of the small model matters to its loss.
+        # Large enough that every part of the small model affects its loss.
         "init_method_std": 0.05,
     }
+    # Sizes of optional features.
     if model.ffn_hidden_size is not None:
         unit = 8 * tp
         sizes["ffn_hidden_size"] = max(round(hidden * model.ffn_hidden_size / model.hidden_size / unit), 1) * unit
@@ -71,6 +73,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
     if model.rotary_channels:
         sizes["rotary_percent"] = max(round(HEAD_SIZE * model.rotary_percent / 2), 1) * 2 / HEAD_SIZE
+    # Windows, lists by layer, and recomputation.
     if model.window_size is not None:
         sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])
     if model.window_attn_skip_freq is not None and len(model.window_attn_skip_freq) > 1:
@@ -83,13 +86,13 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
 
 
 def _groups(groups: int, old_heads: int, heads: int, tp: int) -> int:
-    """About the same share of key-value groups, a number that divides the heads and goes with ``tp``."""
+    """Number of key-value groups: about the same share, a divisor of the heads, and compatible with ``tp``."""
     share = gcd(max(heads * groups // old_heads, 1), heads)
     return share if share % tp == 0 or tp % share == 0 else gcd(share, tp)
 
 
 def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden: int) -> dict[str, Any]:
-    """Few small experts, which divide over ep, their widths over etp and tp."""
+    """Sizes of few small experts: their number is divisible by ep, their widths by etp and tp."""
     ep = lcm(*(layout.ep for layout in layouts))
     unit = 8 * lcm(*(layout.etp or layout.tp for layout in layouts), *(layout.tp for layout in layouts))
     experts, k, groups = model.num_experts or 1, model.moe_router_topk, model.moe_router_num_groups
@@ -120,10 +123,10 @@ def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
         "global_batch_size": copies * -(-8 // copies),
         "lr": 1e-3,
         "min_lr": 0.0,
-        # Adam divides by the size of the gradients, which hides a constant factor and magnifies the rounding of those
-        # that are all but zero; so large an epsilon does neither.
+        # Adam divides by the magnitude of the gradients, which hides a constant factor and magnifies the rounding of
+        # gradients close to zero; a large epsilon prevents both.
         "adam_eps": 1e-3,
-        # Below the norms of this model, so that clipping, and with it the norm, moves every weight.
+        # Below the gradient norms of this model, so that clipping, and thus the norm, affects every weight.
         "clip_grad": 0.5,
         # Several buckets instead of one.
         "ddp_bucket_size": 3000,
@@ -131,11 +134,11 @@ def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
 
 
 def small_run() -> dict[str, Any]:
-    """Settings of a run of a few steps that reads no data, evaluates nothing and touches no checkpoint."""
+    """Settings of a run of a few steps without data files, evaluation and checkpoints."""
     defaults = RunConfig().flat()
     return {name: defaults[name] for name in OFF.split()} | {
         "train_iters": 10,
-        "lr_warmup_iters": 0,  # the first step has to move the weights
+        "lr_warmup_iters": 0,  # the first step must change the weights
         "lr_decay_style": "constant",
         "eval_iters": 0,
         "mock_data": True,
@@ -145,6 +148,6 @@ def small_run() -> dict[str, Any]:
 
 
 def at_full_size(config: RunConfig) -> RunConfig:
-    """``config`` with its own sizes, batches, learning rate and vocabulary, for a few steps on made-up data."""
+    """Return ``config`` with its own sizes, batches, learning rate and vocabulary, for few steps on synthetic data."""
     vocab_size = vocabulary_size(config, tokenizer_of(config.data))
     return RunConfig.from_flat(config.flat() | small_run() | {"vocab_size": vocab_size})

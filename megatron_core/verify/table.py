@@ -1,4 +1,4 @@
-"""The table of a parity report, for a terminal and for a page of documentation."""
+"""Format a parity report as a table, for a terminal and for a documentation page."""
 
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _LONGEST_FAULT = 150
 
 
 class TerminalTable:
-    """Prints a parity report row by row, so that a long one can be watched; errors are relative, and in epsilons."""
+    """Formats a parity report row by row, to show progress; errors are relative and in units of epsilon."""
 
     def __init__(self, layouts: list[str], dtype: str) -> None:
         self.epsilon = EPSILON[dtype]
@@ -21,11 +21,11 @@ class TerminalTable:
         self.widths = (width, 5, 17, 17, 17, 17, 56, 7, 5)
 
     def head(self) -> str:
-        """The line above the rows."""
+        """The header line."""
         return self._line(_HEAD)
 
     def lines(self, row: Row) -> Iterator[str]:
-        """A row, and what is wrong with it."""
+        """Yield the lines of a row and of its faults."""
         yield self._line(cells(row, self.epsilon))
         for fault in row.faults[:_MOST_FAULTS]:
             yield f"    {textwrap.shorten(fault, _LONGEST_FAULT, placeholder=' ...')}"
@@ -49,7 +49,7 @@ def cells(row: Row, epsilon: float) -> tuple[str, ...]:
 
 
 def _error(worst: Worst | None, epsilon: float) -> str:
-    """A relative error and the same in epsilons: ``4.3e-15 (19 ε)``."""
+    """Format a relative error, also in units of epsilon: ``4.3e-15 (19 ε)``."""
     if worst is None:
         return "-"
     epsilons = worst.error / epsilon
@@ -58,7 +58,7 @@ def _error(worst: Worst | None, epsilon: float) -> str:
 
 
 def page(report: ParityReport, what: str) -> Iterator[str]:
-    """The lines of a Markdown page, without times: they differ from run to run."""
+    """Yield the lines of a Markdown page, without times, which differ between runs."""
     head = _HEAD[:-1]
     yield from (
         HEADING,
@@ -76,7 +76,7 @@ def page(report: ParityReport, what: str) -> Iterator[str]:
 
 
 def summary(report: ParityReport) -> str:
-    """One line: how many hold."""
+    """One line with the number of layouts that pass."""
     layouts = [row for row in report.rows if row.ranks > 1]
     held = sum(row.holds for row in layouts)
     return f"{held} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"

@@ -1,4 +1,4 @@
-"""What a training leaves behind that must not depend on the layout."""
+"""Traces of a training: quantities that must not depend on the layout."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.parallel.sharding import spec_of
 
 Part = tuple[str, tuple[int, ...], tuple[slice, ...], np.ndarray]
-"""Name and shape of a global tensor, the box of it that a rank holds, and the values there in float64."""
+"""Name and shape of a global tensor, the slices of a rank's part, and the part's values in float64."""
 
 
 @dataclass
 class RankTrace:
     """One rank's losses and gradient norms by step, and its parts of the global tensors.
 
-    Tensors are named ``grad0.NAME`` (gradients of the first step, complete and not yet clipped), ``grad1.NAME``, ...
-    and ``weight.NAME`` (after the last step); ``report0.NAME`` are numbers that a step reports.
+    Tensors are named ``grad0.NAME`` (reduced gradients of the first step before clipping), ``grad1.NAME``, ... and
+    ``weight.NAME`` (after the last step); ``report0.NAME`` are numbers reported by a step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -27,7 +27,7 @@ class RankTrace:
     parts: list[Part] = field(default_factory=list)
 
     def add_gradients(self, data_parallel: DataParallel, step: int) -> None:
-        """Copy the final gradients of ``step``, from 0, as this rank's shards have them."""
+        """Copy this rank's shards of the final gradients of ``step`` (from 0)."""
         for bucket in data_parallel.buckets:
             self._add(f"grad{step}", _gradient_pieces(bucket))
 
@@ -40,7 +40,7 @@ class RankTrace:
                 self._add("weight", parameter_pieces([(name, parameter)]))
 
     def add_reports(self, step: int, reports: Mapping[str, Sequence[float]]) -> None:
-        """Keep numbers that a step reports, the same on every rank, as ``report0.NAME``."""
+        """Store numbers reported by a step, which are equal on every rank, as ``report0.NAME``."""
         for name, numbers in reports.items():
             values = np.array(numbers, dtype=np.float64)
             self.parts.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
@@ -60,19 +60,19 @@ def _gradient_pieces(bucket: Bucket) -> Iterable[Piece]:
 
 @dataclass
 class Trace:
-    """The traces of all ranks put together."""
+    """The assembled traces of all ranks."""
 
     losses: list[float]
     norms: list[float]
     tensors: dict[str, np.ndarray]
     faults: list[str]
-    """What is wrong before any comparison: ranks that disagree, copies that differ, elements that no rank holds."""
+    """Inconsistencies between ranks: different reports, different copies of an element, missing elements."""
 
 
 def assemble(traces: Sequence[RankTrace]) -> Trace:
-    """Whole tensors from the parts of all ranks.
+    """Assemble whole tensors from the parts of all ranks.
 
-    Copies of an element must be equal to the bit: they come out of one and the same sum.
+    Copies of an element must be bitwise equal, because they are results of the same sum.
     """
     first = traces[0]
     faults = [
