@@ -1,4 +1,4 @@
-"""From text files to token files: worker processes tokenize, one process reads packed files and writes the output."""
+"""Convert text files to token files: workers tokenize; one process reads compressed files and writes the output."""
 
 from megatron_core.preprocess.inputs import find_inputs
 from megatron_core.preprocess.job import preprocess

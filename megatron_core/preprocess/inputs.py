@@ -1,4 +1,4 @@
-"""Input files: which ones a run reads, and their bytes, decompressed."""
+"""Find the input files of a run and read their decompressed bytes."""
 
 import glob
 import gzip
@@ -18,25 +18,25 @@ from megatron_core.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_BYTES = 1 << 18
-# Compressed bytes that are decompressed at once: zstd compresses zeros 17,000 to 1, which is 256 MiB then.
+# Compressed bytes per decompression step: zstd compresses zeros 17,000 to 1, so a step returns up to about 256 MiB.
 COMPRESSED_BYTES = 1 << 14
-# A file that expands to more than both is refused: deflate reaches 1,030 to 1 and zstd 17,000 to 1 with repeated bytes,
-# text is compressed 3 to 10 to 1.
+# A file is refused if it expands to more than EXPANDED_BYTES and more than EXPANSION times its size. Deflate reaches
+# 1,030 to 1 and zstd 17,000 to 1 for repeated bytes; text is compressed 3 to 1 up to 10 to 1.
 EXPANDED_BYTES, EXPANSION = 1 << 22, 500
-# Output of this tool, which may be in the folder of the input.
+# Suffixes of this tool's output, which may be in the folder of the input.
 TOKEN_FILES = (".bin", ".idx", ".partial")
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 class DamagedFileError(DataError):
-    """An input file cannot be read to its end, or holds no documents of the kind that its name says."""
+    """An input file cannot be read to its end, or its content does not match its suffix."""
 
 
 @dataclass(frozen=True)
 class Source:
     """One input file.
 
-    kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on the disk.
+    kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
     """
 
     path: str
@@ -47,11 +47,10 @@ class Source:
 
 
 def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list[Path]:
-    """The files that names, globs and folders stand for, each pattern's in sorted order; DataError if one has none.
+    """Return the files that match names, globs and folders, sorted for each pattern; DataError if a pattern has none.
 
-    A folder stands for all files in it and in its folders, links to folders among them, those whose name begins with
-    a dot left out. Globs and folders do not stand for token files, nor for `written`, files and folders that the run
-    itself writes.
+    A folder matches all files in it and in its subfolders, including links to folders and excluding names that begin
+    with a dot. Globs and folders do not match token files, nor `written`, the files and folders written by the run.
     """
     if not patterns:
         raise DataError("--input names no file; give files, folders, or globs in quotes")
@@ -60,7 +59,7 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
 
 
 def describe(path: Path) -> Source:
-    """The file's kind, by its suffixes, and its size; DataError for a pipe or a device."""
+    """Return the file's kind, from its suffixes, and its size; DataError for a pipe or a device."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
@@ -92,7 +91,7 @@ def _files(pattern: str, own: Collection[str]) -> list[Path]:
 def _inside(folder: str) -> list[Path]:
     found, seen = [], set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        # A link to a parent folder would never end.
+        # A link to a parent folder would cause an endless recursion.
         if (real := os.path.realpath(parent)) in seen:
             folders.clear()
             continue
@@ -108,9 +107,9 @@ def _is_own(path: Path, own: Collection[str]) -> bool:
 
 
 class Stream:
-    """The uncompressed bytes of an input file, in order; DamagedFileError, with the position, where it is damaged.
+    """The decompressed bytes of an input file, in order; DamagedFileError, with the position, if it is damaged.
 
-    position: of the next byte. raw: bytes of the file on the disk that were read up to now.
+    position: index of the next byte. raw: number of bytes read from disk.
     """
 
     def __init__(self, source: Source) -> None:
@@ -129,11 +128,11 @@ class Stream:
 
     @property
     def raw(self) -> int:
-        """Bytes of the file on the disk that were read up to now."""
+        """Number of bytes read from disk."""
         return self._raw.tell()
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer only at the end."""
+        """Read the next `size` bytes, fewer only at the end."""
         with self._naming_damage():
             data = self._file.read(size)
         self._advance(len(data))
@@ -142,14 +141,14 @@ class Stream:
         return data
 
     def readline(self, limit: int) -> bytes:
-        """The rest of the line with its end, or its first `limit` bytes."""
+        """Read the rest of the line including the newline, or its first `limit` bytes."""
         with self._naming_damage():
             data = self._file.readline(limit)
         self._advance(len(data))
         return data
 
     def skip_to(self, position: int) -> None:
-        """Go forward to a position, or to the end if the file ends before it."""
+        """Advance to a position, or to the end of a shorter file."""
         if self._source.compression is None:
             self._file.seek(position)
             self.position = position
@@ -165,7 +164,7 @@ class Stream:
             )
 
     def _check_unchanged(self) -> None:
-        """At the end of the content: it is the end of the file that the run has found at its start."""
+        """Check at the end of the content that the file has not changed since the start of the run."""
         with self._naming_damage():
             status = os.fstat(self._raw.fileno())
         if (status.st_size, status.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
@@ -200,18 +199,18 @@ class ZstdFile(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
-        # The window of `zstd --ultra --long=31`.
+        # Window size of `zstd --ultra --long=31`.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame = self._decompressor.decompressobj()
         self._fresh = True
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with what is decompressed, at most as long as it; 0 at the end."""
+        """Fill the buffer with at most its length of decompressed bytes; return their number, 0 at the end."""
         while not self._ready:
             data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:

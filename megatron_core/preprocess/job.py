@@ -2,9 +2,9 @@
 
 This process reads compressed files, Parquet files and texts with separators, and writes the output; the workers read
 plain files and tokenize. Memory: each worker holds a batch of documents with its tokens (a quarter of a MiB of text, or
-the longest document), and up to three tasks of its own (4 MiB of text, or their tokens, about half of that) are on the
-way; the rest is the tokenizer (gigatoken's cache of words grows to 150 MB and no further) and 200 bytes for each input
-file. Nothing grows with the number of documents.
+the longest document), and up to three queued tasks (4 MiB of text each, or their tokens, about half of that); the rest
+is the tokenizer (gigatoken's cache of words is limited to 150 MB) and 200 bytes per input file. Memory does not depend
+on the number of documents.
 """
 
 import sys
@@ -32,22 +32,22 @@ from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreemen
 
 PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"empty: ", b"damaged: ")
 
-# The last tasks leave workers idle: with 12 tasks each, 4% of the time at most. Each costs half a millisecond.
+# Workers are idle during the last tasks: with 12 tasks each at most 4% of the time. A task costs half a millisecond.
 TASKS_PER_WORKER = 12
 SMALL_TASK = 1 << 18
 MOST_PIECES = 1000
 
-# The sample that backends are compared on: the number of positions in the input, and characters of text at each.
+# Sample for the comparison of backends: number of positions in the input, and characters of text at each position.
 SAMPLE_PLACES = 16
 SAMPLE_CHARACTERS = 1024
 SAMPLE_BYTES = 1 << 14
 
 
 def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> None:
-    """Read, tokenize and write; nothing has its final name before all of it is there.
+    """Read, tokenize and write; files get their final names only when all output is complete.
 
-    An interrupted run leaves `PREFIX.work` and growing files (`.partial`), and the same call continues with them.
-    ConfigError for settings that cannot be used, DataError for input that cannot be read.
+    An interrupted run leaves `PREFIX.work` and partial files (`.partial`); the same call resumes from them.
+    ConfigError for invalid settings, DataError for unreadable input.
     """
     check_settings(settings)
     sources = [describe(path) for path in find_inputs(settings.input, written(settings))]
@@ -77,7 +77,7 @@ class _Job:
         self._remarks = remarks_path(settings)
 
     def run(self) -> None:
-        """Do all of it; what is left in the work folder after an error is what the same command can continue with."""
+        """Run the job; after an error the work folder contains only progress that the same command can resume."""
         try:
             self._run()
         except (ConfigError, DataError) as error:
@@ -149,7 +149,7 @@ class _Job:
             write_header(prefix, header)
 
     def _clean_up(self, error: Exception) -> None:
-        """Leave nothing of a run that would fail again if it continued."""
+        """Remove the progress of a run that would fail again if it were resumed."""
         output = self._output
         if isinstance(error, (DiskFullError, WorkerDiedError)):
             return
@@ -163,7 +163,7 @@ class _Job:
 
 
 def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> Layout:
-    """How tokens are stored; ConfigError if the tokenizer lacks what the settings need."""
+    """Return the storage format of tokens; ConfigError if the tokenizer or a package does not support the settings."""
     if settings.append_eod and tokenizer.eod is None:
         raise ConfigError("--append-eod: the tokenizer has no end-of-document token; leave the flag out")
     if settings.split_sentences:
@@ -175,7 +175,7 @@ def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> Layout:
 def choose_backend(
     settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[Source], folder: Path
 ) -> tuple[Backend, str]:
-    """gigatoken, if it is there and gives the tokenizer's ids on a sample; else the tokenizer itself, and why."""
+    """Return gigatoken if it is available and gives the tokenizer's ids on a sample; else the tokenizer, and why."""
     backend, reason = load_backend(tokenizer, settings.tokenization_backend)
     if backend.name == TokenizerBackend.name:
         return backend, reason
@@ -191,7 +191,7 @@ def choose_backend(
 
 
 def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder: Path) -> list[str]:
-    """The beginnings of texts at 16 positions spread over the files, 16 thousand characters together."""
+    """Return the beginnings of texts at 16 positions spread over the files, 16 thousand characters in total."""
     total = sum(source.size for source in sources)
     starts = [total * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
     limits = Limits(batch_bytes=SAMPLE_BYTES)
@@ -200,12 +200,12 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder
     for source in sources:
         inside = [start - before for start in starts if before <= start < before + source.size]
         before += source.size
-        # A compressed file can only be read from its beginning.
+        # Compressed files can only be read from their beginning.
         anywhere = source.kind == "jsonl" and source.compression is None
         ranges = [(start, start + SAMPLE_BYTES) for start in inside] if anywhere else [(0, None)] * bool(inside)
         for start, stop in ranges:
             wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
-            with suppress(DamagedFileError):  # it is reported when the file's turn comes
+            with suppress(DamagedFileError):  # the run reports it when it reads the file
                 for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start, stop):
                     for text in chain.from_iterable(zip(*block.batch(settings.json_keys).texts, strict=True)):
                         texts += [text[:wanted]] * (wanted > 0)
@@ -223,9 +223,9 @@ def read_pieces(
     size: int,
     position: tuple[int, int],
 ) -> Iterator[Piece]:
-    """The pieces of all files from a position on; this process reads what can only be read in order.
+    """Yield the pieces of all files from a position on; this process reads files that can only be read sequentially.
 
-    size: of the ranges that a plain JSON Lines file is divided into, in bytes.
+    size: bytes of the ranges into which a plain JSON Lines file is divided.
     """
     start = position[1]
     for number in range(position[0], len(sources)):
@@ -246,7 +246,7 @@ def read_pieces(
 
 
 def grouped(pieces: Iterable[Piece], sources: Sequence[Source], size: int) -> Iterator[list[Piece]]:
-    """Tasks of some pieces each, of `size` bytes or a little more, so that many small files are few tasks."""
+    """Group pieces into tasks of `size` bytes or slightly more, so that many small files make few tasks."""
     group: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -261,7 +261,7 @@ def grouped(pieces: Iterable[Piece], sources: Sequence[Source], size: int) -> It
 
 
 def written(settings: PreprocessSettings) -> list[Path]:
-    """All that a run writes, and the work folder: the output may be in the input's folder."""
+    """Return all paths written by a run, to exclude them from the input if both are in the same folder."""
     remarks = remarks_path(settings)
     paths = [work_path(settings.output_prefix), remarks, partial_path(remarks)]
     for prefix in settings.prefixes:
@@ -277,5 +277,5 @@ def written(settings: PreprocessSettings) -> list[Path]:
 
 
 def remarks_path(settings: PreprocessSettings) -> Path:
-    """The list of broken and empty documents."""
+    """Path of the list of broken and empty documents."""
     return Path(f"{settings.output_prefix}_problems.txt")

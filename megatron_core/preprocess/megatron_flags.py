@@ -1,5 +1,5 @@
-"""Flags that only Megatron-LM's `preprocess_data.py`, or a fork's, has: renamed, accepted where they change nothing,
-refused elsewhere."""
+"""Flags of Megatron-LM's `preprocess_data.py` and its forks that this tool does not have: they are renamed, ignored if
+they have no effect here, or refused."""
 
 import sys
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from megatron_core.errors import ConfigError
 
 _TABLES = read_table(__file__)
 WITHOUT_EFFECT: dict[str, list[str]] = _TABLES["without_effect"]
-"""Flags, and the only values with which they change nothing here."""
+"""Flags, and the values with which they have no effect here."""
 RENAMED: dict[str, str] = _TABLES["renamed"]
-"""Flags, and kinds of tokenizers, that have another name here."""
+"""Flags and tokenizer types with a different name here."""
 REFUSED = {flag: reason for reason, flags in _TABLES["refused"].items() for flag in flags.split()}
-"""Why a flag with any other value cannot be honoured, and the way out."""
+"""Why a flag with any other value is not supported, and the fix."""
 
 
 def translate(flags: Sequence[str]) -> list[str]:
-    """The flags without those of Megatron-LM that change nothing here, which are named on stderr.
+    """Return the flags without Megatron-LM's flags that have no effect here; the removed flags are listed on stderr.
 
-    ConfigError: one would change something that cannot be changed here.
+    ConfigError: a flag is not supported.
     """
     kept: list[str] = []
     dropped: list[str] = []
@@ -40,7 +40,7 @@ def translate(flags: Sequence[str]) -> list[str]:
 
 
 def _grouped(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the values behind it; `--x=1` stays one word unless the flag is Megatron-LM's alone."""
+    """Group each flag with its values; `--x=1` stays one word unless only Megatron-LM has the flag."""
     groups: list[tuple[str, list[str]]] = []
     for word in flags:
         if not word.startswith("--") and groups:

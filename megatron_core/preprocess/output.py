@@ -1,4 +1,4 @@
-"""The output of a run: growing token files, the list of broken documents, and the saved progress."""
+"""The output of a run: partial token files, the list of broken documents, and the saved progress."""
 
 import fcntl
 import json
@@ -30,23 +30,23 @@ from megatron_core.preprocess.worker import Part
 
 SHOWN = 5
 _OWN = re.compile(r"lock|(run|progress)\.json|[0-9a-f]{64}\.parquet|.*\.partial")
-"""The names of files in a work folder."""
+"""Pattern of the file names in a work folder."""
 
 T = TypeVar("T")
 
 
 class BrokenDocumentError(DataError):
-    """The first broken document, for `--strict`; without that flag the same run continues."""
+    """The first broken document with `--strict`; the same command without that flag resumes."""
 
 
 @dataclass
 class State:
-    """How far the output came.
+    """Progress of the output.
 
-    position: number of the next file to be read, and where in it. source: number of the last file that was read.
-    lines, raw: of that file, read up to now. remarks: bytes of the list of broken and empty documents. first: the first
-    broken documents, in words. dropped: bytes of text that the tokenizer has no token for. file_start: the state before
-    the file that was read last. publishing: all is written, and the files are being given their names.
+    position: index of the next file to read, and the position in it. source: index of the last file read. lines, raw:
+    lines and bytes read from that file. remarks: bytes of the list of broken and empty documents. first: descriptions
+    of the first broken documents. dropped: bytes of text without a token. file_start: the state before the last file
+    read. publishing: the output is complete, and the files are being renamed.
     """
 
     position: tuple[int, int] = (0, 0)
@@ -67,12 +67,12 @@ class State:
 
     @property
     def used(self) -> int:
-        """How many of the files were read, whole or in part."""
+        """Number of files read completely or partly."""
         return max(self.position[0], self.source + 1)
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> "State":
-        """The state from what `asdict` made of it."""
+        """The inverse of `asdict`."""
         parsed = {
             "extents": [Extent(**extent) for extent in content["extents"]],
             "position": tuple(content["position"]),
@@ -82,9 +82,9 @@ class State:
 
 
 class WorkFolder:
-    """`PREFIX.work`, which one process has at a time; `remove` it when the work is done or cannot succeed.
+    """`PREFIX.work`, locked by one process at a time; call `remove` when the run is complete or cannot succeed.
 
-    state: how far an interrupted run came; None if there is none. lock: the descriptor of the folder's lock.
+    state: progress of an interrupted run; None without one. lock: file descriptor of the folder's lock.
     """
 
     def __init__(self, output_prefix: str) -> None:
@@ -94,20 +94,20 @@ class WorkFolder:
         for path in self.path.glob("*.partial"):
             path.unlink()
         if not (self.path / "run.json").exists():
-            # Left if the removal of the folder was interrupted.
+            # A file of an interrupted removal.
             (self.path / "progress.json").unlink(missing_ok=True)
         elif (self.path / "progress.json").exists():
             self.state = self._read("progress.json", State.of)
 
     @property
     def fresh(self) -> bool:
-        """Whether there is no interrupted run."""
+        """Whether the folder has no interrupted run."""
         return not (self.path / "run.json").exists()
 
     def adopt(self, run: dict[str, Any]) -> None:
-        """Check that an interrupted run in the folder is this run, or begin one.
+        """Check that an interrupted run in the folder has the same settings as `run`, or begin a new run.
 
-        Input files that it has not read yet may differ. DataError: it is another one.
+        Input files that have not been read yet may differ. DataError: the interrupted run is a different one.
         """
         path = self.path / "run.json"
         if path.exists():
@@ -120,17 +120,17 @@ class WorkFolder:
         self._write("run.json", run)
 
     def save(self, state: State) -> None:
-        """Save the progress; the output that it counts must be on the disk already."""
+        """Save the progress; the counted output must already be synced to disk."""
         self._write("progress.json", asdict(state))
 
     def remove(self) -> None:
         """Remove the folder."""
-        # First run.json: without it, if this is interrupted, the rest belongs to no run.
+        # Remove run.json first: if the removal is interrupted, the other files are ignored.
         (self.path / "run.json").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock of the folder."""
         os.close(self.lock)
 
     def _read(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -156,7 +156,7 @@ class WorkFolder:
                 lock = no_follow(path, os.O_CREAT | os.O_RDWR)
             except OSError as error:
                 tries -= 1
-                if isinstance(error, FileNotFoundError) and tries:  # removed in between by a run that ended
+                if isinstance(error, FileNotFoundError) and tries:  # a finished run has removed the folder meanwhile
                     continue
                 raise DataError(
                     f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be made "
@@ -176,12 +176,12 @@ class WorkFolder:
 
 
 def work_path(output_prefix: str) -> Path:
-    """The folder of an unfinished run."""
+    """Path of the folder of an unfinished run."""
     return Path(f"{output_prefix}.work")
 
 
 def identity(settings: PreprocessSettings, sources: Sequence[Source], fingerprint: str) -> dict[str, Any]:
-    """All that decides what a run writes, under the names of the flags."""
+    """Return the settings and input files that determine the output of a run, by flag name."""
     return {
         "--json-keys": list(settings.json_keys),
         "--append-eod": settings.append_eod,
@@ -195,7 +195,7 @@ def identity(settings: PreprocessSettings, sources: Sequence[Source], fingerprin
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], used: int) -> str:
-    """In words, what two runs differ in, comparing the first `used` input files; empty if in nothing."""
+    """Describe the differences of two runs in their settings and first `used` input files; empty if there are none."""
     found = [
         f"{name} {before.get(name)}, now {now[name]}"
         for name in now
@@ -223,9 +223,9 @@ class Output:
         found = work.state
         growing = [*map(partial_path, map(get_bin_path, self._prefixes)), partial_path(remarks)]
         if found is not None and not found.publishing and not all(path.exists() for path in growing):
-            found = None  # The growing files were removed.
+            found = None  # The partial files were removed.
         self.state = found or State()
-        # The files before the current one, and their bytes.
+        # Number of files before the current one, and their total bytes.
         self._before = (0, 0)
         self._writers: list[TokenWriter] = []
         self._remarks: BinaryIO | None = None
@@ -245,12 +245,12 @@ class Output:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all keys together."""
+        """Total number of tokens of all keys."""
         return sum(writer.extent.tokens for writer in self._writers)
 
     @property
     def done(self) -> int:
-        """Bytes of the input files, on the disk, that were read."""
+        """Number of bytes of input files read from disk."""
         while self._before[0] < self.state.source:
             number, size = self._before
             self._before = (number + 1, size + self._sources[number].size)
@@ -259,12 +259,12 @@ class Output:
     def append(self, part: Part) -> None:
         """Append a part.
 
-        BrokenDocumentError: with --strict, the first broken document. DamagedFileError: the file of the part is
-        damaged; without --skip-damaged-files what was written of it is taken back, and the progress saved.
+        BrokenDocumentError: the first broken document with --strict. DamagedFileError: the file of the part is damaged;
+        raised without --skip-damaged-files, after the file's output is removed and the progress is saved.
         """
         piece, state = part.piece, self.state
         if piece.source < state.position[0]:
-            return  # Of a damaged file that is left out.
+            return  # Part of a damaged file that is skipped.
         if piece.damage:
             self._leave_out(piece.source, piece.damage)
             return
@@ -286,7 +286,7 @@ class Output:
         state.position = (piece.source + 1, 0) if piece.end is None else (piece.source, piece.end)
 
     def save(self) -> None:
-        """Put all that was appended on the disk, and save the progress."""
+        """Sync all appended output to disk, and save the progress."""
         for writer in self._writers:
             writer.sync()
         self._note_extents()
@@ -294,7 +294,7 @@ class Output:
         self._work.save(self.state)
 
     def publish(self) -> None:
-        """Write the indices and give all files their names; called again after an interruption, it does the rest."""
+        """Write the indices and rename all files; after an interruption a second call completes the remaining steps."""
         if not self.state.publishing:
             for prefix, writer in zip(self._prefixes, self._writers, strict=True):
                 writer.write_index(get_idx_path(prefix))
@@ -312,14 +312,14 @@ class Output:
             self._remarks_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the growing files and leave them as they are."""
+        """Close the partial files and keep them."""
         for writer in self._writers:
             writer.close()
         if self._remarks is not None:
             close_quietly(self._remarks)
 
     def discard(self) -> None:
-        """Remove the growing files."""
+        """Remove the partial files."""
         self.close()
         for writer in self._writers:
             writer.discard()
@@ -328,7 +328,7 @@ class Output:
             partial_path(path).unlink(missing_ok=True)
 
     def _check_published(self) -> None:
-        """DataError if the published files are missing or have other sizes than those that were written."""
+        """DataError if published files are missing or differ in size from the written files."""
         for prefix, extent in zip(self._prefixes, self.state.extents, strict=True):
             sizes = {
                 get_bin_path(prefix): extent.tokens * DType.size(self._dtype),
@@ -366,7 +366,7 @@ class Output:
             self.state.first.append(f"{kind}: {words}")
 
     def _leave_out(self, source: int, damage: str) -> None:
-        """Take back what was written of a damaged file, and raise, or go on with the next one."""
+        """Remove the output of a damaged file; then raise, or skip to the next file."""
         before = self.state.file_start
         if self.state.source == source and before is not None:
             self.state = before

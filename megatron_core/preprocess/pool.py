@@ -1,4 +1,4 @@
-"""A pool of worker processes that share memory with this one and end with it."""
+"""A pool of forked worker processes, which exit with the parent."""
 
 import os
 import signal
@@ -14,20 +14,20 @@ from typing import Any
 
 from megatron_core.errors import DataError
 
-# Of each worker: one that is done and waits, one that runs, one that is next.
+# Tasks per worker: one completed, one running, one queued.
 TASKS_EACH = 3
 
 _WORK: list[Callable[[Any], Any]] = []
 
 
 class WorkerDiedError(DataError):
-    """A worker process was killed; what was written before is kept for the same command to continue with."""
+    """A worker process was killed; the saved progress is kept, and the same command resumes from it."""
 
 
 class WorkerPool:
-    """Processes that are forked from this one, with all that `work` refers to, and call it on tasks.
+    """Processes forked from this one that call `work` on tasks; they inherit all objects that `work` refers to.
 
-    close_in_workers: file descriptors that the workers are not to keep open.
+    close_in_workers: file descriptors to close in the workers.
     """
 
     def __init__(self, workers: int, work: Callable[[Any], Any], close_in_workers: tuple[int, ...] = ()) -> None:
@@ -36,11 +36,11 @@ class WorkerPool:
         self._executor = ProcessPoolExecutor(workers, self._context, _start, (work, close_in_workers))
 
     def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """The results of the tasks in their order; a few tasks more than there are workers are held at once."""
+        """Yield the results of the tasks in order; at most `TASKS_EACH` tasks per worker are pending."""
         pending: deque = deque()
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads at a fork: those of numpy's BLAS, which handle it.
+                # Python 3.12 warns about a fork with threads: numpy's BLAS has threads, but supports fork.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 for task in tasks:
                     pending.append(self._executor.submit(_run, task))
@@ -55,14 +55,14 @@ class WorkerPool:
             ) from error
 
     def stop(self) -> None:
-        """End the workers at once, whatever they are doing, and return when they are gone."""
+        """Kill the workers immediately, and return when they have exited."""
         for process in self._context.started:
             process.kill()
         self._executor.shutdown()
 
 
 class _Context(ForkContext):
-    """Remembers the processes that were started, for which the executor has no public name."""
+    """Records the started processes, because the executor has no public attribute for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class _Context(ForkContext):
 
 def _start(work: Callable[[Any], Any], close: tuple[int, ...]) -> None:
     _WORK[:] = [work]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # This process ends when the parent stops it.
-    # A worker keeps to one core: the tokenizers library would use all of them in each.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent stops this process.
+    # Use one core per worker: the tokenizers library would use all cores in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for descriptor in close:
         os.close(descriptor)

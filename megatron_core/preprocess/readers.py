@@ -1,4 +1,4 @@
-"""The documents of input files of every kind, in blocks: JSON Lines, plain text, Parquet."""
+"""Read the documents of input files in blocks: JSON Lines, plain text, Parquet."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, Sour
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
-"""What the documents of each kind of file are counted by."""
+"""Unit of the position of a document, by kind of file."""
 
 BINARY = {
     b"ARROW1": "an Arrow file",
@@ -27,19 +27,22 @@ BINARY = {
     b"\xfd7zXZ": "compressed by xz",
     b"PK\x03\x04": "a zip archive",
 }
-"""What files of other formats begin with."""
+"""First bytes of files in unsupported formats."""
 MOST_ROWS = 4096
 MOST_EMPTY_ROWS, ROWS_PER_BYTE = 1 << 20, 16
-"""A Parquet file with more rows than both is refused: rows of text take a byte or more."""
+"""A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused.
+
+Rows of text need at least one byte each.
+"""
 
 
 @dataclass
 class Batch:
     """Successive documents of one file.
 
-    lines: read, including those without a document. numbers: of each document, its line (row) in the batch, from 1.
-    texts: for each key, the documents' texts; nothing if there is no document. broken: number and fault of each
-    document that is left out.
+    lines: number of lines read, including lines without a document. numbers: line (row) in the batch of each document,
+    from 1. texts: for each key the texts of the documents; empty without documents. broken: line and fault of each
+    skipped document.
     """
 
     lines: int = 0
@@ -51,9 +54,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a file: whole lines of JSON that are still to be parsed, or documents.
+    """A part of a file: unparsed whole lines of JSON, or documents.
 
-    end: where the next block begins, in bytes of content (Parquet: rows). raw: bytes of the file that were read for it.
+    end: start of the next block, in bytes of content (Parquet: rows). raw: bytes of the file read up to its end.
     """
 
     content: bytes | Batch
@@ -62,11 +65,11 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes of content."""
+        """Number of bytes of content."""
         return self.content.size if isinstance(self.content, Batch) else len(self.content)
 
     def batch(self, keys: tuple[str, ...]) -> Batch:
-        """The documents."""
+        """Return the documents, parsed if necessary."""
         batch = self.content if isinstance(self.content, Batch) else parse(self.content, keys)
         return batch if batch.texts else replace(batch, texts=[()] * len(keys))
 
@@ -80,9 +83,10 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[Block]:
-    """The documents of a file that begin in [start, stop), bytes of content; of Parquet, from row `start` on.
+    """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet from row `start` on.
 
-    folder: for the decompressed copy of a compressed Parquet file. DamagedFileError: it cannot be read to its end.
+    folder: place of the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its
+    end.
     """
     if source.kind == "parquet":
         yield from parquet_blocks(source, keys, limits, folder, start)
@@ -97,8 +101,8 @@ def read_blocks(
 def read_texts(
     paths: Sequence[Path], keys: Sequence[str], separator: str | None = None
 ) -> Iterator[tuple[list[str], int, list[str]]]:
-    """Of all documents of the files, some at a time: their texts, the bytes of the files that were read for them, and a
-    sentence with file and line for each broken document, which is left out.
+    """Yield for batches of documents their texts, the number of bytes read from the files, and a sentence with file and
+    line for each broken document, which is skipped.
 
     DamagedFileError: a file cannot be read to its end.
     """
@@ -118,14 +122,14 @@ def read_texts(
 
 
 def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, path: str) -> Iterator[Block]:
-    """Blocks of the lines that begin in [start, stop); a line longer than the limit is a broken document.
+    """Yield blocks of the lines that begin in [start, stop); a line longer than the limit is a broken document.
 
     DamagedFileError: the file is one JSON array.
     """
     most = limits.document_bytes
     if start:
         stream.skip_to(start - 1)
-        _skip_line(stream, stop)  # not further: every part of a line of 1 GB would read the rest of it
+        _skip_line(stream, stop)  # only up to stop: else every range within a line of 1 GB would read its rest
     while stop is None or stream.position < stop:
         first = stream.position == 0
         size = limits.batch_bytes
@@ -134,7 +138,7 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
             return
         tail = b"" if data.endswith(b"\n") else stream.readline(most + 2)
         begin = data.rfind(b"\n") + 1
-        # The end of the line does not count: the last line of a file may have none.
+        # The newline is not counted, because the last line of a file may have none.
         long = len((data[begin:] + tail).removesuffix(b"\n")) > most
         lines = data[:begin] if long else data + tail
         if first and is_array(lines):
@@ -158,12 +162,12 @@ def _skip_line(stream: Stream, stop: int | None = None) -> None:
 
 
 def too_long(limits: Limits) -> str:
-    """What is said of a document that is longer than the limit."""
+    """Return the fault of a document longer than the limit."""
     return f"has more than {limits.document_bytes:,} bytes; split it into several documents"
 
 
 def is_array(data: bytes) -> bool:
-    """Whether a file that begins with these lines is one array of objects, and not JSON Lines."""
+    """Whether a file that begins with these lines is an array of objects instead of JSON Lines."""
     line = data.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     if not line.startswith(b"["):
         return False
@@ -174,11 +178,11 @@ def is_array(data: bytes) -> bool:
 
 
 def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
-    """The texts under the keys in lines of JSON; blank lines are skipped."""
-    lines = BytesIO(data).readlines()  # in a third of the time of bytes.split
+    """Parse lines of JSON to the texts under the keys; blank lines are skipped."""
+    lines = BytesIO(data).readlines()  # takes a third of the time of bytes.split
     numbers, found, broken = [], [], []
     for number, line in enumerate(lines, 1):
-        if line.isspace():  # in a hundredth of the time of parsing it
+        if line.isspace():  # takes a hundredth of the time of parsing the line
             continue
         try:
             texts = texts_of(line, keys)
@@ -191,12 +195,12 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
 
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts under the keys of a line of JSON, null being an empty text; ValueError, LookupError or TypeError if
-    there are none."""
+    """Return the texts under the keys of a line of JSON; null is an empty text. ValueError, LookupError or TypeError if
+    a text is missing or invalid."""
     try:
         document, lenient = orjson.loads(line), False
     except ValueError:
-        # Slower, and accepts more: a byte-order mark, NaN, nesting of any depth, halves of surrogate pairs.
+        # json is slower and accepts more: a byte-order mark, NaN, nesting of any depth, halves of surrogate pairs.
         document, lenient = json.loads(line), True
     texts = ["" if (text := document[key]) is None else text for key in keys]
     if not all(type(text) is str for text in texts):
@@ -207,7 +211,7 @@ def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
-    """What is wrong with a line without a document, to follow its file and number in a sentence."""
+    """Describe the fault of a line without a document, as the end of a sentence that begins with file and line."""
     if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         return (
             'begins a JSON array, expected an object such as {"text": ...} on each line; write one object a line, as '
@@ -230,7 +234,7 @@ def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """Name of a value's type in JSON."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -239,9 +243,9 @@ def _kind(value: Any) -> str:
 
 
 def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, limits: Limits) -> Iterator[Block]:
-    """Blocks of documents that are separated by `separator`; without one the file is one document.
+    """Yield blocks of documents separated by `separator`; without a separator the file is one document.
 
-    An empty piece behind the last separator is no document. A byte-order mark at the file's beginning is no text.
+    An empty text after the last separator is not a document. A byte-order mark at the beginning of the file is removed.
     """
     stream.skip_to(start)
     texts: list[str] = []
@@ -272,15 +276,15 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
 
 
 def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[int, bytes | None]]:
-    """The bytes of each document, None instead of more than `most` of them, and where the next document begins."""
+    """Yield the start of the next document and the bytes of each document; None if it has more than `most` bytes."""
     if separator is None:
         data = stream.read(most + 1)
         yield stream.position, (data if len(data) <= most else None)
         return
-    # A bytearray grows in place: bytes would be copied at each read, 80 MB without a separator took 27 s, and now 0.2.
+    # A bytearray grows in place. Bytes are copied at each read: 80 MB without a separator took 27 s instead of 0.2.
     start, held, begin, long = stream.position, bytearray(), 0, False
     while data := stream.read(1 << 16):
-        # A separator can lie across two reads.
+        # A separator can span two reads.
         searched = max(begin, len(held) - len(separator) + 1)
         held += data
         while (end := held.find(separator, searched)) >= 0:
@@ -291,7 +295,7 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         del held[:begin]
         begin = 0
         if len(held) > most:
-            # Only its length is still needed, for the position of the next document.
+            # From here on only the length is needed, for the position of the next document.
             dropped = len(held) - len(separator) + 1
             start, long = start + dropped, True
             del held[:dropped]
@@ -305,14 +309,14 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
 def parquet_blocks(
     source: Source, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0
 ) -> Iterator[Block]:
-    """Blocks of the rows from `start` on; a null is an empty text, as in JSON."""
-    # Imported here: it takes 0.1 s, which only runs with Parquet files should pay.
+    """Yield blocks of the rows from `start` on; a null is an empty text, as in JSON."""
+    # Imported here, because the import takes 0.1 s and is needed only for Parquet files.
     import pyarrow.lib
     import pyarrow.parquet
 
     damaged = (pyarrow.lib.ArrowException, OSError)
     try:
-        # Without these two settings whole row groups are held in memory.
+        # Without these two settings pyarrow holds whole row groups in memory.
         file = pyarrow.parquet.ParquetFile(str(decompressed(source, folder)), pre_buffer=False, buffer_size=1 << 20)
     except damaged as error:
         raise DamagedFileError(
@@ -355,7 +359,7 @@ def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
 
 
 def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
-    """The documents of some rows."""
+    """Return the documents of some rows."""
     import pyarrow
 
     values = [[value or b"" for value in column.cast(pyarrow.large_binary()).to_pylist()] for column in columns]
@@ -374,10 +378,10 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
 
 
 def decompressed(source: Source, folder: Path) -> Path:
-    """The file itself, or its decompressed copy in the folder: Parquet is read from its end."""
+    """Return the path of the file or of its decompressed copy in the folder, because Parquet is read from its end."""
     if source.compression is None:
         return Path(source.path)
-    # With its size and date: a run that was killed may have left the copy of an older file.
+    # The name includes size and date, because a killed run may have left the copy of an older file.
     identity = f"{source.path} {source.size} {source.mtime_ns}"
     path = folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()}.parquet"
     if not path.exists():

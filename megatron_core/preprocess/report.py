@@ -10,20 +10,20 @@ from tqdm import tqdm
 from megatron_core.preprocess.output import State
 from megatron_core.terminal import exact
 
-# Without a terminal: a log file should not have a line for every half second of a day.
+# Interval without a terminal, so that a log file does not get a line every half second.
 LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
 
 
 class Interval:
-    """Says when a number of seconds has passed since it last said so."""
+    """Timer that fires at most once per number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._last = time.monotonic()
 
     def passed(self) -> bool:
-        """Whether it is time again."""
+        """Whether the interval has passed since the last call that returned True; restarts the timer."""
         now = time.monotonic()
         if now - self._last < self._seconds:
             return False
@@ -32,23 +32,23 @@ class Interval:
 
 
 class Progress:
-    """MB/s, documents, tokens and the time left: a bar on a terminal, otherwise a line every 10 seconds.
+    """Shows MB/s, documents, tokens and the remaining time: a bar on a terminal, otherwise a line every 10 seconds.
 
-    total: bytes of the input files on the disk. done: those that an earlier run did.
+    total: bytes of the input files on disk. done: bytes already processed by an earlier run.
     """
 
     def __init__(self, total: int, done: int, log_interval: int) -> None:
         self._total, self._start_done, self._interval = total, done, log_interval
         self._start, self._start_documents, self._next = time.monotonic(), -1, 0
         self._line = Interval(LINE_SECONDS)
-        # The bar's own thread would only look for bars that stand still.
+        # Disable tqdm's monitor thread, which only checks for stalled bars.
         tqdm.monitor_interval = 0
         settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": BAR_SECONDS}
         settings |= {"file": exact(sys.stderr), "disable": not sys.stderr.isatty()}
         self._bar = tqdm(total=total, initial=done, **settings)
 
     def update(self, done: int, documents: int, tokens: int) -> None:
-        """Show how many bytes, documents and tokens are done."""
+        """Show the number of processed bytes, documents and tokens."""
         self._start_documents = documents if self._start_documents < 0 else self._start_documents
         seconds = max(1e-9, time.monotonic() - self._start)
         rate = f"{(documents - self._start_documents) / seconds:,.0f} documents/s"
@@ -65,25 +65,25 @@ class Progress:
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the bar."""
         self._bar.close()
 
 
 def backend_sentence(name: str, reason: str, workers: int) -> str:
-    """Which backend is used, and why it is not the faster one."""
+    """Name the backend and the number of workers, and the reason if the faster backend is not used."""
     why = f" ({reason})" if reason else ""
     return f"tokenization backend: {name}{why}, {workers} worker{'s' if workers > 1 else ''}"
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things in words, such as "1 broken document" and "2,000 broken documents"."""
+    """Format a count with its noun, such as "1 broken document" and "2,000 broken documents"."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int, name: str, remarks: Any) -> list[str]:
-    """The lines that a finished run ends with.
+    """Return the last lines of a finished run's output.
 
-    seconds: of this run. resumed: bytes of text that an earlier run did.
+    seconds: duration of this run. resumed: bytes of text processed by an earlier run.
     """
     lines = [
         f"{prefix}: {extent.documents:,} documents, {extent.tokens:,} tokens"

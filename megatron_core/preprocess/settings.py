@@ -66,7 +66,7 @@ class PreprocessSettings:
 
     @property
     def processes(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return self.workers if self.workers is not None else available_cores()
 
     @property
@@ -76,7 +76,7 @@ class PreprocessSettings:
 
     @property
     def separator(self) -> str | None:
-        r"""The document separator, with \n and \t made a newline and a tab."""
+        r"""The document separator, with \n and \t replaced by a newline and a tab."""
         return self.document_separator and self.document_separator.replace("\\n", "\n").replace("\\t", "\t")
 
     @property
@@ -88,15 +88,15 @@ class PreprocessSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is held in memory at once, in bytes of uncompressed input, and how often progress is saved.
+    """Limits of memory, in bytes of uncompressed input, and the interval between saves of the progress.
 
-    part_bytes: text of one task of a worker. batch_bytes: text that is read and tokenized together. document_bytes:
+    part_bytes: text of a worker's task. batch_bytes: text that is read and tokenized in one batch. document_bytes:
     longest document. save_seconds: time between two saves of the progress.
     """
 
-    # With gigatoken a task of 4 MiB takes 40 ms, of which messages are half a millisecond.
+    # With gigatoken a task of 4 MiB takes 40 ms, including half a millisecond for messages.
     part_bytes: int = 4 << 20
-    # From 1/8 to 1/2 MiB no difference can be measured; 1 MiB takes 5% longer, in memory touched for the first time.
+    # Sizes from 1/8 to 1/2 MiB are equally fast; 1 MiB takes 5% longer, as it touches new memory.
     batch_bytes: int = 1 << 18
     document_bytes: int = 256 << 20
     save_seconds: float = 2.0
@@ -107,7 +107,7 @@ MOST = {"processes": 1024, "log_interval": 2**63 - 1}
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

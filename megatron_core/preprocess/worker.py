@@ -1,4 +1,4 @@
-"""What worker processes do: read a range of a file, or take text that was read for them, and tokenize it."""
+"""Work of the worker processes: read a range of a file, or take text read by the main process, and tokenize it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from megatron_core.tokenizers import Tokenizer, dropped_bytes
 from megatron_core.tokenizers.byte_symbols import count_bytes
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend
 
-# Up to here pieces are copied one by one, in a third of the time of np.insert, which goes over all ids several times.
+# Up to this number of ends a loop of copies takes a third of the time of np.insert, which reads all ids several times.
 FEW = 64
 
 Splitter = Callable[[str], list[str]]
@@ -24,9 +24,9 @@ Splitter = Callable[[str], list[str]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How tokens are stored.
+    """Storage format of tokens.
 
-    dtype: of a token. vocab_size: one more than the largest id. eod: the id after each document, None for none.
+    dtype: dtype of a token. vocab_size: one more than the largest id. eod: the id after each document; None: no id.
     """
 
     dtype: str
@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents of one key: tokens back to back, lengths of sequence [S], sequences in each document [D]."""
+    """Documents of one key: concatenated tokens, lengths of sequences [S], number of sequences per document [D]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -44,7 +44,7 @@ class Encoded:
 
 
 def encode(texts: Sequence[str], backend: Backend, layout: Layout, splitter: Splitter | None = None) -> Encoded:
-    """Tokenize documents; an empty one has no sequence, and no end-of-document id, as Megatron writes it."""
+    """Tokenize documents; an empty document has no sequence and no end-of-document id, as in Megatron's files."""
     sentences = [splitter(text) for text in texts] if splitter else None
     ids, lengths = backend.encode(list(chain.from_iterable(sentences)) if sentences is not None else texts)
     if len(ids) and ids.max() >= layout.vocab_size:
@@ -67,7 +67,7 @@ def encode(texts: Sequence[str], backend: Backend, layout: Layout, splitter: Spl
 
 
 def with_ends(ids: np.ndarray, ends: np.ndarray, eod: int, dtype: str) -> np.ndarray:
-    """The ids with an eod inserted at each of the positions `ends` [D], the last of which is their end."""
+    """Return the ids with an eod inserted at each of the positions `ends` [D]; the last position is their end."""
     if len(ends) > FEW:
         return np.insert(ids.astype(dtype), ends, eod)
     found = np.empty(len(ids) + len(ends), dtype)
@@ -80,7 +80,7 @@ def with_ends(ids: np.ndarray, ends: np.ndarray, eod: int, dtype: str) -> np.nda
 
 
 def refused(texts: Sequence[str], backend: Backend) -> dict[int, str]:
-    """The tokenizer's error for each text that it cannot tokenize, by the number of the text."""
+    """Return the tokenizer's error for each text that it cannot tokenize, by index of the text."""
     found = {}
     for number, text in enumerate(texts):
         try:
@@ -91,9 +91,9 @@ def refused(texts: Sequence[str], backend: Backend) -> dict[int, str]:
 
 
 def sentence_splitter(keep_newlines: bool) -> Splitter:
-    """A function from a text to its sentences, by Punkt's rules without trained abbreviations (Kiss and Strunk, 2006).
+    """Return a function that splits a text into sentences, by Punkt without trained abbreviations (Kiss, Strunk 2006).
 
-    keep_newlines: the white space that follows a sentence stays with it; otherwise it is left out.
+    keep_newlines: keep the white space after a sentence; otherwise it is removed.
     ConfigError: the optional package nltk is not installed.
     """
     if find_spec("nltk") is None:
@@ -114,17 +114,17 @@ def sentence_splitter(keep_newlines: bool) -> Splitter:
     return with_spaces
 
 
-# Long enough to show a difference, short enough that comparing it takes a third of a millisecond.
+# Long enough to reveal a difference; the comparison takes a third of a millisecond.
 PROBE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of one input file, in the order of the files and in them.
+    """A range of one input file; pieces are in the order of the files and of their content.
 
-    source: number of the file. start: where the piece begins, in bytes of content (Parquet: rows). end: where the next
-    piece begins; None if it is in the next file. raw: bytes of the file on the disk that were read before. block: what
-    was read; None if the worker is to read it. damage: why the file cannot be read from here on.
+    source: index of the file. start: start of the piece, in bytes of content (Parquet: rows). end: start of the next
+    piece; None for the last piece of a file. raw: bytes of the file read from disk up to the end of the piece. block:
+    the content; None if the worker reads it. damage: why the file cannot be read from here on.
     """
 
     source: int
@@ -137,10 +137,10 @@ class Piece:
 
 @dataclass
 class Part:
-    """What becomes of some batches of a piece: `Encoded` for each key of each batch, and counts over all of them.
+    """Result of a piece: `Encoded` for each key of each batch, and counts over all batches.
 
-    raw: bytes of the file, on the disk, that were read up to its end. size: bytes of text. remarks: line, kind
-    ("broken", "empty") and sentence of what is to be said of documents. dropped: bytes that have no token.
+    raw: bytes of the file read from disk up to the end of the piece. size: bytes of text. remarks: line, kind
+    ("broken", "empty") and sentence for documents with problems. dropped: bytes without a token.
     """
 
     piece: Piece
@@ -157,7 +157,7 @@ class Part:
 class Worker:
     """Tokenizes pieces.
 
-    tokenizer: what the ids of one text of each task are compared with, in case that the backend is another one.
+    tokenizer: its ids are compared with those of another backend, for one text of each task.
     """
 
     settings: PreprocessSettings
@@ -173,7 +173,7 @@ class Worker:
         self._splitter = sentence_splitter(self.settings.keep_newlines) if self.settings.split_sentences else None
 
     def run(self, pieces: Sequence[Piece]) -> list[Part]:
-        """A part for each piece; DataError if the backend gives other ids than the tokenizer."""
+        """Return a part for each piece; DataError if the backend gives other ids than the tokenizer."""
         compared = self.backend.name == TokenizerBackend.name
         parts = []
         for piece in pieces:
@@ -196,7 +196,7 @@ class Worker:
         return read_blocks(source, keys, separator, self.limits, self.folder, piece.start, piece.end)
 
     def _encode(self, batch: Batch) -> tuple[Batch, list[Encoded]]:
-        """The batch without documents that the tokenizer refuses, and the ids of each key."""
+        """Return the batch without the documents that the tokenizer refuses, and the ids of each key."""
 
         def all_keys(batch: Batch) -> list[Encoded]:
             return [encode(texts, self.backend, self.layout, self._splitter) for texts in batch.texts]
@@ -230,7 +230,7 @@ class Worker:
         part.encoded.append(encoded)
 
     def _compare(self, batch: Batch, encoded: Encoded) -> bool:
-        """Compare the ids of one document with the tokenizer's; False if none in the batch is short enough."""
+        """Compare the ids of one document with the tokenizer's; False if no document in the batch is short enough."""
         for number, text in enumerate(batch.texts[0]):
             if len(text) > PROBE_CHARACTERS or not encoded.counts[number]:
                 continue
