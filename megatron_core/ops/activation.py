@@ -13,7 +13,7 @@ from megatron_core.ops.rows import check, count, in_rows, new_like, partials
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
 NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4, "geglu_tanh": 5}
-"""The numbers of csrc/common/activation.h."""
+"""Numbers of the activation functions in csrc/common/activation.h."""
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
 """Gated activations: f(gate) * value."""

@@ -1,4 +1,4 @@
-"""Backend selection: which implementation of an operation runs, native, reference, or another library's."""
+"""Select the implementation of an operation: native, reference, or that of a library."""
 
 from typing import Any, Literal
 

@@ -37,7 +37,7 @@ MOST_ELEMENTS = 2**31 - 1
 MOST_KEYS, MOST_KEYS_OF_GENERIC = 16384, 8192
 """Maximal number of keys of the softmax; the limit of ``generic`` is the largest size in apex's own tests."""
 DECOUPLED, CORRECTED = 1, 1
-"""``mode`` and ``bias_correction`` of ``multi_tensor_adam`` as AdamW has them."""
+"""Values of ``mode`` and ``bias_correction`` of ``multi_tensor_adam`` for AdamW."""
 ENGINE = "transformer_engine_torch"
 
 

@@ -64,12 +64,14 @@ def forward_backward(
     ``variable_seq_lengths`` (the shape is sent before each message). The returned list is empty on ranks without the
     last stage.
     """
+    # Refuse unsupported arguments.
     if decoder_seq_length not in (None, seq_length):
         raise ConfigError(
             f"decoder_seq_length={decoder_seq_length} differs from seq_length={seq_length}: not supported"
         )
     if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
         raise ConfigError("adjust_tensor_shapes_fn and p2p_communicator are not supported; leave them out")
+    # Run the step.
     iterators, chunks = (list(each) if isinstance(each, list | tuple) else [each] for each in (data_iterator, model))
     step = _Step(forward_step_func, iterators, chunks, num_microbatches, forward_only, collect_non_loss_data)
     return step.run(seq_length, micro_batch_size)

@@ -69,7 +69,7 @@ _made = lru_cache(maxsize=512)(make_plan)
 
 
 class Pipeline:
-    """The stages of a configuration with their times; ``clock`` may be shared by layouts with the same layers."""
+    """The stages of a configuration with their times; layouts with the same layers may share ``clock``."""
 
     def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: LayerTimes) -> None:
         self.config, self.world_size, self.clock = config, world_size, clock

@@ -54,7 +54,7 @@ class Footprint:
     units: Sequence[Sequence[Parameters]]
     vocab_size: int
     layer_bytes: dict[int, float]
-    """Activations of each layer."""
+    """Bytes of activations of each layer."""
 
     @classmethod
     def of(

@@ -59,7 +59,7 @@ class StageCosts:
     times: Mapping[tuple[int, str], float]
     """Times by stage and kind of action, not divided by the number of chunks."""
     comm: float = 0.0
-    """As in ``Costs``."""
+    """Time of a message between ranks, as in ``Costs``."""
 
     @property
     def text(self) -> str:

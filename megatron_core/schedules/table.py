@@ -214,7 +214,7 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int) -> Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A row of the table."""
+    """A schedule of the table."""
 
     make: Callable[..., Plan]
     """``make(p, m)`` if ``chunks`` is a number, ``make(p, v, m)`` if it is None."""

@@ -160,8 +160,8 @@ def _both(numel: int, group: dist.ProcessGroup, device: torch.device, rounds: in
 
 
 def link_of(found: Found) -> Link:
-    """Latency and bandwidth of the largest group: t = latency x steps + bytes sent / bandwidth, through a small and a
-    large message."""
+    """Fit latency and bandwidth of the largest group, t = latency x steps + bytes sent / bandwidth, to the times of a
+    small and a large message."""
     if not found.collectives:
         return Link(bandwidth=found.bandwidth, latency=1e-6)
     size, times = max(found.collectives.items())

@@ -100,7 +100,7 @@ def _run_rank(
 ) -> None:
     for end in inherited:
         end.close()
-    torch.set_num_threads(1)  # a child that was forked after its parent used OpenMP threads hangs otherwise
+    torch.set_num_threads(1)  # otherwise a child hangs if its parent used OpenMP threads before the fork
     parallel_state.destroy_model_parallel()  # the parent's groups are invalid in this world
     try:
         if setup.device == "cuda":

@@ -43,7 +43,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     # Heads, layers, hidden size and sequence length.
     model = config.model
     heads = model.num_attention_heads
-    head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # others exchange heads
+    head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # a2a exchanges heads
     if heads > MOST_HEADS or heads % head_ranks:
         heads = lcm(MOST_HEADS, head_ranks)
     layers = max(min(model.num_layers, MOST_LAYERS), stages)
@@ -142,7 +142,7 @@ def small_run() -> dict[str, Any]:
         "lr_decay_style": "constant",
         "eval_iters": 0,
         "mock_data": True,
-        "tokenizer_type": "NullTokenizer",  # its last id ends a document, for documents that share a sequence
+        "tokenizer_type": "NullTokenizer",  # its last id is the end-of-document id, for packed documents
         "vocab_size": VOCABULARY,
     }
 

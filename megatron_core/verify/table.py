@@ -41,7 +41,7 @@ class TerminalTable:
 
 
 def cells(row: Row, epsilon: float) -> tuple[str, ...]:
-    """The texts of a row's columns."""
+    """Return the texts of a row's columns."""
     errors = (_error(worst, epsilon) for worst in (row.loss, row.gradient, row.norm, row.weight))
     where = row.gradient.where if row.gradient else ""
     verdict = "holds" if row.holds else "FAILS"
