@@ -65,7 +65,8 @@ def argmax(logits: Tensor) -> list[int]:
 
 def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits divided by the temperature, with -inf for tokens that top_k and top_p exclude."""
-    logits = logits / sampling.temperature
+    # The largest becomes 0 first, in float64: a tiny temperature would make it infinite, and its probability NaN.
+    logits = ((logits - logits.max()).to(torch.float64) / sampling.temperature).to(torch.float32)
     if 0 < sampling.top_k < logits.shape[-1]:
         weakest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < weakest, -torch.inf)
