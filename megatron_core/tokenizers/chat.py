@@ -73,10 +73,11 @@ class ChatTemplate:
         begin, end = self._sandbox.BEGIN, self._sandbox.END
         parts = re.split(f"([{begin}{end}])", self._render(messages, tools, False))
         text, marks = "", list[int]()
+        found = [part for part in parts if part in (begin, end)]
+        if found != [begin, end] * (len(found) // 2):
+            raise DataError("a message has the character U+FDD0 or U+FDD1, which no text may have; remove it")
         for part in parts:
             if part in (begin, end):
-                if (part == end) != len(marks) % 2:
-                    raise DataError("a message has the character U+FDD0 or U+FDD1, which no text may have; remove it")
                 marks.append(len(text))
             else:
                 text += part
