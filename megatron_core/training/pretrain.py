@@ -169,6 +169,13 @@ def notes(run: Run) -> Iterator[str]:
             f"seq_length={length} is the default, and the model of load_hf={settings.load_hf!r} has {positions:,} "
             "positions; give the length of your sequences with --seq-length"
         )
+    model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
+    exact_gelu = not (model.swiglu or model.squared_relu or model.openai_gelu)
+    if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:
+        yield (
+            "GELU is exact; Megatron-LM computes its tanh approximation in layers with biases unless "
+            "--no-bias-gelu-fusion is given: give --openai-gelu to train as Megatron-LM does by default"
+        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:
