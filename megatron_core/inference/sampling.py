@@ -28,8 +28,8 @@ class Sampling:
     """Seed for sampling."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
-            raise ConfigError(f"temperature={self.temperature} is negative; give 0 (greedy) or more")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature} is not a finite number >= 0; give 0 (greedy) or more")
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k} is negative; give 0 (all tokens) or more")
         if not 0.0 < self.top_p <= 1.0:
