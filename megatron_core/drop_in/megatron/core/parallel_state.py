@@ -1,5 +1,8 @@
 """``megatron_core.parallel_state`` at Megatron's path."""
 
+from typing import NoReturn
+
+from megatron_core.errors import ConfigError
 from megatron_core.parallel_state import (
     GlobalMemoryBuffer,
     RankGenerator,
@@ -88,3 +91,8 @@ from megatron_core.parallel_state import (
     set_virtual_pipeline_model_parallel_rank,
     set_virtual_pipeline_model_parallel_world_size,
 )
+
+
+def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> NoReturn:
+    """Raise ConfigError: context-parallel groups do not change between micro-batches."""
+    raise ConfigError("hybrid_context_parallel is not supported; set context_parallel_size")

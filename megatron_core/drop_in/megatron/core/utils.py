@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron.core.dist_checkpointing.tensors import (
     make_sharded_tensor_for_checkpoint,
@@ -94,6 +95,16 @@ def mup_scaled_init_method_normal(
     return Normal(sigma / math.sqrt(multiplier * num_layers * width_mult))
 
 
+def get_torch_version() -> TorchVersion:
+    """Return the version of torch, which compares with other versions."""
+    return torch.__version__
+
+
+def get_te_version() -> TorchVersion:
+    """Return 0.0.0, as without Transformer Engine: models of this package do not consist of its modules."""
+    return TorchVersion("0.0.0")
+
+
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """Whether torch is of ``version`` or later; strictly later without ``check_equality``."""
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
@@ -168,10 +179,36 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = No
     return {name: part(name, value) for name, value in batch.items()}
 
 
-def get_batch_on_this_tp_rank(batch: Mapping[str, Any] | None, **unused: Any) -> dict[str, Tensor | None]:
+def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ConfigError: a batch does not arrive as packed documents with ``cu_seqlens``."""
+    raise ConfigError("get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences")
+
+
+def get_batch_on_this_hybrid_cp_rank(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ConfigError: context-parallel groups do not change between micro-batches."""
+    raise ConfigError("hybrid_context_parallel is not supported; set context_parallel_size")
+
+
+def get_batch_on_this_tp_rank(
+    batch: Mapping[str, Any] | None,
+    *,
+    has_cu_seqlens: bool | None = None,
+    is_sft: bool | None = None,
+    is_hybrid_cp: bool = False,
+    **unused: Any,
+) -> dict[str, Tensor | None]:
     """What the first tensor-parallel rank has, on this rank's device: tokens, labels, positions ``[b, s]`` int64, the
     loss's mask float32, that of attention bool, in Megatron's order; None for those that it has not. Other ranks may
-    pass None or {}."""
+    pass None or {}.
+
+    Programs for newer releases pass ``has_cu_seqlens`` or ``is_sft`` and read five more keys, which describe packed
+    sequences and are None here. ConfigError if one of the switches is on.
+    """
+    if has_cu_seqlens or is_sft or is_hybrid_cp:
+        raise ConfigError(
+            f"get_batch_on_this_tp_rank: has_cu_seqlens={has_cu_seqlens}, is_sft={is_sft}, "
+            f"is_hybrid_cp={is_hybrid_cp} is not supported; leave the switches off"
+        )
     device, found = World.from_environment().device, dict[str, Tensor | None]()
     kinds = {torch.int64: ("tokens", "labels", "position_ids"), torch.float32: ("loss_mask",)}
     for dtype, names in (kinds | {torch.bool: ("attention_mask",)}).items():
@@ -179,7 +216,38 @@ def get_batch_on_this_tp_rank(batch: Mapping[str, Any] | None, **unused: Any) ->
         data = {n: torch.empty(0, dtype=dtype) if t is None else t for n, t in zip(names, given, strict=True)}
         parts = broadcast_data(names, data, dtype)
         found |= {name: part.to(device) if part.numel() else None for name, part in parts.items()}
-    return {name: found[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")}
+    newer = () if has_cu_seqlens is None and is_sft is None else _PACKED
+    order = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    return {name: found[name] for name in order} | dict.fromkeys(newer)
+
+
+_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+
+
+def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
+    """Join the sequences ``[b, s]`` of ``batch`` to one ``[1, b s]`` if it has the borders ``cu_seqlens`` ``[b, n]``.
+
+    The borders of all documents become one row ``[1, m]``; copies of ``s`` that pad a row are left out. Without
+    borders the batch is returned unchanged.
+    """
+    if batch.get("cu_seqlens") is None:
+        return batch
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    whole = [batch[name] for name in names if batch.get(name) is not None]
+    length = whole[0].shape[1] if whole else int(batch["cu_seqlens"][0, -1])
+    joined = {name: batch[name].reshape(1, -1) for name in names if batch.get(name) is not None}
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if batch.get(name) is not None:
+            joined[name] = _join_borders(batch[name], length)
+    if batch.get("max_seqlen") is not None:
+        joined["max_seqlen"] = batch["max_seqlen"].max().view(1)
+    return batch | joined
+
+
+def _join_borders(borders: Tensor, length: int) -> Tensor:
+    """Borders of the documents of each sequence ``[b, n]``, counted over all sequences ``[1, m]``."""
+    starts = torch.arange(len(borders), device=borders.device, dtype=borders.dtype)[:, None] * length
+    return (borders + starts).flatten().unique_consecutive()[None]
 
 
 class StragglerDetector:

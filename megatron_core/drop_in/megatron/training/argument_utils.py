@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
@@ -129,8 +130,38 @@ def _from_args(kind: type[Kind], args: Namespace, **given: Any) -> Kind:
     return kind(**from_arguments.settings_of(kind, args) | given)
 
 
-def pretrain_cfg_container_from_args(args: Namespace) -> PretrainConfigContainer:
-    """All settings of a run but its model's, in sections, from a namespace with Megatron-LM's names."""
+def gpt_config_from_args(
+    args: Namespace, config: TransformerConfig | None = None, model_config_cls: type[Any] | None = None
+) -> Any:
+    """Return the model's settings as a ``GPTModelConfig``, or as its subclass ``model_config_cls``, from a namespace
+    with Megatron-LM's names; ``config`` is by default that of ``core_transformer_config_from_args``."""
+    from megatron.training.models.gpt import GPTModelConfig  # it imports the model, which the arguments do not need
+
+    spec = getattr(args, "spec", None)
+    vocabulary = {"vocab_size": args.padded_vocab_size}
+    if args.padded_vocab_size is None:
+        vocabulary = {"vocab_size": args.vocab_size, "should_pad_vocab": True}
+    return (model_config_cls or GPTModelConfig)(
+        transformer=core_transformer_config_from_args(args) if config is None else config,
+        transformer_layer_spec=None if spec is None else import_module(tuple(spec)),
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        logit_dtype=getattr(args, "logit_dtype", None),
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        seq_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        **vocabulary,
+    )
+
+
+def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
+    """Return the settings of a run in sections, from a namespace with Megatron-LM's names; ``model_cfg`` is the
+    model's."""
     switches = ("save_optim", "save_rng", "load_optim", "load_rng")
     given = {name: not getattr(args, f"no_{name}") for name in switches if hasattr(args, f"no_{name}")}
     for name in ("fully_parallel_save", "fully_parallel_load"):
@@ -151,6 +182,7 @@ def pretrain_cfg_container_from_args(args: Namespace) -> PretrainConfigContainer
         dist=_from_args(DistributedInitConfig, args),
         rerun_state_machine=_from_args(RerunStateMachineConfig, args, check_for_nan_in_loss=nan),
         straggler=_from_args(StragglerDetectionConfig, args),
+        model=model_cfg,
     )
 
 

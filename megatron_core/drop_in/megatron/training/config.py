@@ -2,7 +2,7 @@
 them, too."""
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -159,7 +159,7 @@ class StragglerDetectionConfig:
 
 @dataclass(kw_only=True)
 class PretrainConfigContainer:
-    """All settings of a run but its model's."""
+    """All settings of a run; ``model`` has those of its model, such as a ``GPTModelConfig``, if a program sets it."""
 
     train: TrainingConfig = field(default_factory=TrainingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -174,11 +174,13 @@ class PretrainConfigContainer:
     dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     rerun_state_machine: RerunStateMachineConfig = field(default_factory=RerunStateMachineConfig)
     straggler: StragglerDetectionConfig = field(default_factory=StragglerDetectionConfig)
+    model: Any = None
 
     def run_config(self, defaults: RunConfig | None = None) -> RunConfig:
-        """This package's settings: those of ``defaults``, such as the model's, and what the sections say."""
+        """This package's settings: those of ``defaults``, such as the model's, and of all sections but ``model``."""
         known, values = field_types(), asdict(self.optimizer.translated())
-        for section in (getattr(self, each.name) for each in fields(self) if each.name != "optimizer"):
+        names = [each.name for each in fields(self) if each.name not in ("optimizer", "model")]
+        for section in (getattr(self, name) for name in names):
             values |= {each.name: getattr(section, each.name) for each in fields(section)}
         values |= {f"no_{name}_optim": not values[f"{name}_optim"] for name in ("save", "load")}
         values["check_for_nan_in_loss_and_grad"] = values["check_for_nan_in_loss"]

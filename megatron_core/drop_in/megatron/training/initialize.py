@@ -1,6 +1,6 @@
 """Arguments, process groups and seeds of a program of one's own."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +20,11 @@ def initialize_megatron(
     """Read and check the command line, start torch.distributed unless it has started, make the groups, and seed initial
     weights and dropout; ``get_args``, which has ``train_iters`` from now on also with ``--train-samples``, and the
     other functions of ``global_vars`` work from then on."""
-    args = parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
+    start_groups(parse_and_validate_args(extra_args_provider, args_defaults=args_defaults))
+
+
+def start_groups(args: Namespace) -> None:
+    """Start torch.distributed unless it has started, make the groups, and seed initial weights and dropout."""
     args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
     if not dist.is_initialized():
         minutes = args.distributed_timeout_minutes

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron.training.from_arguments import (
     get_train_valid_test_num_samples,
 )
 from megatron.training.global_vars import get_args
-from megatron.training.initialize import initialize_megatron
+from megatron.training.host_batches import host_batches
 from megatron.training.utils import print_rank_last
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
@@ -261,12 +260,14 @@ def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provid
     ``do_test`` say which splits have data on some rank of the model."""
     args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
-    found = []
+    on_cpu, found = World.from_environment().device.type == "cpu", []
     for chunk in range(chunks or 1):
         sizes = get_train_valid_test_num_samples()
         datasets = _called(build_train_valid_test_datasets_provider, sizes, vp_stage=chunk if chunks else None)
         loaders = map(build_pretraining_data_loader, datasets, consumed)
-        found.append([None if loader is None else iter(loader) for loader in loaders])
+        found.append(
+            [None if loader is None else host_batches(loader) if on_cpu else iter(loader) for loader in loaders]
+        )
     there = torch.tensor([[each is not None for each in row] for row in found], device=World.from_environment().device)
     total = there.sum(0)
     all_reduce_(total, parallel_state.current().group("tp-pp"))
@@ -313,30 +314,3 @@ def train(
         if leaves:
             break
     return int(args.iteration)
-
-
-def pretrain(
-    train_valid_test_dataset_provider: Provider,
-    model_provider: Provider,
-    model_type: ModelType,
-    forward_step_func: Callable[..., Any],
-    process_non_loss_data_func: Callable[..., Any] | None = None,
-    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
-    **unused: Any,
-) -> None:
-    """Megatron-LM's whole job: read the command line, make groups, model, optimizer and data, train and evaluate.
-
-    Without effect: ``get_embedding_ranks``, ``store`` and what other releases have in ``unused``.
-    """
-    initialize_megatron(extra_args_provider, args_defaults)
-    args = get_args()
-    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)
-    data, *held_out = build_train_valid_test_data_iterators(train_valid_test_dataset_provider)
-    others = (process_non_loss_data_func, get_model_config(model[0]))
-    if not args.skip_train:
-        train(forward_step_func, model, optimizer, scheduler, data, held_out[0], *others)
-    for name, there, iterator in zip(("validation", "test"), (args.do_valid, args.do_test), held_out, strict=True):
-        if there and args.eval_iters:
-            where = f"iteration {args.iteration} on {name} set"
-            evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)

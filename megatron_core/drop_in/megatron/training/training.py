@@ -22,6 +22,7 @@ from megatron.training.from_arguments import (
 )
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
+from megatron.training.job import pretrain
 from megatron.training.program import (
     Provider,
     build_pretraining_data_loader,
@@ -30,10 +31,10 @@ from megatron.training.program import (
     evaluate_and_print_results,
     get_model,
     get_optimizer_param_scheduler,
-    pretrain,
     setup_model_and_optimizer,
     train,
     train_step,
 )
+from megatron.training.startup import set_startup_timestamps
 from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
 from megatron_core.pipeline_parallel.forward_backward import get_forward_backward_func

@@ -122,16 +122,21 @@ class GPTDataset(MegatronDataset):
         text = read_text(self.dataset, self._order, number, length, extra, self._pad_token_id)
         masked = config.tokenizer.eod if config.eod_mask_loss else None
         sample = divide(text, extra, self._pad_token_id, masked)
+        text, sample = self._rearrange(0 if idx is None else idx, text[:length], sample)
         if idx is None:
             sample["loss_mask"][:] = 0.0
         item = {name: torch.from_numpy(array) for name, array in sample.items()}
         positions = np.arange(length)
         separate = config.reset_position_ids or config.reset_attention_mask
-        own = restarted_positions(text[None, :length], config.tokenizer.eod)[0] if separate else positions
+        own = restarted_positions(text[None], config.tokenizer.eod)[0] if separate else positions
         item["position_ids"] = torch.from_numpy(own if config.reset_position_ids else positions)
         if config.create_attention_mask:
             item["attention_mask"] = _mask(positions - own) if config.reset_attention_mask else self._causal_mask
         return item
+
+    def _rearrange(self, idx: int, text: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
+        """Return the tokens [L] and the sample's tokens, labels and loss mask; a subclass rearranges both."""
+        return text, sample
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.enums import LayerType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.stages import draw_weights
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
+from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.transformer import multi_token
@@ -116,6 +119,41 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
             (ids, _), (positions, _) = (roll_tensor(x, **given) for x in (ids, positions))
             outputs.append(layer(embedding(input_ids=ids, position_ids=positions), outputs[-1], passed))
         return torch.cat(outputs)
+
+
+def mtp_on_this_rank(
+    layout: PipelineParallelLayerLayout | TransformerConfig | None = None,
+    mtp_num_layers: int | None = None,
+    ignore_virtual: bool = True,
+    vp_stage: int | None = None,
+) -> bool:
+    """Return whether this pipeline rank, or its chunk ``vp_stage``, has layers of multi-token prediction.
+
+    They are where ``layout`` has them, or on the last stage. Programs for older releases pass the
+    ``TransformerConfig``.
+    """
+    if isinstance(layout, TransformerConfig):
+        config = layout
+        layout, mtp_num_layers = config.pipeline_model_parallel_layout, config.mtp_num_layers
+    if layout is None:
+        return bool(mtp_num_layers) and parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage)
+    chunks = layout.layout[parallel_state.get_pipeline_model_parallel_rank()]
+    if not ignore_virtual and len(chunks) > 1:
+        if vp_stage is None:
+            raise ConfigError(f"mtp_on_this_rank: vp_stage=None with {len(chunks)} chunks; pass the chunk's number")
+        chunks = [chunks[vp_stage]]
+    return any(LayerType.mtp in chunk for chunk in chunks)
+
+
+def get_mtp_ranks(pp_ranks: list[int], config: TransformerConfig) -> list[int]:
+    """Return those of the global ranks ``pp_ranks`` of a pipeline that have layers of multi-token prediction."""
+    layout = config.pipeline_model_parallel_layout
+    if not config.mtp_num_layers:
+        return []
+    if layout is None:
+        return [pp_ranks[-1]]
+    stages = zip(pp_ranks, layout.layout, strict=True)
+    return [rank for rank, chunks in stages if any(LayerType.mtp in chunk for chunk in chunks)]
 
 
 def roll_tensor(

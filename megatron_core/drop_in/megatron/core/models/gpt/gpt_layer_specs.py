@@ -1,6 +1,6 @@
 """Specifications of GPT layers; those with Transformer Engine's name give the same layer."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -92,11 +92,30 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The specifications of all layers of the model, with experts where ``config.moe_layer_freq`` has them."""
+    """Return the specifications of all layers of the model as one block, see ``get_gpt_decoder_layer_specs``."""
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[ModuleSpec]:
+    """Return the specification of each layer of the model, with experts where ``config.moe_layer_freq`` has them."""
     model = config.model_config()
     experts = [config.num_moe_experts if model.has_experts(i) else None for i in range(config.num_layers)]
-    specs = [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+    return [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
+
+
+def get_gpt_layer_with_inference_spec(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ConfigError: there are no layers for inference alone."""
+    raise ConfigError(
+        "transformer_impl='inference_optimized' is not supported; use transformer_impl='local', which generates as well"
+    )
 
 
 def get_gpt_mtp_block_spec(

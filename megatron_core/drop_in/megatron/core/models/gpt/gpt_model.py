@@ -1,5 +1,6 @@
 """A GPT, or this rank's stage of one, with Megatron Core's arguments."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
 from megatron_core.models.gpt import model
-from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.parallel.sharded_tensor import ShardedTensor
@@ -129,7 +130,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input: Tensor | None = None,
@@ -149,7 +150,8 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]`` (this rank's part of it with
         ``parallel_output``); ``[s, b, h]`` before the last stage.
 
-        A mask is ``[b, 1, s, s]``, True where a query must not see a key; None is causal, and faster.
+        A mask is ``[b, 1, s, s]``, or with context parallelism the rows of this rank, True where a query must not see a
+        key; None is causal, and faster. A stage without embedding and loss needs no ``input_ids``.
         ``packed_seq_params`` says where documents lie. ``padding_mask`` ``[b, s]`` is True for tokens that do not count
         in losses and loads of experts, by default those whose ``loss_mask`` is 0. ``sample_index`` ``[b]`` keys
         dropout; by default sequences are counted as they come.
@@ -162,6 +164,9 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             output_processor=output_processor,
             output_processor_context=output_processor_context,
         )
+        if input_ids is None:
+            input_ids = self._received_tokens()
+        attention_mask = self._whole_mask(attention_mask)
         if sample_index is None and self.training:
             sample_index = self.samples.take(len(input_ids), input_ids.device)
         documents = None
@@ -184,6 +189,24 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             later=later,
         )
         return output if labels is None or not self.post_process else output.contiguous()
+
+    def _received_tokens(self) -> Tensor:
+        """Zeros ``[b, s]`` in place of the tokens of the hidden states that a stage without embedding received."""
+        if self.embedding is not None or self._input_tensor is None:
+            raise ConfigError("GPTModel.forward: input_ids=None on a stage that embeds tokens; pass the tokens")
+        residual, batch, _ = self._input_tensor.shape
+        length = residual * (self.split.tp_size if self.split.sequence_parallel else 1)
+        return torch.zeros(batch, length, dtype=torch.int64, device=self._input_tensor.device)
+
+    def _whole_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask of whole sequences ``[b, 1, s, s]``, gathered if it has only the rows of this rank."""
+        size = self.split.cp_size
+        if mask is None or size == 1 or mask.shape[-2] == mask.shape[-1]:
+            return mask
+        rows = gather_from_sequence(mask.permute(2, 0, 1, 3).to(torch.uint8).contiguous(), self._context_group)
+        ranks = [replace(self.split, cp_rank=rank) for rank in range(size)]
+        order = torch.cat([each.positions(mask.shape[-1], mask.device) for each in ranks])
+        return rows[order.argsort()].permute(1, 2, 0, 3).to(mask.dtype)
 
     def _auxiliary(
         self,

@@ -1,0 +1,3 @@
+"""Models of attention and state-space layers."""
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -1,0 +1,1 @@
+"""Older path of the tokenizers."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's models from before ``megatron.core``."""

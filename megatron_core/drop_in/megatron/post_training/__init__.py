@@ -1,0 +1,1 @@
+"""Megatron-LM's use of ModelOpt (quantization, pruning, distillation), which this package does not have."""

@@ -1,0 +1,96 @@
+"""Megatron-LM's whole job: ``pretrain`` in the forms of its releases."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.core.utils import get_model_config
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import get_args
+from megatron.training.initialize import initialize_megatron, start_groups
+from megatron.training.program import (
+    Provider,
+    build_train_valid_test_data_iterators,
+    evaluate_and_print_results,
+    setup_model_and_optimizer,
+    train,
+)
+from megatron_core.errors import ConfigError
+
+_DATA, _MODEL = "train_valid_test_dataset_provider", "model_provider"
+_KIND, _STEP = "model_type", "forward_step_func"
+
+
+def pretrain(*given: Any, **named: Any) -> None:
+    """Make groups, model, optimizer and data, train and evaluate. Arguments by position, or by name in ``named``::
+
+        data_provider, model_provider, model_type, forward_step    # releases up to 0.17: reads the command line
+        cfg_container, data_provider, model_provider, model_type, forward_step    # 0.18
+        cfg_container, data_provider, model_type, forward_step, model_provider=None    # newer releases
+
+    and then ``process_non_loss_data_func``, in releases up to 0.17 also ``extra_args_provider`` and ``args_defaults``.
+    Without a ``model_provider``, ``cfg_container.model`` builds the model. Other arguments (``get_embedding_ranks``,
+    ``store`` ...) have no effect. ConfigError if ``cfg_container`` differs from the command line.
+    """
+    has_container = "cfg_container" in named or any(isinstance(each, PretrainConfigContainer) for each in given[:1])
+    order = [_DATA, _MODEL, _KIND, _STEP, "process_non_loss_data_func"]
+    if has_container:
+        if any(isinstance(each, ModelType) for each in given[2:3]):
+            order[1:4] = [_KIND, _STEP, _MODEL]
+        order = ["cfg_container", *order]
+    else:
+        order += ["extra_args_provider", "args_defaults"]
+    named |= dict(zip(order, given, strict=False))
+    model_provider = named.get(_MODEL)
+    if has_container:
+        container = named["cfg_container"]
+        _check(container)
+        model_provider = model_provider or partial(_build, container.model)
+        start_groups(get_args())
+    else:
+        initialize_megatron(named.get("extra_args_provider"), named.get("args_defaults"))
+    assert model_provider is not None, "the releases without a container always pass it"
+    _run(named[_DATA], model_provider, named[_KIND], named[_STEP], named.get("process_non_loss_data_func"))
+
+
+def _check(container: PretrainConfigContainer) -> None:
+    """Raise ConfigError for settings that a program changed in the container: the run reads the command line."""
+    expected, changed = pretrain_cfg_container_from_args(get_args()), list[str]()
+    for section in (each.name for each in fields(container) if each.name != "model"):
+        ours, theirs = getattr(expected, section), getattr(container, section)
+        changed += [
+            f"{section}.{each.name}={getattr(theirs, each.name)!r}"
+            for each in fields(theirs)
+            if getattr(ours, each.name) != getattr(theirs, each.name)
+        ]
+    if changed:
+        raise ConfigError(f"pretrain: {', '.join(changed)} differs from the command line; give it there")
+
+
+def _build(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+    if config is None:
+        raise ConfigError("pretrain: model_provider=None without a model in the container; pass gpt_config_from_args()")
+    builder = config.get_builder_cls()(config)
+    return builder.build_model(None, pre_process, post_process, vp_stage)
+
+
+def _run(
+    data_provider: Provider,
+    model_provider: Provider,
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., Any] | None,
+) -> None:
+    args = get_args()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)
+    data, *held_out = build_train_valid_test_data_iterators(data_provider)
+    others = (process_non_loss_data_func, get_model_config(model[0]))
+    if not args.skip_train:
+        train(forward_step_func, model, optimizer, scheduler, data, held_out[0], *others)
+    for name, there, iterator in zip(("validation", "test"), (args.do_valid, args.do_test), held_out, strict=True):
+        if there and args.eval_iters:
+            where = f"iteration {args.iteration} on {name} set"
+            evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)
