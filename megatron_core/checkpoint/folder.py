@@ -141,7 +141,7 @@ def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Colle
     if what:
         raise CheckpointError(
             f"{setting}={str(folder)!r} {what}; saves for a fast restart would delete checkpoints there: give another "
-            "folder, or remove what nobody needs"
+            "folder, or delete the checkpoints that are no longer needed"
         )
 
 
@@ -197,7 +197,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
             folder = iteration_folder(root, tracked)
             foreign = folder.exists() and not is_own(folder)
             more = "; tools/convert_checkpoint.py --from megatron converts those of Megatron-LM" if foreign else ""
-            raise CheckpointError(f"{folder} is no complete checkpoint; complete ones in {root}: {there}{more}")
+            raise CheckpointError(f"{folder} is not a complete checkpoint; complete ones in {root}: {there}{more}")
         fault = f"names iteration {tracked}, which is not there"
     if step is not None:
         return Candidates((iteration_folder(root, step),), named=True)

@@ -78,7 +78,7 @@ def test_incomplete_folders_are_no_checkpoints(saved: Path) -> None:  # C44
     (root / "iter_0000008" / "manifest.json").unlink()
     assert find_checkpoint(str(root)) == saved
     for step in (8, 9):
-        with pytest.raises(CheckpointError, match=f"iter_000000{step} is no complete checkpoint.*iter_0000001"):
+        with pytest.raises(CheckpointError, match=f"iter_000000{step} is not a complete checkpoint.*iter_0000001"):
             find_checkpoint(str(root), step)
     assert find_checkpoint(str(saved)) == saved, "the folder of one iteration may be named itself"
 

@@ -119,7 +119,7 @@ def test_long_lists_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("nowhere",), "nowhere holds no checkpoint; give a folder that training has written with --save"),
         (
             ("there", "--ckpt-step", 9),
-            "there/iter_0000009 is no complete checkpoint; complete ones in there: iter_0000001",
+            "there/iter_0000009 is not a complete checkpoint; complete ones in there: iter_0000001",
         ),
         (("there", "--diff", "nowhere"), "nowhere holds no checkpoint"),
     ],

@@ -30,7 +30,7 @@ NAME = "fp8.amax_history.decoder.layers.1.mlp.linear_fc2"
 
 
 def test_fp8_with_float64_is_noted() -> None:
-    """Layouts are compared so; whoever wants one of the two learns that both are on."""
+    """Layouts are compared with both settings; a note says that both are on."""
     told = [note for note in notes(start(DELAYED)) if "fp64" in note]
     assert len(told) == 1 and told[0].startswith("fp8_format=hybrid rounds the matrices of linear layers to FP8")
     assert not [note for note in notes(start(DELAYED | {"fp64": False})) if "fp64" in note]

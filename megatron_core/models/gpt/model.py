@@ -240,8 +240,8 @@ class GPTModel(nn.Module):
         ``input_ids``, ``labels`` ``[b, s]``; ``positions`` ``[s]`` says where the tokens stand in their sequences, None
         for 0, 1, 2, ..., or this rank's part of them. Learned and rotary positions follow ``position_ids`` ``[b, s]``,
         or ``[1, s]`` for the same in every sequence; None: ``positions``. ``hidden_states`` is the previous stage's
-        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has a list for each whole sequence:
-        documents of so many tokens, in this order, see nothing of one another. ``cache`` holds the keys and values of
+        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has for each whole sequence the lengths of
+        its documents, in order; no document attends to another. ``cache`` holds the keys and values of
         earlier positions; with ``document_lengths`` each document is a new sequence in it. ``logit_positions``
         ``[b, k]`` are the indices in each row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None:
         all. ``auxiliary_losses`` collects those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for
