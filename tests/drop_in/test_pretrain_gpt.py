@@ -23,7 +23,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_inference_spec,
 )
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.parallel_state import get_context_parallel_group, get_hybrid_data_context_parallel_groups
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -34,11 +36,14 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.post_training.arguments import add_modelopt_args
+from megatron.post_training.model_builder import ModelOptModelConfig
 from megatron.post_training.utils import maybe_enable_modelopt
 from megatron.training import get_args, inprocess_restart, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.distillation import LossFuncCallable
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.training import pretrain as train_with_launcher
 from megatron_core.training import read_settings
@@ -242,3 +247,21 @@ def test_losses_are_those_of_our_own_launcher(expected: Any, data: str, layout: 
     assert len(found) == 3
     np.testing.assert_allclose(found[:, 0], expected["ep" in layout][:, 0], rtol=0, atol=2e-6)
     np.testing.assert_allclose(found[:, 1], expected["ep" in layout][:, 1], rtol=0, atol=2e-3)
+
+
+def test_packed_sequences_are_joined() -> None:
+    batch = {
+        "tokens": torch.arange(8).view(2, 4),
+        "cu_seqlens": torch.tensor([[0, 1, 4, 4], [0, 2, 3, 4]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([3, 2]),
+    }
+    joined = flatten_batch_for_packed_sequences(batch)
+    assert joined["tokens"].tolist() == [list(range(8))]
+    assert joined["cu_seqlens"].tolist() == [[0, 1, 4, 6, 7, 8]]
+    assert joined["max_seqlen"].tolist() == [3]
+
+
+@pytest.mark.parametrize("use", [HybridModel, LossFuncCallable, ModelOptModelConfig, get_gpt_layer_with_inference_spec])
+def test_features_that_are_not_supported_are_errors_when_used(use: Any) -> None:
+    with pytest.raises(ConfigError, match="not supported"):
+        use(**({"transformer": None} if use is ModelOptModelConfig else {}))

@@ -1,12 +1,3 @@
-"""Distillation from stored logits of a teacher, which this package does not have."""
+"""Distillation from stored logits of a teacher."""
 
-from typing import Any
-
-from megatron_core.errors import ConfigError
-
-
-class LossFuncCallable:
-    """The loss against stored logits; building it raises ConfigError."""
-
-    def __init__(self, logprobs_dir: Any = None, **settings: Any) -> None:
-        raise ConfigError(f"logits_load_dir={logprobs_dir!r} is not supported; leave --logits-load-dir out")
+from megatron.training.distillation.cached_logits_loss import LossFuncCallable
