@@ -24,6 +24,7 @@ from pathlib import Path
 
 from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import FORMAT, MANIFEST
+from megatron_core.config.checkpoint import TEMPORARY_FOLDER
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import is_still_at, no_follow
 
@@ -125,18 +126,24 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
 
 
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
-    """``CheckpointError`` if ``folder``, for a fast restart of a run that saves into ``save``, is the same folder or
-    holds checkpoints of others than ``runs``, those of ``save``: each save there deletes all others."""
+    """Check ``folder``, for fast restarts of a run that saves into ``save``: each save there deletes all others.
+
+    Raises ``CheckpointError`` if it is the folder ``save`` itself or holds checkpoints of others than ``runs``, the ids of
+    the runs of ``save``. Checkpoints of earlier releases have no id; they are accepted in the default folder of ``save``.
+    """
     what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
     if not what and (folder / CONFIG).exists():
         what = f"is the folder of --save of a run, whose {CONFIG} it holds"
+    is_default = os.path.realpath(folder) == os.path.realpath(save / TEMPORARY_FOLDER)
     for number in () if what else complete_iterations(folder):
         path, text = iteration_folder(folder, number), b""
         with suppress(OSError):
             text = (path / MANIFEST).read_bytes()  # which may be damaged
         if not any(f'"run": "{run}"'.encode() in text for run in runs):
-            kind = "a checkpoint of another run" if b'"run": "' in text else "a permanent checkpoint"
-            what = f"holds {path.name}, {kind}"
+            has_run = b'"run": "' in text
+            if is_default and not has_run:
+                continue
+            what = f"holds {path.name}, {'a checkpoint of another run' if has_run else 'a permanent checkpoint'}"
             break
     if what:
         raise CheckpointError(

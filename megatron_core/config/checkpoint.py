@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+TEMPORARY_FOLDER = "non_persistent"
+"""The default folder, below --save, of checkpoints for a fast restart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -81,7 +84,7 @@ class CheckpointConfig:
 
     def temporary_folder(self, root: str) -> Path:
         """Where the checkpoints for a fast restart are that all ranks see, of a run that saves into ``root``."""
-        return Path(self.non_persistent_global_ckpt_dir or Path(root) / "non_persistent")
+        return Path(self.non_persistent_global_ckpt_dir or Path(root) / TEMPORARY_FOLDER)
 
     @property
     def needs_checkpoint(self) -> bool:

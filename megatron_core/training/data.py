@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_core.checkpoint.hosts import fail_together
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
 from megatron_core.datasets.conversations import build_conversations
 from megatron_core.datasets.megatron_order import samples_wanted
 from megatron_core.datasets.sources import describe_changes, record_sources
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import tell_from
 from megatron_core.tokenizers import Tokenizer
@@ -72,11 +73,21 @@ def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]
 
 
 def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dict[str, Any]]:
-    """Records of the files that this run reads; rank 0 prints what has changed in them since the checkpoint of
-    ``state``. None without training."""
+    """Records of the files that this run reads; empty without training.
+
+    Rank 0 reads the files and prints their changes since the checkpoint of ``state``.
+
+    Raises ``CheckpointError`` on all ranks if rank 0 cannot read a file.
+    """
     if config.training.skip_train:
         return []
-    found = json.dumps(record_sources(config.data)) if world.rank == 0 else ""
+    found, problem = "", ""
+    if world.rank == 0:
+        try:
+            found = json.dumps(record_sources(config.data))
+        except (OSError, MegatronError) as error:
+            problem = f"the data cannot be compared with the files that the checkpoint records: {error}"
+    fail_together(problem, world.device)
     records = json.loads(tell_from(0, found, world.device))
     for sentence in describe_changes(state.data, records, state.consumed_samples) if state.data and records else ():
         note(sentence)

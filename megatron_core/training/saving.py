@@ -67,7 +67,8 @@ class CheckpointSaver:
         self._runs: list[str] = []
         self._run = ""
         """The id in the checkpoints for a fast restart."""
-        self._keeps_config = self._is_told = False
+        self._keeps_config = False
+        self._deletion = ""
         self._replaced: tuple[Path, ...] = ()
         self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None
@@ -154,18 +155,18 @@ class CheckpointSaver:
         self._keeps_config = True
 
     def restore_folders(self) -> str:
-        """Make folders again that were deleted since they were locked, with lock and configuration; -> what prevents
-        that. It costs a few microseconds, and each rank may call it at any time."""
+        """Create deleted folders again, with their locks and the configuration, and print a note about it.
+
+        Returns the problem that prevents this, or "". It costs a few ``stat`` calls; each rank may call it at any time.
+        """
+        gone: Path | None = None
         try:
             for number, lock in enumerate(self._locks):
                 lost = not lock.is_there
                 if not lost and (lock.setting != "save" or not self._keeps_config or (self.folder / CONFIG).exists()):
                     continue
                 file = lock.folder / (LOCK if lost else CONFIG)
-                if not self._is_told:
-                    gone = file if lock.folder.exists() else lock.folder
-                    print(f"note: {gone} was deleted or renamed during training; it is made again", flush=True)
-                self._is_told = True
+                gone = gone or (file if lock.folder.exists() else lock.folder)
                 if lost:
                     make_folder(lock.folder)
                     self._locks[number] = FolderLock(lock.folder, lock.setting)
@@ -174,10 +175,20 @@ class CheckpointSaver:
                     write_runs(lock.folder, self._runs)
                 if lock.setting == "save" and self._keeps_config:
                     self.keep_config()
-            self._is_told = False
+            if gone is not None:
+                self._report_deletion(f"{gone} was deleted or renamed during training; it was created again")
+            self._deletion = ""
         except (OSError, MegatronError) as error:
+            if gone is not None:
+                self._report_deletion(f"{gone} was deleted or renamed and cannot be created again: {error}")
             return str(error)
         return ""
+
+    def _report_deletion(self, text: str) -> None:
+        """Print ``text`` unless it is the previous report."""
+        if text != self._deletion:
+            print(f"note: {text}", flush=True)
+        self._deletion = text
 
     def save(self, state: TrainState, *, temporary: bool = False) -> None:
         """Write a checkpoint; ``temporary``: one for a fast restart, which replaces the one before.

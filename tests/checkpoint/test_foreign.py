@@ -16,7 +16,16 @@ from safetensors.torch import load_file
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import Save, find_checkpoint, save_checkpoint
-from megatron_core.checkpoint.folder import LOCK, RUN, TRACKER, complete_iterations, drop_old, is_own, run_id
+from megatron_core.checkpoint.folder import (
+    LOCK,
+    RUN,
+    TRACKER,
+    complete_iterations,
+    drop_old,
+    is_own,
+    refuse_other_checkpoints,
+    run_id,
+)
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
@@ -82,6 +91,18 @@ def test_a_fast_restart_in_the_folder_of_save_is_refused(kind: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=rf"non_persistent_{kind}_ckpt_dir=.*is the folder of --save"):
         job(save=str(save), load=str(save), **fast_folder(kind, link) | {"train_iters": 5})
     assert contents(save) == before
+
+
+def test_checkpoints_of_earlier_releases_in_the_default_folder_are_replaced(tmp_path: Path) -> None:
+    """Their manifests have no run; elsewhere such a checkpoint counts as permanent."""
+    job(save=str(tmp_path), **FAST | {"train_iters": 2})
+    manifest = tmp_path / "non_persistent" / "iter_0000002" / "manifest.json"
+    text = manifest.read_text()
+    assert '"run": "' in text
+    manifest.write_text(text.replace('"run": "', '"walk": "'))
+    refuse_other_checkpoints("save", manifest.parents[1], tmp_path, [])
+    with pytest.raises(CheckpointError, match="holds iter_0000002, a permanent checkpoint"):
+        refuse_other_checkpoints("save", manifest.parents[1], tmp_path / "other", [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,7 +313,7 @@ def test_a_deleted_folder_is_made_again(
     delete_after(3, lambda: shutil.rmtree(save), monkeypatch)
     job(save=str(save), save_interval=2, train_iters=6, async_save=in_background, **FAST)
     said = [line for line in capsys.readouterr().out.splitlines() if "was deleted" in line]
-    assert said == [f"note: {save} was deleted or renamed during training; it is made again"]
+    assert said == [f"note: {save} was deleted or renamed during training; it was created again"]
     assert complete_iterations(save) == [4, 6] and (save / TRACKER).read_text() == "6"
     assert [record["iteration"] for record in read_metrics(save / "metrics.jsonl")] == [4, 5, 6]
     assert load_file(save / "iter_0000006" / "rank_00000.safetensors")

@@ -1,3 +1,3 @@
-"""Distillation from stored logits of a teacher."""
+"""Distillation under Megatron-LM's names."""
 
-from megatron.training.distillation.cached_logits_loss import LossFuncCallable
+from megatron.training.distillation.loss_func import LossFuncCallable
