@@ -128,8 +128,9 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
     """Check ``folder``, for fast restarts of a run that saves into ``save``: each save there deletes all others.
 
-    Raises ``CheckpointError`` if it is the folder ``save`` itself or holds checkpoints of others than ``runs``, the ids of
-    the runs of ``save``. Checkpoints of earlier releases have no id; they are accepted in the default folder of ``save``.
+    Raises ``CheckpointError`` if it is the folder ``save`` itself or has checkpoints of other runs than ``runs``,
+    which are ids. Checkpoints of earlier releases have no id; they are accepted in the default folder below
+    ``save``.
     """
     what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
     if not what and (folder / CONFIG).exists():

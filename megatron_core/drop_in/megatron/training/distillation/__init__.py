@@ -1,3 +1,3 @@
-"""Distillation under Megatron-LM's names."""
+"""Distillation from stored logits of a teacher."""
 
-from megatron.training.distillation.loss_func import LossFuncCallable
+from megatron.training.distillation.cached_logits_loss import LossFuncCallable
