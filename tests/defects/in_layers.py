@@ -191,8 +191,9 @@ IN_LAYERS = (
     Defect(  # C42
         "queries, keys and values are cut as three matrices, used group by group",
         "parallel.sharding:split_qkv",
-        "return split(shape, 0, index, size)",
-        "return split_fused(shape, (heads * head_size, groups * head_size, groups * head_size), index, size)",
+        "return replace(split(shape, 0, index, size), sections=sections)",
+        "return replace(split_fused(shape, (heads * head_size, groups * head_size, groups * head_size), index, size), "
+        "sections=sections)",
         "tp2",
         "C42",
     ),

@@ -12,6 +12,8 @@ from megatron_core.parallel.initialization import initialise
 from megatron_core.parallel.sharding import replicated
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.training.setup import Run
+from tests.defects.defect import Defect
+from tests.defects.defects import DEFECTS
 from tests.defects.plant import function_of, planted
 
 CLIP = "optimizer.clip:clip_factor"
@@ -62,3 +64,10 @@ def test_functions_behind_decorators() -> None:
     with planted("parallel.initialization:initialise", "init_method(drawn)", "drawn.fill_(7.0)"):
         initialise(parameter, torch.nn.init.zeros_)
     assert parameter.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_every_defect_can_be_planted(defect: Defect) -> None:
+    """Only ``make verify-all`` runs all defects, so a changed source would go unnoticed until then."""
+    with planted(defect.target, defect.old, defect.new):
+        pass
