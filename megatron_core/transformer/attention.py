@@ -28,12 +28,13 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(nn.Module):
-    """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel).
+    """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same shape.
 
-    One matrix holds, group by group, the query heads, with ``attention_output_gate`` as many heads g of gates, the key
-    head and the value head (Megatron's order); gates turn attention(...) into attention(...) * sigmoid(g). With fewer
-    key-value groups than ranks, the ranks of a group each hold its key and value. ``core_attention`` makes the part
-    without weights, ``qk_layernorm`` the norms of each head's queries and keys.
+    With sequence parallelism the shape is ``[s/tp, b, h]``. One matrix holds, for each group, the query heads, with
+    ``attention_output_gate`` the same number of gate heads g, the key head and the value head (Megatron's order); gates
+    turn attention(...) into attention(...) * sigmoid(g). With fewer key-value groups than ranks, the key and value of a
+    group are replicated over its ranks. ``core_attention`` constructs the attention without weights; ``qk_layernorm``
+    constructs the norms of each head's queries and keys.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, size, index = context.config, context.tp_group.size(), context.tp_group.rank()
         d = config.head_size
+        # Heads and groups of this rank.
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         self.groups = max(config.query_groups // size, 1)
         self.head_size, self.gated = d, config.attention_output_gate
+        # The fused projection to queries, gates, keys and values.
         self.linear_qkv = context.column_linear(
             config.hidden_size,
             (config.num_attention_heads * (1 + self.gated) + 2 * config.query_groups) * d,
@@ -64,7 +67,7 @@ class SelfAttention(nn.Module):
                 size=size,
             ),
         )
-        # Each rank normalizes its own heads only, so these gradients are partial with or without sequence parallel.
+        # Each rank normalizes only its own heads, so these gradients are partial with and without sequence parallelism.
         head_norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, d, partial_grad=True)
         self.q_layernorm = head_norm(heads=config.num_attention_heads)
         self.k_layernorm = head_norm(heads=config.query_groups)
@@ -72,20 +75,23 @@ class SelfAttention(nn.Module):
             for parameter in (self.q_layernorm.weight, self.k_layernorm.weight):
                 assert isinstance(parameter, nn.Parameter), "validated: there are norms"
                 parameter.decays = True
+        # Attention, output projection and settings of ``forward``.
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = context.output_linear(config.num_attention_heads * d)
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
-        self.keeps_projection = self.gated or config.qk_layernorm  # for backward, whatever becomes of its parts
+        self.keeps_projection = self.gated or config.qk_layernorm  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
-        # Kernels divide by sqrt(d); another scale is a factor on the queries, which every kernel takes.
+        # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
         scale = config.attention_scale
         self.query_factor = None if scale is None else scale * math.sqrt(d)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        """-> (output, the bias to be added to it, or None). Keys and values of earlier positions come from the cache in
-        generation."""
+        """Return (output, bias to add to the output, or None).
+
+        In generation, the cache provides the keys and values of earlier positions.
+        """
         query, gate, key, value = self._query_key_value(hidden)
         if self.query_factor is not None:
             query = query * self.query_factor
@@ -95,7 +101,7 @@ class SelfAttention(nn.Module):
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
             query, key = rotate(query), rotate(key)
             if self.training and not self.keeps_projection:
-                value = value.clone()  # a view would keep the queries and keys before their rotation, too
+                value = value.clone()  # a view would keep the unrotated queries and keys alive
         query = query.flatten(2, 3)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer_number, key, value)
@@ -104,8 +110,11 @@ class SelfAttention(nn.Module):
         return self.linear_proj(attended * gate.flatten(2).sigmoid() if self.gated else attended)
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query and gate (empty without one) ``[s, b, groups, heads of each, d]``, key and value ``[s, b, groups, d]``,
-        views of one tensor."""
+        """Return query, gate, key and value as views of one tensor.
+
+        Query and gate (empty without gates) are ``[s, b, groups, heads per group, d]``; key and value are
+        ``[s, b, groups, d]``.
+        """
         mixed, _ = self.linear_qkv(hidden)
         queries = self.heads // self.groups
         gates = queries * self.gated

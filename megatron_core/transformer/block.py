@@ -1,4 +1,4 @@
-"""The run of layers on one pipeline stage."""
+"""The consecutive layers of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from megatron_core.transformer.recompute import recompute_runs, recomputed
 
 
 class Layers(nn.ModuleDict):
-    """Layers under their global numbers, so that names do not depend on the stage; iteration and whole numbers as
-    indices give the stage's own, as with a list."""
+    """Layers under their global numbers, so that parameter names do not depend on the stage.
+
+    Iteration and integer indices return the layers of this stage, as for a list.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._modules.values())
@@ -27,8 +29,10 @@ class Layers(nn.ModuleDict):
 
 
 class TransformerBlock(nn.Module):
-    """The layers of one stage, by their global numbers, each as ``layer_specs`` says, and after the last one the final
-    norm."""
+    """The layers of one stage, under their global numbers, and with ``final_norm`` the final norm after them.
+
+    ``layer_specs`` returns the specification of each layer.
+    """
 
     def __init__(
         self, context: LayerContext, layers: Sequence[int], *, final_norm: bool, layer_specs: LayerSpecs = layer_spec
@@ -47,7 +51,7 @@ class TransformerBlock(nn.Module):
             self.final_layernorm = Norm(context, size, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """Run the stage's layers, recomputing and offloading what the settings say."""
+        """Run the stage's layers, with the configured recomputation and offloading of activations."""
         layers = list(self.layers)
         if not layers and self.final_layernorm is None:
             return hidden.clone()  # the pipeline frees outputs and inputs separately: they must not share memory

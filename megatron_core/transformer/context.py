@@ -1,4 +1,4 @@
-"""What layers are built from, and what they need to know about the micro-batch that passes through them."""
+"""Settings and groups for the constructors of layers, and micro-batch data for their forward pass."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ from megatron_core.transformer.router_replay import RouterReplay
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a model are built from: its configuration, how its layers are split and communicate, and the
-    seed of weights and dropout."""
+    """Constructor input of all layers of a model: configuration, parallel settings, groups, and seed.
+
+    The seed determines weights and dropout.
+    """
 
     config: ModelConfig
     parallel: ModelParallelConfig
     tp_group: Group
     seed: int
     groups: ParallelGroups = field(default_factory=ParallelGroups.single)
-    """All groups of this rank, for layers that are split over other axes, too."""
+    """All groups of this rank, for layers that are also split over other axes."""
     cp: ContextGroups = WHOLE_SEQUENCES
     """The ranks over which sequences are split."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether each tensor-parallel rank has a part of the sequence outside the matrix products."""
+        """Whether the sequence is split over the tensor-parallel ranks outside the matrix products."""
         return self.parallel.sequence_parallel
 
     @property
     def split(self) -> SequenceSplit:
-        """How sequences are cut."""
+        """The split of sequences over tensor-parallel and context-parallel ranks."""
         tp, cp = self.tp_group, self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
 
     def of_layer(self, layer_number: int) -> LayerContext:
-        """The context of a layer: without FP8 if the layer is not one of those that use it."""
+        """Return the context of a layer, without FP8 if the layer does not use FP8."""
         precision = self.parallel.fp8_precision
         if precision is None or layer_number in precision.layers:
             return self
@@ -55,27 +57,29 @@ class LayerContext:
 
     @property
     def init_method(self) -> Normal:
-        """N(0, std): matrices inside a layer, and an output layer that is not tied."""
+        """N(0, std) for matrices inside a layer and for an untied output layer."""
         return Normal(self.config.hidden_init_std)
 
     @property
     def embedding_init_method(self) -> Normal:
-        """N(0, std): embeddings, and what is tied to them."""
+        """N(0, std) for embeddings and weights tied to them."""
         return Normal(self.config.embedding_init_method_std or self.config.init_method_std)
 
     @property
     def output_layer_init_method(self) -> Normal:
-        """N(0, std / sqrt(2 L)): matrices that write the residual stream, so that its variance does not grow with depth
-        (Radford et al. 2019, section 2.3)."""
+        """N(0, std / sqrt(2 L)) for matrices whose output is added to the residual stream.
+
+        The scale keeps the variance of the residual stream independent of depth (Radford et al. 2019, section 2.3).
+        """
         return Normal(self.config.hidden_init_std / math.sqrt(2.0 * self.config.num_layers))
 
     def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:
-        """A matrix inside a layer that is split by its rows."""
+        """Construct a column-parallel linear layer: the rows of its weight are split over ranks."""
         own: dict[str, Any] = {"config": self.parallel, "init_method": self.init_method, "tp_group": self.tp_group}
         return ColumnParallelLinear(input_size, output_size, **own, **settings)
 
     def output_linear(self, input_size: int) -> RowParallelLinear:
-        """A matrix that writes the residual stream; the sum with it adds the bias."""
+        """Construct the linear layer before a residual addition, which also adds the bias."""
         return RowParallelLinear(
             input_size,
             self.config.hidden_size,
@@ -87,7 +91,7 @@ class LayerContext:
         )
 
     def dropout(self, p: float, name: str) -> KeyedDropout:
-        """The dropout at a named point of the model."""
+        """Construct the dropout for a named point of the model."""
         return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
 
 
@@ -95,35 +99,39 @@ class KeyValueStore(Protocol):
     """Keys and values of earlier positions, for generation."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[s, b, ...]`` of the new positions and return those of all positions so far; of new sequences packed
-        into one row the same tensors."""
+        """Store key and value ``[s, b, ...]`` of the new positions and return those of all positions so far.
+
+        For new sequences packed into one row, return the given tensors.
+        """
         ...
 
     def masked(self, window: int | None) -> Tensor | None:
-        """``[b, 1, s, t]``, True where a query must not see a key, its window included; None: the last query's own key
-        is the last one in every sequence."""
+        """Return ``[b, 1, s, t]``, True where a query must not attend to a key, including the window.
+
+        None: in every sequence the last query and the last key have the same position.
+        """
         ...
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``masked`` as a term of the scores, -inf where it is True and 0 elsewhere."""
+        """Return ``masked`` as a term to add to the scores: -inf where it is True, else 0."""
         ...
 
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Where the documents of each sequence lie; no token sees another document than its own.
+    """The documents of each sequence; a token attends only to tokens of its own document.
 
-    The lengths are known on the host, so that the attention of one document after the other waits for no device.
+    The lengths are on the host, so that attention by documents does not wait for the device.
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """Of each sequence its documents' lengths in tokens, in their order."""
+    """For each sequence, the lengths of its documents in tokens, in order."""
     device: torch.device
-    """Where ``masked`` is made."""
+    """Device of ``masked``."""
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> PackedDocuments:
-        """The documents of ``batch`` sequences of ``length`` tokens; DataError where they do not fill them."""
+        """Construct from ``batch`` sequences of ``length`` tokens; DataError if document lengths do not add up."""
         if len(lengths) != batch:
             raise DataError(f"document_lengths are those of {len(lengths)} sequences, and the batch has {batch}")
         for number, own in enumerate(lengths):
@@ -133,9 +141,9 @@ class PackedDocuments:
 
     @cached_property
     def masked(self) -> Tensor:
-        """``[b, 1, s, s]``, False where a query sees a key: in its own document, at its own position or before it.
+        """``[b, 1, s, s]``, False where a query attends to a key: in its document, at its own or an earlier position.
 
-        Made at the first use and kept, once for all layers of the micro-batch.
+        Computed at the first use and cached for all layers of the micro-batch.
         """
         blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in own)) for own in self.lengths]
         return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
@@ -146,29 +154,30 @@ class SequenceContext:
     """Positions, mask and identity of the sequences in a micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of the rotary positions, ``[s, b, r/2]``, or ``[s, 1, r/2]`` where all sequences have the
-    same."""
+    """Rotary cosine and sine, ``[s, b, r/2]``, or ``[s, 1, r/2]`` if all sequences have the same positions."""
     rotary_of_windows: tuple[Tensor, Tensor] | None = None
-    """The same for layers with a window, where these have another base."""
+    """The same for layers with a window, if these have a different rotary base."""
     attention_mask: Tensor | None = None
-    """``[b, 1, s, s]``, True where a query must not see a key; None: causal."""
+    """``[b, 1, s, s]``, True where a query must not attend to a key; None: causal."""
     documents: PackedDocuments | None = None
-    """The documents of each sequence, which see nothing of one another; None: each sequence is one document."""
+    """The documents of each sequence; no attention between documents. None: each sequence is one document."""
     sample_index: Tensor | None = None
-    """``[b]``, the global number of each sequence, which keys its dropout."""
+    """``[b]``, the global number of each sequence; dropout depends on it."""
     positions: Tensor | None = None
-    """``[s]``, where the tokens that attention sees stand in their whole sequences; None: 0, 1, 2, ..."""
+    """``[s]``, positions of the attention input tokens in their whole sequences; None: 0, 1, 2, ..."""
     residual_positions: Tensor | None = None
-    """The same for the tokens that this rank holds outside the matrix products."""
+    """Positions of the tokens on this rank outside the matrix products."""
     token_mask: Tensor | None = None
-    """``[s, b]`` of the tokens that this rank holds outside the matrix products: 1 where a token counts in auxiliary
-    losses and statistics, 0 for padding; None: all count."""
+    """``[s, b]`` for the tokens on this rank outside the matrix products; None: all ones.
+
+    1: the token counts in auxiliary losses and statistics; 0: padding.
+    """
     cache: KeyValueStore | None = None
-    """Where keys and values of earlier positions are, in generation."""
+    """Cache of keys and values of earlier positions, in generation."""
     router_replay: RouterReplay | None = None
-    """What records the choices of routers, or repeats recorded ones."""
+    """Recorder, or replay, of the experts chosen by routers."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
-    """What collects the losses that layers add; None: there is no training step that they could count in."""
+    """Collector of the losses added by layers; None: outside of a training step."""
 
     def add_auxiliary_loss(
         self,
@@ -181,12 +190,13 @@ class SequenceContext:
         per: Unit = "tokens",
         partial: bool = False,
     ) -> Tensor:
-        """``hidden`` unchanged, whose backward also gives the loss ``value`` its gradient; use what is returned.
+        """Return ``hidden``, unchanged; its backward also backpropagates the loss ``value``. Use the returned tensor.
 
-        ``value`` is a scalar in float32 or wider: a sum over this rank's ``per``, tokens or sequences. The model is
-        trained on ``coefficient`` times its mean over the global batch. ``partial``: each tensor-parallel rank has the
-        value of its own part of the tokens (sequence parallelism); else all of them have the same.
-        Errors: LayoutError for a name that no ``LayerSpec`` has, and with gradients but without a collector.
+        ``value`` is a scalar in float32 or wider: a sum over this rank's units ``per``, such as tokens or sequences.
+        The training loss includes ``coefficient`` times its mean over the global batch. ``partial``: each
+        tensor-parallel rank has the value for its own part of the tokens (sequence parallelism); otherwise these ranks
+        have the same value.
+        Errors: LayoutError for a name in no ``LayerSpec``, and if gradients are enabled without a collector.
         """
         if self.auxiliary_losses is not None:
             return self.auxiliary_losses.add(hidden, name, value, layer_number, coefficient, per, partial)

@@ -1,4 +1,4 @@
-"""Attention whose keys and values come from one small latent of each token."""
+"""Multi-head latent attention (MLA): keys and values are projections of one small latent per token."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,11 @@ from megatron_core.transformer.rotary import yarn_mscale
 
 
 def query_factor(config: ModelConfig) -> float:
-    """What queries are multiplied by, as kernels divide by the root of their channels: m(mscale_all_dim)^2 with YaRN,
-    whose table is divided by m (DeepSeek-V2's code), or what ``softmax_scale`` says."""
+    """Return the factor on the queries; kernels divide scores by the square root of the number of query channels.
+
+    It is softmax_scale * sqrt(query channels) if ``softmax_scale`` is set, else m(mscale_all_dim)^2 with YaRN, whose
+    rotary table is divided by m (DeepSeek-V2's code), else 1.
+    """
     if config.softmax_scale is not None:
         return config.softmax_scale * math.sqrt(config.query_head_size)
     if config.use_rope_scaling and config.rope_scaling_type == "yarn":
@@ -29,9 +32,9 @@ def query_factor(config: ModelConfig) -> float:
 
 
 class DownProjection(nn.Module):
-    """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is whole on every tensor-parallel rank.
+    """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is replicated over the tensor-parallel ranks.
 
-    With sequence parallel a rank has its part of the sequence before and after it.
+    With sequence parallelism, input and output are this rank's part of the sequence.
     """
 
     def __init__(self, context: LayerContext, size: int) -> None:
@@ -48,15 +51,15 @@ class DownProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """x -> W_o attention over heads of which each has (R: rotary positions, of neighbouring channels)
+    """x -> W_o attention, where each head has (R: rotary embedding, which rotates pairs of adjacent channels)
 
         query  [W_uq c_q; R(W_qr c_q)]    c_q = norm(W_dq x), or x without ``q_lora_rank``
         key    [W_uk c; R(W_kr x)]        c = norm(W_dkv x); the second part is the same for all heads
         value  W_uv c
 
-    ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel). Each tensor-parallel rank has some of the heads
-    and all of the latents, whose norms are there with ``qk_layernorm``. In generation the latents are what is kept.
-    ``core_attention`` makes the part without weights.
+    ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). The heads are split over the
+    tensor-parallel ranks; the latents are replicated, and normalized if ``qk_layernorm`` is given. In generation the
+    cache stores the latents. ``core_attention`` constructs the attention without weights.
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1; weights as in Megatron Core's ``MLASelfAttention``.
     """
 
@@ -92,7 +95,7 @@ class LatentAttention(nn.Module):
         self.query_factor = query_factor(config)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        """-> (output, the bias to be added to it, or None)."""
+        """Return (output, bias to add to the output, or None)."""
         assert context.rotary is not None, "the model makes the table for this attention whatever its other positions"
         cos, sin = context.rotary
         rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
@@ -114,30 +117,35 @@ class LatentAttention(nn.Module):
         return self.linear_proj(attended)
 
     def _query(self, latent: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[s, b, heads, d + r]``."""
+        """Return the queries ``[s, b, heads, d + r]``."""
         query, _ = (self.linear_q_up_proj if self.has_query_latent else self.linear_q_proj)(latent)
         plain, turned = query.unflatten(-1, (self.heads, -1)).split([self.plain, self.turned], dim=-1)
         query = torch.cat([plain, rotate(turned)], dim=-1)
         return query if self.query_factor == 1.0 else query * self.query_factor
 
     def _latent(self, hidden: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The latent ``[s, b, rank]``, with sequence parallel this rank's part of it, and the part of the keys that all
-        heads have in common, ``[s, b, r]``."""
+        """Return the latent ``[s, b, rank]`` and the key part shared by all heads, ``[s, b, r]``.
+
+        With sequence parallelism, the latent is this rank's part of the sequence.
+        """
         latent, shared_key = self.linear_kv_down_proj(hidden).split([self.rank, self.turned], dim=-1)
-        # Each rank uses the shared part for its own heads, so that its gradient is a sum over ranks.
+        # Each rank uses the shared key part for its own heads, so its gradient is summed over ranks.
         whole = gather_from_sequence if self.sequence_parallel else copy_to_region
         return self.kv_layernorm(latent), rotate(whole(shared_key, self.tp_group))
 
     def _key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, b, heads, d + r]`` and ``[s, b, heads, v]``."""
+        """Return keys ``[s, b, heads, d + r]`` and values ``[s, b, heads, v]``."""
         up, _ = self.linear_kv_up_proj(latent)
         plain, value = up.unflatten(-1, (self.heads, -1)).split([self.plain, self.value], dim=-1)
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
         return torch.cat([plain, shared], dim=-1), value
 
     def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext) -> Tensor:
-        """The same function without keys and values of earlier positions: q (W_uk c) = (W_uk^T q) c, and W_uv is
-        applied to the weighted sum of latents. Source: the same, appendix C."""
+        """Compute the same attention without expanding the cached latents to keys and values.
+
+        q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
+        appendix C.
+        """
         weight = self.linear_kv_up_proj.weight
         assert weight is not None, "it has its own"
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)

@@ -1,4 +1,4 @@
-"""One layer: attention and MLP, each with its norm before it, and its dropout and residual sum after it."""
+"""One layer: attention and MLP, each preceded by a norm and followed by dropout and residual addition."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,9 +14,9 @@ from megatron_core.transformer.recompute import outputs_dropped, recomputed
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
-    With ``parallel_residual`` both read the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
-    matrix product before it, all in one pass over x. ``layer_number`` is global and counts from 0, whatever stage the
-    layer is on; ``spec`` has the constructors of its parts, which may include norms of the two outputs.
+    With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
+    preceding matrix product, in one pass over x. ``layer_number`` is global and counts from 0, independent of the
+    stage. ``spec`` has the constructors of the parts, which may include norms of the two outputs.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
@@ -35,7 +35,7 @@ class TransformerLayer(nn.Module):
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) -> the same shape."""
+        """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> the same shape."""
         normed = self.input_layernorm(hidden)
         with self._dropped(normed, self.input_layernorm, hidden):
             output, bias = self.self_attention(normed, context)
@@ -50,7 +50,7 @@ class TransformerLayer(nn.Module):
         return self._add(attended, output, bias, self.mlp_dropout, context)
 
     def _dropped(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[None]:
-        """Where what is saved keeps nothing of ``normed``, if norms are recomputed."""
+        """Return a context in which autograd does not keep ``normed``, if norms are recomputed."""
         return outputs_dropped([normed], lambda: [norm(x)], active=self.recompute_norms and self.training)
 
     @staticmethod
@@ -65,7 +65,7 @@ class TransformerLayer(nn.Module):
 
 
 def _normed(norm: nn.Module | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The output of attention or MLP and its bias, or the norm of their sum and no bias."""
+    """Return the output of attention or MLP and its bias, or, with a norm, the norm of their sum and None."""
     if norm is None:
         return x, bias
     return norm(x if bias is None else x + bias), None

@@ -1,4 +1,4 @@
-"""What each layer of the model is made of, chosen from the configuration in one place."""
+"""Choose the parts of each layer from the configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,32 +18,34 @@ from megatron_core.transformer.sharded_attention import core_attention_of
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The constructors of a layer's parts, named as the parts are (Megatron's ``TransformerLayerSubmodules``).
+    """The constructors of a layer's parts, under the names of the parts (Megatron's ``TransformerLayerSubmodules``).
 
-    Each is called with the model's ``LayerContext``; attention and MLP also with the layer's global number from 0,
-    norms with their size and ``partial_grad``, as ``Norm``.
+    Each constructor receives the model's ``LayerContext``. Attention and MLP also receive the layer's global number,
+    from 0; norms receive their size and ``partial_grad``, like ``Norm``.
     """
 
     self_attention: Callable[[LayerContext, int], nn.Module]
-    """``forward(hidden, context)`` as ``SelfAttention``'s."""
+    """With the same ``forward(hidden, context)`` as ``SelfAttention``."""
     mlp: Callable[[LayerContext, int], nn.Module]
-    """``forward(hidden, context)`` as ``MLP``'s; ``context`` is a ``SequenceContext``, which takes auxiliary losses."""
+    """With the same ``forward(hidden, context)`` as ``MLP``; the ``SequenceContext`` collects auxiliary losses."""
     input_layernorm: Callable[..., nn.Module] = Norm
     pre_mlp_layernorm: Callable[..., nn.Module] = Norm
     post_self_attn_layernorm: Callable[..., nn.Module] | None = None
-    """Of attention's output, before the residual sum; None: there is none."""
+    """Norm of the attention output, before the residual addition; None: no norm."""
     post_mlp_layernorm: Callable[..., nn.Module] | None = None
     auxiliary_losses: tuple[str, ...] = ()
-    """Names of the auxiliary losses that the layer adds, so that every rank knows those of all layers."""
+    """Names of the auxiliary losses added by the layer; every rank needs the names of all layers."""
 
 
 LayerSpecs = Callable[[ModelConfig, int], LayerSpec]
-"""From a configuration and a layer's global number, from 0, to what that layer is made of."""
+"""Function from a configuration and a layer's global number, from 0, to the specification of that layer."""
 
 
 def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
-    """The layers of this project's own models; a ``LayerSpecs`` for others starts from this one with
-    ``dataclasses.replace``."""
+    """Return the specification of a layer of this project's models.
+
+    Other models can modify the result with ``dataclasses.replace`` in their own ``LayerSpecs``.
+    """
     has_experts = config.has_experts(layer_number)
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
@@ -65,11 +67,11 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
 
 
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
-    """The auxiliary losses of all layers of the model, in the same order on every rank."""
+    """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
     of_layers = {name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}
     return (*sorted(of_layers), *mtp_loss_names(config))
 
 
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:
-    """The losses of multi-token prediction, by how many tokens ahead of the next one."""
+    """Return the names of the multi-token prediction losses, numbered by the distance from the next token."""
     return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_num_layers or 0))

@@ -1,4 +1,4 @@
-"""The feed-forward layer."""
+"""The feed-forward part of a layer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ class MLPSubmodules:
 class MLP(nn.Module):
     """x -> W_2 f(W_1 x); gated: W_2 (f(W_g x) * W_u x) with W_g and W_u stacked in one matrix (Shazeer 2020).
 
-    ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, of gate and value alike.
+    ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, in both gate and value.
     """
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
@@ -44,13 +44,13 @@ class MLP(nn.Module):
         self.linear_fc2 = context.output_linear(ffn)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        """-> (W_2 f(W_1 x), the bias to be added to it, or None); the sum of both is left to the residual sum."""
+        """Return (W_2 f(W_1 x), its bias or None); the residual addition adds the bias."""
         inner, bias = self.linear_fc1(hidden)
         return self.linear_fc2(bias_activation(inner, bias, self.activation, backend=self.backend))
 
 
 def activation_kind(config: ModelConfig) -> Kind:
-    """The MLP's non-linearity; the gated ones halve the last dim."""
+    """Return the activation function of the MLP; gated functions halve the last dim."""
     if config.swiglu:
         return "swiglu"
     if config.geglu:

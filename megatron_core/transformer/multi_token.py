@@ -1,4 +1,4 @@
-"""Layers that predict tokens further ahead than the next one, in training alone."""
+"""Multi-token prediction: layers that predict tokens after the next one; used only in training."""
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from megatron_core.transformer.recompute import recomputed
 
 
 class MultiTokenPredictionLayer(nn.Module):
-    """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for each position i; its norm goes to the shared output layer.
+    """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for position i; the output layer is shared.
 
-    ``depth`` is k - 1. The layer is made as the last one of the model, and numbered behind it.
+    The output is normalized before the shared output layer. ``depth`` is k - 1. The layer is constructed like the last
+    layer of the model; its number is num_layers + depth.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2; names as in Megatron Core's layer of this name.
     """
 
@@ -39,7 +40,7 @@ class MultiTokenPredictionLayer(nn.Module):
         self.sequence_parallel, self.recompute = context.sequence_parallel, config.recompute_granularity == "full"
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """``[s, b, h]`` twice (``[s/tp, b, h]`` with sequence parallel) -> h_k, normalized, of the same shape."""
+        """Two tensors ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> normalized h_k, same shape."""
         run = recomputed(self._forward) if self.recompute else self._forward
         return run(embedded, hidden, context)
 
@@ -54,10 +55,10 @@ class MultiTokenPredictionLayer(nn.Module):
 
 
 class MultiTokenPredictionBlock(nn.Module):
-    """The layers that predict 2, 3, ... tokens ahead, each from the one before it; on the last stage.
+    """The layers that predict 2, 3, ... tokens ahead, each from the output of the previous one; on the last stage.
 
-    They look tokens up in the model's word embedding. ``own_embedding`` makes a copy of it, for a stage whose rank
-    does not have it: ``word_embeddings``, tied to the first stage's.
+    They use the model's word embedding. ``own_embedding`` creates the copy ``word_embeddings``, tied to the first
+    stage's embedding, for a rank without the first stage.
     """
 
     def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
@@ -77,7 +78,7 @@ class MultiTokenPredictionBlock(nn.Module):
             self.word_embeddings.init_method = context.embedding_init_method
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel) from the rows of the embedding."""
+        """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""
         first = self.tp_group.rank() * weight.shape[0]
         found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
         combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region

@@ -13,9 +13,9 @@ from megatron_core.transformer.context import LayerContext
 class Norm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
 
-    ``x`` is ``[..., size]``. ``partial_grad`` says that each tensor-parallel rank sees only a part of what is
-    normalized, so that the weights' gradients are parts of the whole. The configuration's ``kernel_backend`` selects
-    the backend of the operation.
+    ``x`` is ``[..., size]``. ``partial_grad``: each tensor-parallel rank normalizes only a part of the activations, so
+    its weight gradient must be summed over these ranks. The configuration's ``kernel_backend`` selects the backend of
+    the operation.
     Source: Ba et al. 2016; Zhang and Sennrich 2019.
     """
 
@@ -36,14 +36,14 @@ class Norm(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The weight that changes nothing, bias zero."""
+        """Initialize to the identity scale and a zero bias."""
         self.weight.fill_(0.0 if self.weight_minus_one else 1.0)
         if self.bias is not None:
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> the same."""
-        if self.weight_minus_one:  # in 16 bits 1 + weight would lose what is stored
+        """``[..., size]`` -> the same shape."""
+        if self.weight_minus_one:  # in 16 bits, 1 + weight would round small weights away
             dtype = wide(x.dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return self._norm(x.to(dtype), 1 + self.weight.to(dtype), bias).to(x.dtype)
@@ -56,9 +56,9 @@ class Norm(nn.Module):
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm over the channels of all heads together, of which each tensor-parallel rank has some.
+    """RMSNorm over the channels of all heads together, with heads split over the tensor-parallel ranks.
 
-    y = x / sqrt(mean(x^2) + eps) * weight, the mean over all ``heads * d`` channels (OLMo 2, arXiv 2501.00656,
+    y = x / sqrt(mean(x^2) + eps) * weight, where the mean is over all ``heads * d`` channels (OLMo 2, arXiv 2501.00656,
     section 3.1).
     """
 
@@ -71,10 +71,10 @@ class HeadsNorm(nn.Module):
         self.weight.init_method = nn.init.ones_
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, ..., d]``, this rank's heads -> the same."""
+        """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
         flat = x.flatten(2).to(wide(x.dtype))
         own = flat.square().sum(-1, keepdim=True)
-        # Each rank uses the whole sum for its own channels, so that its gradient is a sum over ranks, too.
+        # Each rank uses the total for its own channels, so the gradient of the total is summed over ranks as well.
         total = copy_to_region(reduce_from_region(own, self.group), self.group)
         normed = flat * torch.rsqrt(total / self.channels + self.epsilon) * self.weight
         return normed.to(x.dtype).view_as(x)

@@ -1,7 +1,7 @@
-"""Activations kept in the host's memory between forward and backward (Ren et al. 2021; Rhu et al. 2016).
+"""Offload activations to host memory between forward and backward (Ren et al. 2021; Rhu et al. 2016).
 
-Whatever autograd saves of a layer leaves the device when it is saved and comes back when backward asks for it; weights,
-which stay, do not travel. Copies are put on the stream that computes, from pinned memory, so that the host never waits.
+Each tensor that autograd saves in a layer is copied to the host when it is saved and back to the device when backward
+needs it; weights stay on the device. Copies use pinned memory and the compute stream, so the host never waits.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def offloaded(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
-    """``function`` of ``modules`` with what it saves for backward in the host's memory."""
-    # Asked anew in each forward: ZeRO 3 gives weights other memory each time.
+    """Wrap ``function`` of ``modules`` so that its saved tensors are kept in host memory until backward."""
+    # Collect the addresses in each forward: ZeRO 3 allocates the weights anew each time.
     return lambda x: _run(function, x, {_memory(p) for module in modules for p in module.parameters()})
 
 
@@ -27,12 +27,12 @@ def _run(function: Callable[[Tensor], Tensor], x: Tensor, weights: set[int]) -> 
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether there is nothing to gain."""
+    """Return whether the tensor is already on the CPU."""
     return tensor.device.type == "cpu"
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned if the tensor is on a GPU."""
+    """Copy the tensor to host memory, pinned if the tensor is on a GPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor, non_blocking=True)
 

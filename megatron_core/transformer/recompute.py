@@ -1,4 +1,4 @@
-"""Activations computed again in backward, not kept (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
+"""Recompute activations in backward instead of keeping them (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,19 +13,19 @@ from megatron_core.config import ModelConfig
 
 
 def recomputed(function: Callable) -> Callable:
-    """``function`` with only its inputs kept for backward.
+    """Wrap ``function`` so that only its inputs are kept for backward.
 
-    No generator state is saved: dropout masks are functions of their coordinates, so the second pass has the same.
+    No generator state is saved: dropout masks are functions of their coordinates, so recomputed masks are equal.
     """
     return lambda *args: checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_runs(config: ModelConfig, num_layers: int) -> list[tuple[range, bool]]:
-    """A stage's layers as runs (local numbers, whether the run is recomputed as one).
+    """Divide a stage's layers into runs (local numbers, whether the run is recomputed as one).
 
-    ``uniform``: runs of ``recompute_num_layers`` layers, all recomputed, each keeping its first input.
-    ``block``: the first ``recompute_num_layers`` layers, each on its own; the others keep everything. Layers whose
-    activations go to the host are runs of their own; of a run that is recomputed the input goes.
+    ``uniform``: runs of ``recompute_num_layers`` layers; all runs are recomputed, and each keeps its first input.
+    ``block``: the first ``recompute_num_layers`` layers are recomputed one by one; the others keep all activations.
+    Each layer with offloaded activations is a separate run; of a recomputed run only the input is offloaded.
     """
     every = config.recompute_num_layers or 1
     if config.recompute_granularity != "full":
@@ -38,7 +38,7 @@ def recompute_runs(config: ModelConfig, num_layers: int) -> list[tuple[range, bo
 
 @dataclass(frozen=True)
 class _Dropped:
-    """Where a tensor that is not kept lies in the memory of an output that can be computed again."""
+    """Offset, size and strides of a discarded tensor within a recomputable output."""
 
     output: int
     size: torch.Size
@@ -49,10 +49,11 @@ class _Dropped:
 def outputs_dropped(
     outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]], *, active: bool
 ) -> AbstractContextManager[None]:
-    """What autograd saves within this context keeps no memory of ``outputs``: backward calls ``again``, which must give
-    the same ones in the same memory layout. Their own graph keeps what it needs; only what follows is spared.
+    """Return a context in which autograd does not save the memory of ``outputs``.
 
-    Source: Megatron Core's ``CheckpointWithoutOutput``, which takes the storage from its outputs instead.
+    Backward calls ``again``, which must return the same outputs in the same memory layout. The graph that produced
+    ``outputs`` still saves the tensors it needs; only operations inside the context do not.
+    Source: Megatron Core's ``CheckpointWithoutOutput``, which frees the storage of its outputs instead.
     """
     return _dropping(outputs, again) if active and torch.is_grad_enabled() else nullcontext()
 

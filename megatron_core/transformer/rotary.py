@@ -1,4 +1,4 @@
-"""Rotary positions: the channels of pair i turn by position * base^(-2i/r) (Su et al. 2021, section 3.4.2)."""
+"""Rotary embedding: rotate channel pair i by position * base^(-2i/r) (Su et al. 2021, section 3.4.2)."""
 
 import math
 
@@ -8,24 +8,24 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 
 LLAMA3_CONTEXT, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
-"""Positions that Llama 3 was trained on, and in how many turns over them a channel is slow or fast (Llama 3.1)."""
+"""Context length of Llama 3, and the rotations over it below (above) which a channel is slow (fast) (Llama 3.1)."""
 
 
 def rotary_table(
     position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float64, *, magnitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """``magnitude`` times cosine and sine ``[s, b, r/2]`` of the positions ``[b, s]`` times ``frequencies`` ``[r/2]``;
-    b = 1 stands for every sequence.
+    """Return ``magnitude`` * cos and ``magnitude`` * sin of position * frequency, each ``[s, b, r/2]``.
 
-    Computed in float64, so that long positions lose nothing, and cast to ``dtype`` here, once for all layers: it is the
-    one that ``ops.rope`` wants for the activations'.
+    ``position_ids`` is ``[b, s]``, where b = 1 applies to every sequence; ``frequencies`` is ``[r/2]``. The table is
+    computed in float64, so that large positions are exact, and cast once for all layers to ``dtype``, which must be the
+    dtype that ``ops.rope`` requires for the dtype of the activations.
     """
     angles = position_ids.t().to(torch.float64)[:, :, None] * frequencies
     return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
 
 def plain_frequencies(channels: int, base: float, device: torch.device | None = None) -> Tensor:
-    """base^(-2i/r) for r = ``channels``, ``[r/2]`` in float64."""
+    """Return base^(-2i/r) for r = ``channels``, ``[r/2]`` in float64."""
     exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device)
     return base ** -(exponents / channels)
 
@@ -33,15 +33,17 @@ def plain_frequencies(channels: int, base: float, device: torch.device | None = 
 def scaled_frequencies(
     config: ModelConfig, channels: int, max_sequence_length: int, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
-    """Frequencies ``[channels/2]`` of a model for sequences of ``max_sequence_length`` positions, and the magnitude of
-    its ``rotary_table``, as its settings of rotary positions say."""
+    """Return the configured frequencies ``[channels/2]`` and the magnitude for ``rotary_table``.
+
+    ``max_sequence_length``: positions in a sequence, for dynamic scaling.
+    """
     base, factor = config.rotary_base, config.rope_scaling_factor
     kind = config.rope_scaling_type if config.use_rope_scaling else None
     if kind in ("ntk", "dynamic"):
         if kind == "dynamic":
             original = config.original_max_position_embeddings or max_sequence_length
             factor = factor * max(max_sequence_length / original, 1.0) - (factor - 1.0)
-        # The slowest channel turns factor times as slowly, the fastest one as before.
+        # Divides the lowest frequency by the factor and keeps the highest.
         base = base * factor ** (channels / (channels - 2))
     frequencies = plain_frequencies(channels, base, device) / (config.rotary_seq_len_interpolation_factor or 1.0)
     if kind == "llama3":
@@ -52,21 +54,26 @@ def scaled_frequencies(
 
 
 def llama3_frequencies(frequencies: Tensor, factor: float, context: int = LLAMA3_CONTEXT) -> Tensor:
-    """f / factor for channels with less than one turn over ``context`` positions, f for those with more than 4, and
-    between them s f + (1 - s) f / factor with s = (turns - 1) / 3 (Llama 3.1)."""
+    """Scale frequencies f by the number of rotations (turns) over ``context`` positions (Llama 3.1).
+
+    f / factor for turns < 1, f for turns > 4, else s f + (1 - s) f / factor with s = (turns - 1) / 3.
+    """
     turns = context * frequencies / (2 * math.pi)
     share = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
     return share * frequencies + (1 - share) * frequencies / factor
 
 
 def yarn_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """(1 - s_i) f_i + s_i f_i / factor, where s_i rises linearly in i from 0 at the pair of channels with
-    ``yarn_beta_fast`` turns over the original positions to 1 at that with ``yarn_beta_slow`` (Peng et al. 2023)."""
+    """Return (1 - s_i) f_i + s_i f_i / factor (Peng et al. 2023).
+
+    s_i increases linearly in i from 0 at the channel pair with ``yarn_beta_fast`` rotations over the original positions
+    to 1 at the pair with ``yarn_beta_slow`` rotations.
+    """
     pairs, original = frequencies.shape[0], config.original_max_position_embeddings
     assert original is not None, "validated with rope_scaling_type=yarn"
 
     def pair_with(turns: float) -> float:
-        """i at which base^(-i/pairs) * positions / 2 pi is ``turns``."""
+        """Return the i for which base^(-i/pairs) * positions / (2 pi) = ``turns``."""
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(config.rotary_base)
 
     first, last = pair_with(config.yarn_beta_fast), pair_with(config.yarn_beta_slow)
@@ -79,7 +86,7 @@ def yarn_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def yarn_magnitude(config: ModelConfig) -> float:
-    """What YaRN multiplies cosine and sine by, so that longer sequences do not flatten the attention (equation 22)."""
+    """Return YaRN's factor on cosine and sine, which keeps attention sharp on longer sequences (equation 22)."""
     if config.yarn_attention_factor is not None:
         return config.yarn_attention_factor
     factor = config.rope_scaling_factor
@@ -87,5 +94,5 @@ def yarn_magnitude(config: ModelConfig) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """1 + 0.1 mscale ln(factor), and 1 for factors up to 1."""
+    """Return 1 + 0.1 mscale ln(factor), or 1 if factor <= 1."""
     return 1.0 if factor <= 1.0 else 1.0 + 0.1 * mscale * math.log(factor)

@@ -1,4 +1,4 @@
-"""Attention cores whose sequences lie on several context-parallel ranks."""
+"""Core attention for sequences split over context-parallel ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ Window = tuple[int, int] | None
 
 
 def core_attention_of(context: LayerContext, layer_number: int, *, window_size: Window = None) -> nn.Module:
-    """The attention core of a layer: ``CoreAttention``, or what the layer's ``cp_comm_type`` says."""
+    """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
     groups, kinds = context.cp, context.parallel.cp_comm_type
     if groups.whole.size() == 1:
         return CoreAttention(context, layer_number, window_size=window_size)
@@ -46,7 +46,7 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
 
 
 class SharedCoreAttention(CoreAttention):
-    """``CoreAttention`` whose keys and values come from all ranks of ``exchange``, each with its part of a zig-zag.
+    """``CoreAttention`` over keys and values of all ranks of ``exchange``; sequences are split in zig-zag order.
 
     Source: Liu et al. 2023 (ring attention); Dubey et al. 2024, section 3.3.2 (gathered keys and values).
     """
@@ -64,7 +64,7 @@ class SharedCoreAttention(CoreAttention):
         self.exchange = exchange
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n, b, heads * d]``, n tokens of this rank."""
+        """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         length = query.shape[0] * self.exchange.group.size()
         documents = None if context.documents is None else context.documents.lengths
         products = self._products(query, length, context)
@@ -96,7 +96,7 @@ class SharedCoreAttention(CoreAttention):
         return Unfused(drop, self.softcap, mask)
 
     def _mask(self, mask: Tensor, length: int) -> Mask:
-        """The parts of a mask of whole sequences, ``[b or 1, 1, s, s]``."""
+        """Return a function that cuts tiles from a mask of whole sequences, ``[b or 1, 1, s, s]``."""
         if mask.shape[-2:] != (length, length):
             raise LayoutError(
                 f"attention_mask is {list(mask.shape)}; with context parallelism give that of whole sequences, "
@@ -112,20 +112,23 @@ class SharedCoreAttention(CoreAttention):
         return part
 
     def _positions(self, rank: int, length: int, device: torch.device) -> Tensor:
-        """Where the tokens of a rank of the exchange stand in their sequences."""
+        """Return the positions of the tokens of a rank of the exchange in their sequences."""
         return SequenceSplit(cp_rank=rank, cp_size=self.exchange.group.size()).positions(length, device)
 
 
 class HeadParallelAttention(nn.Module):
-    """The core ``inner`` on some heads of longer parts of the sequence: of all of it, or of one part for each rank of
-    ``ring``. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses)."""
+    """Apply the core ``inner`` to a subset of heads on longer parts of the sequence.
+
+    These parts are the whole sequence, or one part per rank of ``ring``. Source: Jacobs et al. 2023
+    (DeepSpeed-Ulysses).
+    """
 
     def __init__(self, inner: CoreAttention, heads: Group, *, ring: Group) -> None:
         super().__init__()
         self.inner, self.exchange, self.ring = inner, HeadExchange(heads), ring
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
-        """``[n, b, heads, d]`` and twice ``[n, b, groups, d]`` -> ``[n, b, heads * d]``, n tokens of this rank."""
+        """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         query, key, value = self.exchange.to_heads(query, key, value)
         split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())
         positions = split.positions(len(query) * self.ring.size(), query.device)
