@@ -1,4 +1,4 @@
-"""Optimizers that update each element on its own, and so any slice of a shard: AdamW, SGD, Lion."""
+"""Elementwise optimizers, which can update any slice of a shard: AdamW, SGD, Lion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from megatron_core.ops import Backend, adamw_
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A slice of a shard, all flat and of one length."""
+    """A slice of a shard: flat tensors of equal length."""
 
     grad: Tensor
     main: Tensor
-    """The weights in float32 or wider, which are updated (as stored, also in bfloat16: see ``rounding``)."""
+    """The main weights, in float32 or wider (stored main weights may also be bfloat16, see ``rounding``)."""
     copy: Tensor | None
-    """16-bit weights that become the rounded ``main``."""
+    """16-bit weights of the model, set to the rounded ``main``."""
     state: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What is the same for all parts of an update."""
+    """The settings shared by all parts of an update."""
 
     step: int
     """Counted from 1."""
     lr: float
     weight_decay: float
     factor: float
-    """By which gradients are multiplied first: clipping and the loss scale."""
+    """Factor on the gradients: clipping and the inverse loss scale."""
     epsilon: float = 1e-8
-    """Of AdamW."""
+    """Epsilon of AdamW."""
 
 
 class AdamW:
@@ -42,11 +42,11 @@ class AdamW:
     names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig, backend: Backend, frozen_after: int | None = None) -> None:
-        """``frozen_after``: the step after which the variance stays as it is, for momenta that come compressed."""
+        """``frozen_after``: the last step that updates the variance, for compressed momenta (1-bit Adam)."""
         self.config, self.backend, self.frozen_after = config, backend, frozen_after
 
     def update(self, parts: Sequence[Part], rates: Rates) -> None:
-        """One step of all parts, in one launch."""
+        """Update all parts in one launch."""
         if self.frozen_after is not None and rates.step > self.frozen_after:
             self._update_frozen(parts, rates, self.frozen_after)
             return
@@ -78,7 +78,7 @@ class AdamW:
 
 
 class SGD:
-    """SGD with momentum as torch.optim.SGD: m = mu m + g + wd w; w = w - lr m."""
+    """SGD with momentum, as in torch.optim.SGD: m = mu m + g + wd w; w = w - lr m."""
 
     names = ("momentum_buffer",)
 
@@ -86,7 +86,7 @@ class SGD:
         self.momentum = config.sgd_momentum
 
     def update(self, parts: Sequence[Part], rates: Rates) -> None:
-        """One step of each part."""
+        """Update each part."""
         for part in parts:
             momentum = part.state["momentum_buffer"]
             momentum.mul_(self.momentum).add_(part.grad, alpha=rates.factor)
@@ -105,7 +105,7 @@ class Lion:
         self.betas = config.lion_beta1, config.lion_beta2
 
     def update(self, parts: Sequence[Part], rates: Rates) -> None:
-        """One step of each part."""
+        """Update each part."""
         beta1, beta2 = self.betas
         for part in parts:
             momentum = part.state["exp_avg"]
@@ -117,6 +117,6 @@ class Lion:
 
 
 def write_copy(part: Part) -> None:
-    """Round the main weights to the model's."""
+    """Copy the main weights to the weights of the model, with rounding to their dtype."""
     if part.copy is not None:
         part.copy.copy_(part.main)

@@ -1,4 +1,4 @@
-"""The global gradient norm, in which every element of the model counts exactly once in any layout."""
+"""The global gradient norm, which counts every element of the model exactly once in any layout."""
 
 import re
 
@@ -18,8 +18,9 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 class GradientNorm:
     """|g| = sqrt(sum of squares) over the buckets of all ranks; a rank may have no buckets.
 
-    Each rank counts what it owns: replicated parameters and shared key-value rows on the lowest rank that holds them,
-    a tied weight on the first stage, a shard on its data-parallel rank, an unsharded bucket on the first of them.
+    Each rank counts the elements that it owns. The owner of replicated parameters and shared key-value rows is the
+    lowest rank with a copy, of a tied weight the first stage, of a shard its data-parallel rank, and of an unsharded
+    bucket the first data-parallel rank.
     """
 
     def __init__(self, data_parallel: DataParallel, groups: ParallelGroups, backend: Backend = "auto") -> None:
@@ -30,15 +31,14 @@ class GradientNorm:
         self.group = groups.group(WORLD)
 
     def compute(self) -> Tensor:
-        """The norm of the reduced gradients: a float64 scalar on the device; inf or nan if any gradient is."""
-        # Copies, which other ranks own, add 0, or nan if one is not finite: then no rank may take the step.
+        """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is."""
+        # Copies owned by other ranks add 0, or nan if a copy is not finite, so that all ranks skip the step.
         total = self._sum_of_squares(self.owned) + 0.0 * self._sum_of_squares(self.copies)
         all_reduce_(total, self.group)
         return total.sqrt()
 
     def statistics(self) -> Tensor:
-        """What this rank adds to the sum of all weights' squares and to the number of gradients that are 0: float64
-        ``[2]``."""
+        """Return this rank's terms of (sum of squared weights, number of zero gradients), float64 ``[2]``."""
         weights = [bucket.weight_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
         squares = squared_norm(weights, backend=self.backend).to(self.device)
         grads = [bucket.grad_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
@@ -46,8 +46,10 @@ class GradientNorm:
         return torch.stack([squares, torch.stack(zeros).sum() if zeros else torch.zeros_like(squares)])
 
     def squares_by_part(self, num_layers: int) -> Tensor:
-        """What this rank adds to the sums of squares of gradients and of weights, by ``part_names``: float64
-        ``[2, num_layers + 2]``."""
+        """Return this rank's terms of the sums of squared gradients and weights, for each of ``part_names``.
+
+        float64 ``[2, num_layers + 2]``.
+        """
         spans: list[list[tuple[Bucket, Span]]] = [[] for _ in part_names(num_layers)]
         for bucket, owned in self.owned:
             for name, _, start, stop, at in bucket.pieces():
@@ -64,13 +66,15 @@ class GradientNorm:
 
 
 def part_names(num_layers: int) -> list[str]:
-    """The parts of a model whose norms are logged; its head is the final norm, the output layer, and layers of
-    multi-token prediction."""
+    """Return the names of the model parts whose norms are logged.
+
+    The head consists of the final norm, the output layer and the layers of multi-token prediction.
+    """
     return ["embedding", *(f"layer {number}" for number in range(num_layers)), "head"]
 
 
 def _part_of(name: str, num_layers: int) -> int:
-    """The number among ``part_names`` of a parameter, by its global name."""
+    """Return the index in ``part_names`` of a parameter, given its global name."""
     layer = _LAYER.match(name)
     if layer is not None:
         return 1 + int(layer[1])
@@ -78,11 +82,11 @@ def _part_of(name: str, num_layers: int) -> int:
 
 
 def _gaps(spans: list[Span], size: int) -> list[Span]:
-    """The parts of [0, size) between ``spans``, which are in ascending order."""
+    """Return the ranges of [0, size) outside ``spans``, which must be in ascending order."""
     edges = [0, *(edge for span in spans for edge in span), size]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """The factor that reduces the gradient norm to at most ``limit`` (Pascanu et al. 2013); 0: no clipping."""
+    """Return the factor that reduces the gradient norm to at most ``limit`` (Pascanu et al. 2013); 0: no clipping."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

@@ -1,7 +1,7 @@
-"""Loss scales for float16: a constant one, and a dynamic one that stays near the largest without overflow.
+"""Loss scales for float16: a constant scale, and a dynamic scale near the largest one without overflow.
 
-Small gradients vanish in float16, so the loss is multiplied before backward and the gradients divided after
-it (Micikevicius et al. 2018, section 3.2).
+Small gradients underflow in float16, so the loss is multiplied by the scale before backward and the gradients are
+divided by it afterwards (Micikevicius et al. 2018, section 3.2).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_core.errors import CheckpointError, ConfigError
 
 
 class ConstantLossScale:
-    """A scale that never changes; 1 for no scaling."""
+    """A constant scale; 1 means no scaling."""
 
     def __init__(self, scale: float) -> None:
         """Set the scale; ``ConfigError`` unless it is above 0."""
@@ -21,20 +21,20 @@ class ConstantLossScale:
         """Do nothing: overflows do not change a constant scale."""
 
     def state_dict(self) -> dict[str, float]:
-        """Empty: after loading, the setting applies."""
+        """Return an empty state: after loading, the configured scale applies."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing, also with the state of a dynamic scale."""
+        """Ignore ``state``, including the state of a dynamic scale."""
 
 
 @dataclass(eq=False)
 class DynamicLossScale:
     """A scale that grows after good steps and shrinks after overflows, like Megatron-LM's DynamicGradScaler.
 
-    After ``window`` good steps in a row the scale is multiplied by ``growth_factor``. After
-    ``hysteresis`` overflows, this and every further overflow multiplies the scale by ``backoff_factor``, down to
-    ``minimum``; the count of overflows restarts only when the scale grows.
+    After ``window`` consecutive good steps, the scale is multiplied by ``growth_factor``. The overflow number
+    ``hysteresis`` and every later overflow multiply the scale by ``backoff_factor``, down to ``minimum``; the number of
+    overflows is reset only when the scale grows.
 
     ``found_inf`` must be the same on every rank; otherwise the ranks' scales would differ.
     """
@@ -60,7 +60,7 @@ class DynamicLossScale:
         self._good_steps, self._chances = 0, self.hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Update after a step; ``found_inf``: whether a gradient on any rank was not finite."""
+        """Update the scale after a step; ``found_inf``: whether a gradient on any rank was not finite."""
         if found_inf:
             self._good_steps = 0
             self._chances -= 1
@@ -74,11 +74,11 @@ class DynamicLossScale:
             self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and both counters as plain numbers, under Megatron-LM's names."""
+        """Return the scale and both counters as plain numbers, under Megatron-LM's names."""
         return {"scale": self.scale, "growth_tracker": self._good_steps, "hysteresis_tracker": self._chances}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore ``state_dict()``; an empty one, from a run with a constant scale, changes nothing."""
+        """Restore ``state_dict()``; an empty state, from a run with a constant scale, has no effect."""
         if not state:
             return
         missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()

@@ -7,30 +7,30 @@ from megatron_core.errors import ConfigError
 
 
 class LearningRateSchedule:
-    """Warm-up and decay by the rules of Megatron-LM's ``OptimizerParamScheduler``.
+    """Warm-up and decay, as in Megatron-LM's ``OptimizerParamScheduler``.
 
-    With n the optimizer step counted from 1, W the number of warm-up steps and D the step at the end of the decay
-    (``lr_decay_iters``, or the last step), or, with ``by_samples``, all three in sequences that steps have used
-    (``lr_warmup_samples``, ``lr_decay_samples``):
+    n is the optimizer step, counted from 1; W is the number of warm-up steps; D is the step at the end of the decay
+    (``lr_decay_iters``, or the last step). With ``by_samples`` all three are numbers of consumed sequences
+    (``lr_warmup_samples``, ``lr_decay_samples``).
 
         n <= W:  lr = init + (max - init) n / W
-        n > D:   lr = min                                (not for "constant", which stays at max)
+        n > D:   lr = min                                (except "constant": lr = max)
         else:    lr = min + c(r) (max - min)             with r = (n - W) / (D - W)
 
     where c is ``1 - r`` (linear) or ``(cos(pi r) + 1) / 2`` (cosine). "inverse-square-root" is ``max(max_lr
-    sqrt(W / n), min_lr)``. "WSD" has c = 1 until its decay phase; a share x
-    into that phase, c is ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) and
-    ``1 - sqrt(x)`` (minus_sqrt).
+    sqrt(W / n), min_lr)``. "WSD" has c = 1 before its decay phase. At the fraction x of that phase, c is
+    ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) or ``1 - sqrt(x)``
+    (minus_sqrt).
 
-    The first step of warm-up already has lr > 0, step W has the highest rate and step D the lowest.
-    Megatron-LM prints the same number for iteration n, but applies it one step later: there, step n runs with
-    the value for n - 1, and the first step with lr = 0.
+    The first step of warm-up has lr > 0, step W has the highest learning rate and step D the lowest. Megatron-LM logs
+    the same value for iteration n, but applies it one step later: in Megatron-LM, step n uses the value for n - 1, and
+    the first step has lr = 0.
 
-    There is no state: a run resumed with other settings follows those from its first step on.
+    The schedule has no state: a run resumed with other settings uses the new settings from its first step.
     """
 
     def __init__(self, config: OptimizerConfig, total_steps: int, *, by_samples: bool = False) -> None:
-        """``total_steps``: optimizer steps of the whole training, or its sequences with ``by_samples``."""
+        """``total_steps``: number of optimizer steps of the training, or of sequences with ``by_samples``."""
         self.config, self.by_samples, self.total_steps = config, by_samples, max(total_steps, 1)
         decay = config.lr_decay_samples if by_samples else config.lr_decay_iters
         self.decay_steps = total_steps if decay is None else decay
@@ -46,8 +46,10 @@ class LearningRateSchedule:
             )
 
     def lr(self, step: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 1; ``by_samples``: of the step after which so many
-        sequences are used."""
+        """Return the learning rate of optimizer step ``step``, counted from 1.
+
+        With ``by_samples``, ``step`` is the number of sequences consumed after the step.
+        """
         config = self.config
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * step / self.warmup_steps
@@ -60,8 +62,11 @@ class LearningRateSchedule:
         return config.min_lr + self._coefficient(step) * (config.lr - config.min_lr)
 
     def weight_decay(self, step: int) -> float:
-        """The weight decay of that step: from ``start_weight_decay`` at step 0 to ``end_weight_decay`` at the last one,
-        along a line or a half wave of the cosine, as in Megatron-LM."""
+        """Return the weight decay of a step, as in Megatron-LM.
+
+        It changes from ``start_weight_decay`` at step 0 to ``end_weight_decay`` at the last step, linearly or along
+        half a period of the cosine.
+        """
         config = self.config
         if config.weight_decay_incr_style == "constant":
             return config.weight_decay
@@ -70,7 +75,7 @@ class LearningRateSchedule:
         return start + (1.0 - _shape(config.weight_decay_incr_style, share)) * (end - start)
 
     def _coefficient(self, step: int) -> float:
-        """(lr - min) / (max - min): 1 at the end of warm-up and 0 at the end of the decay."""
+        """Return (lr - min) / (max - min): 1 at the end of warm-up and 0 at the end of the decay."""
         if self.config.lr_decay_style == "WSD":
             phase = self.wsd_steps or 1
             done = (step - (self.decay_steps - phase)) / phase
@@ -79,7 +84,7 @@ class LearningRateSchedule:
 
 
 def _shape(style: str, done: float) -> float:
-    """The decay curve, 1 at ``done`` = 0 and 0 at ``done`` = 1."""
+    """Return the value of the decay curve, 1 at ``done`` = 0 and 0 at ``done`` = 1."""
     if style == "linear":
         return 1.0 - done
     if style == "cosine":

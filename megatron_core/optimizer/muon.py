@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are made orthogonal, however tensor parallelism and ZeRO split them.
+"""Muon: orthogonalize the momentum of whole matrices in any split by tensor parallelism and ZeRO.
 
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration, Liu et al. 2025 (arXiv 2502.16982),
-section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are those of Megatron-LM and
+section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are from Megatron-LM and
 Emerging-Optimizers.
 """
 
@@ -47,20 +47,20 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
 }
 """a, b, c of each iteration ``a x + b x x^T x + c (x x^T)^2 x``. simple: Jordan et al. 2024; quintic:
 leloykun.github.io/ponder/muon-opt-coeffs; polar_express: Amsel et al. 2025 (arXiv 2505.16932), with its safety factor.
-After the last one, polar_express repeats it; the others start again."""
+After the last coefficients, polar_express repeats them; the other types start again with the first."""
 
 
 class Muon:
     """m = mu m + g; u = m, with Nesterov g + mu m; w = (1 - lr wd) w - lr scale orthogonal(u).
 
-    It is for hidden matrices; another optimizer updates the rest. ``newton_schulz`` makes the whole stored matrix
-    orthogonal (of experts each one; gate and up projection together), but the queries, keys and values (and gates) of a
-    fused QKV matrix each on their own with ``muon_split_qkv``. The scale is ``muon_extra_scale_factor`` times
-    sqrt(max(rows, columns)) (spectral), sqrt(rows / columns) (unit_rms_norm) or sqrt(max(1, rows / columns))
-    (shape_scaling) of the matrix that is made orthogonal. Megatron-LM's m is a mean, (1 - mu) times this one: the
-    directions are equal. Every data-parallel rank orthogonalises its share of a bucket's matrices: those in its shard,
-    if none is cut (``whole_matrices``), or else every nth, which ranks collect from one another before and send
-    afterwards.
+    Muon updates hidden matrices; another optimizer updates the other parameters. ``newton_schulz`` orthogonalizes each
+    stored matrix as a whole (each expert separately; gate and up projection together). With ``muon_split_qkv`` it
+    orthogonalizes the queries, keys and values (and gates) of a fused QKV matrix separately. The scale is
+    ``muon_extra_scale_factor`` times sqrt(max(rows, columns)) (spectral), sqrt(rows / columns) (unit_rms_norm) or
+    sqrt(max(1, rows / columns)) (shape_scaling) of the orthogonalized matrix. Megatron-LM's m is a mean, (1 - mu) times
+    this m, so the directions are equal. Each data-parallel rank orthogonalizes part of a bucket's matrices: the ones in
+    its shard if no matrix is cut (``whole_matrices``), else every nth matrix, with a gather before and an all-reduce
+    after it.
     """
 
     names = ("momentum_buffer",)
@@ -70,11 +70,11 @@ class Muon:
 
     @staticmethod
     def whole_matrices(kind: BucketKind, shards: int) -> Rule:
-        """How buckets are filled so that no shard cuts a hidden matrix."""
+        """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
         return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
 
     def update_bucket(self, bucket: Bucket, part: Part, rates: Rates) -> None:
-        """Update the shard of ``bucket`` that ``part`` is; all ranks that share the bucket's tensors call this."""
+        """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
         momentum = part.state["momentum_buffer"]
         grad = part.grad.mul_(rates.factor).to(momentum.dtype)
         momentum.mul_(self.config.muon_momentum).add_(grad)
@@ -85,10 +85,10 @@ class Muon:
         write_copy(part)
 
     def _orthogonalised(self, bucket: Bucket, direction: Tensor) -> Tensor:
-        """The scaled orthogonal directions of this rank's shard."""
+        """Return the scaled orthogonal directions of this rank's shard."""
         size, rank = bucket.dp_group.size(), bucket.dp_group.rank()
         whole = direction
-        if bucket.is_sharded and not bucket.cuts_parameters:  # no other rank has a part of what lies here
+        if bucket.is_sharded and not bucket.cuts_parameters:  # this shard has only whole parameters
             result = torch.zeros_like(direction)
             for _, parameter, _, numel, at in bucket.pieces():
                 flat = slice(at, at + numel)
@@ -106,7 +106,7 @@ class Muon:
         return result[bucket.shard] if bucket.is_sharded and size > 1 else result
 
     def _of_parameter(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
-        """Put the global matrix together, make it orthogonal, and take this rank's part of it again."""
+        """Assemble the global matrix, orthogonalize it, and return this rank's part."""
         spec = spec_of(parameter)
         full = local.new_zeros(spec.global_shape)
         for box in spec.parts:
@@ -119,7 +119,7 @@ class Muon:
         return part
 
     def _of_sections(self, full: Tensor, sections: tuple[int, ...]) -> Tensor:
-        """Scaled orthogonal directions of a matrix, or of each matrix that ``sections`` of its rows make up."""
+        """Return the scaled orthogonal directions of a matrix, or of each of its row ``sections`` separately."""
         if not sections:
             return self._scaled(full)
         columns = full.shape[-1]
@@ -145,9 +145,9 @@ class Muon:
 
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, in_bf16: bool = False) -> Tensor:
-    """``[..., r, c]`` with its singular values driven to about 1 (0.7 to 1.3 after 5 steps).
+    """Return ``matrix`` ``[..., r, c]`` with singular values close to 1 (0.7 to 1.3 after 5 steps).
 
-    In the dtype of ``matrix``; with ``in_bf16`` a float32 matrix is iterated in bfloat16.
+    The iteration uses the dtype of ``matrix``; with ``in_bf16``, bfloat16 for a float32 matrix.
     """
     sets = COEFFICIENTS[coefficients]
     endless = chain(sets, repeat(sets[-1])) if coefficients == "polar_express" else cycle(sets)
@@ -163,7 +163,7 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, 
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Let matrix units multiply float32 matrices in TF32 with ``high``."""
+    """Allow TF32 products of float32 matrices if ``precision`` is ``high``."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
     try:

@@ -1,4 +1,4 @@
-"""One optimizer step on main weights in flat shards."""
+"""The optimizer step on flat shards of main weights."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Shard:
     algorithm: AdamW | SGD | Lion | Muon
     placement: Placement
     main: Tensor
-    """The weights in float32 or wider: the bucket's own tensor if that is wide enough, or is to do."""
+    """Main weights: the bucket's own tensor if it has the main dtype (and the state's device), else a copy."""
     state: dict[str, Tensor]
-    """The algorithm's tensors, which begin as zeros."""
+    """The state tensors of the algorithm, initially zero."""
 
     @classmethod
     def of(
         cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement, config: OptimizerConfig
     ) -> Shard:
-        """Start from the bucket's weights."""
+        """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
         wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
@@ -67,21 +67,21 @@ class Shard:
 
     @property
     def is_away(self) -> bool:
-        """Whether the state lies on another device than the shard of the weights."""
+        """Whether the state is on another device than the shard of the weights."""
         return self.main.device != self.bucket.weight_shard.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, and of main weights that are not the model's own."""
+        """Bytes of the state, and of main weights separate from the model's weights."""
         return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
 
     @property
     def is_rounded(self) -> bool:
-        """Whether some of what is updated is stored in bfloat16."""
+        """Whether main weights or state are stored in bfloat16."""
         return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
 
     def chunks(self, run: slice) -> Iterator[slice]:
-        """The slices in which ``run`` is updated."""
+        """Yield the slices in which ``run`` is updated."""
         for at in self.placement.chunks(self.main.numel()):
             first, last = max(at.start, run.start), min(at.stop, run.stop)
             step = CHUNK if self.is_rounded else max(last - first, 1)
@@ -90,20 +90,20 @@ class Shard:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the state or the weights do not stay in memory."""
+        """Whether the state or the weights are stored on disk."""
         return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
 
     def part(self, at: slice, grad: Tensor) -> Part:
-        """The slice ``at``; ``grad`` is the gradient of the shard, where the state is."""
+        """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
         copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
         return Part(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
 
 
 class Optimizer:
-    """An update of this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+    """Update this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
 
-    16-bit weights have float32 main weights; wider weights are updated directly. The state lies beside the weights, in
-    the host's memory or on disk (``optimizer.offload``).
+    16-bit weights have float32 main weights; wider weights are updated directly. The state is on the device of the
+    weights, in host memory, or on disk (see ``_placements``).
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Optimizer:
         width: float = 1.0,
         param_groups: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """``seed`` is of stochastic rounding, ``width`` that of the model over its base width (``mup``).
+        """``seed``: seed of stochastic rounding. ``width``: model width / base width (``mup``).
 
-        ``param_groups``, if there are any, have all ``params``, and ``lr``, ``weight_decay`` and ``eps`` of each group,
-        which every step reads instead of what it is given.
+        ``param_groups``: if not empty, the groups together have all parameters as ``params``. Each step then uses
+        ``lr``, ``weight_decay`` and ``eps`` of the groups instead of its arguments and the configuration.
         """
         self.seed, self.width, self.param_groups = seed, width, param_groups
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
@@ -134,7 +134,7 @@ class Optimizer:
             "lion": Lion(config),
             "muon": Muon(config, groups),
         }
-        # Allocated now, so that a checkpoint can be loaded before the first step.
+        # Allocate the state here, so that a checkpoint can be loaded before the first step.
         placements = _placements(data_parallel.buckets, config, groups.rank)
         self.shards = [
             Shard.of(bucket, self._algorithm(bucket), placement, config)
@@ -144,7 +144,7 @@ class Optimizer:
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
-        """Called before weights and state change: a copy of them may have to be finished first."""
+        """Called before weights and state change, for example to finish an asynchronous copy."""
         self._runs = self._runs_by_group()
 
     def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
@@ -152,8 +152,10 @@ class Optimizer:
         return self._algorithms[self.config.muon_scalar_optimizer if muon_leaves else self.config.optimizer]
 
     def gradient_norm(self) -> Tensor:
-        """The global norm of the reduced gradients, without the loss scale: a float64 scalar on the device; inf or nan
-        if any gradient on any rank is."""
+        """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
+
+        It is inf or nan if any gradient on any rank is.
+        """
         return self.norm.compute() / self.loss_scale.scale
 
     def step(
@@ -165,26 +167,30 @@ class Optimizer:
         *,
         skip: bool = False,
     ) -> bool:
-        """Clip to ``grad_norm``, which is ``gradient_norm()``, and update; ``skip`` if it is not finite or asked for.
+        """Clip gradients of norm ``grad_norm``, the result of ``gradient_norm()``, and update the weights.
 
-        ``decoupled_lr`` is the learning rate of embedding and output layer, if they have their own; ``weight_decay``
-        that of this step, if it changes. Returns whether the step was skipped. The gradients may be scaled in place.
+        The update is skipped if ``skip`` is True or ``grad_norm`` is not finite. ``decoupled_lr``: separate learning
+        rate of embedding and output layer; ``weight_decay``: value for this step if it varies. Returns whether the step
+        was skipped. The gradients may be scaled in place.
         """
+        # Update the loss scale and decide whether to skip the step.
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
         skip = skip or not finite
         if self.compressor is not None and (skip or self.loss_scale.scale != scale):
-            # The errors of a step that is skipped are of gradients that must not come back with the next one.
+            # Discard the compression errors of a skipped step; else they would be added to the next gradients.
             self.compressor.rescale(0.0 if skip else self.loss_scale.scale / scale)
         if skip:
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
+        # Clip by norm, through a factor, and by value, in place.
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale
         if self.config.clip_grad_value > 0.0:
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
+        # Update each group of runs with its own rates.
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -204,7 +210,7 @@ class Optimizer:
         return width_factors(self.config.optimizer, self.width, hidden=shard.bucket.kind.is_hidden_matrix)
 
     def _runs_by_group(self) -> dict[tuple[int | BucketKind, torch.dtype, int], list[tuple[Shard, slice]]]:
-        """Runs of elements by (what decides their rates, dtype, algorithm); one call updates all of them."""
+        """Return runs of elements by (parameter group or traits, dtype, algorithm); all runs of a key share rates."""
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         found = defaultdict(list)
         for shard in self.shards:
@@ -216,7 +222,7 @@ class Optimizer:
         return found
 
     def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
-        """Update runs of elements: those beside their weights together, the others one after another."""
+        """Update runs: shards on the device of their weights together; offloaded and rounded shards in sequence."""
         algorithm = runs[0][0].algorithm
         if isinstance(algorithm, Muon):
             for shard, _ in runs:
@@ -226,7 +232,7 @@ class Optimizer:
         if here:
             algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
         away = [run for run in runs if run not in here]
-        # All gradients set out at once and arrive while the first shards are updated.
+        # Start the copies of all gradients together.
         grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard, _ in away]
         if any(shard.bucket.grad_shard.is_cuda and not shard.main.is_cuda for shard, _ in away):
             torch.cuda.current_stream().synchronize()
@@ -240,7 +246,7 @@ class Optimizer:
             shard.bucket.evict_weights()
 
     def _update_matrices(self, shard: Shard, algorithm: Muon, rates: Rates) -> None:
-        """Muon needs all of a bucket's state where the weights are: what lies elsewhere comes, and goes back."""
+        """Update a shard with Muon, which needs weights and state on one device: copy them there and back."""
         bucket, here = shard.bucket, shard
         own, device = shard.main if shard.is_narrow else bucket.weight_shard, bucket.weights.device
         if {own.device, shard.main.device} != {device}:
@@ -266,20 +272,23 @@ class Optimizer:
             update(part)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
-        """Each bucket with its flat state: the algorithm's tensors (of AdamW ``exp_avg`` and ``exp_avg_sq``) and, for
-        16-bit weights, ``main``."""
+        """Yield each bucket with its flat state.
+
+        The state consists of the algorithm's tensors (``exp_avg`` and ``exp_avg_sq`` for AdamW) and, for 16-bit
+        weights, ``main``.
+        """
         for shard in self.shards:
             yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the count that AdamW's bias correction and the warm-up of compression use."""
+        """Set the step count for AdamW's bias correction and the warm-up of compression."""
         self.steps_taken = steps
         if self.compressor is not None:
             self.compressor.step = steps
 
 
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of parameters of one group in a shard, neighbours joined; Muon updates a shard as a whole."""
+    """Yield (start, stop, group) for maximal runs of one group in a shard; for Muon the whole shard is one run."""
     if isinstance(shard.algorithm, Muon):
         groups = {group_of[id(parameter)] for parameter in shard.bucket.parameters}
         if len(groups) > 1:
@@ -298,7 +307,7 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
 
 
 def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
-    """Where each bucket's state goes: the first ones away, until they are the fraction that is to be offloaded."""
+    """Yield the placement of each bucket's state; the first buckets are offloaded, up to the configured fraction."""
     total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
     wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
     for bucket in buckets:
@@ -313,7 +322,7 @@ def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> It
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
-    """For float16 the constant ``loss_scale`` if given, else a dynamic one; 1 for every other dtype."""
+    """Return, for float16, the constant ``loss_scale`` if set, else a dynamic scale; 1 for other dtypes."""
     if params_dtype != torch.float16:
         return ConstantLossScale(1.0)
     if config.loss_scale is not None:
