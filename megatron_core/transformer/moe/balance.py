@@ -1,7 +1,7 @@
-"""Losses and counts for a balanced load of the experts.
+"""Losses and counts for balancing the load of the experts.
 
-Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices of each token. ``counted`` ``[n, b]`` is
-1 for a token that counts and 0 for padding.
+Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices per token. ``counted`` ``[n, b]`` is
+1 for a token that counts in losses and 0 for padding.
 """
 
 import torch
@@ -17,7 +17,7 @@ BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
 def count_choices(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen by the tokens of each sequence that count: ``[b, E]`` from ``[n, b, k]``."""
+    """Count the choices of each expert by counted tokens of each sequence: ``[b, E]`` from ``[n, b, k]``."""
     weights = counted.unsqueeze(-1).expand(experts.shape)
     chosen = counted.new_zeros(*experts.shape[:2], num_experts).scatter_(-1, experts, weights)
     return chosen.sum(0)
@@ -32,21 +32,24 @@ def balancing_loss(
     context: SequenceContext,
     layer_number: int,
 ) -> Tensor:
-    """This rank's part of the load balancing loss, a scalar; the parts of all ranks add up to it.
+    """Return this rank's part of the load balancing loss, a scalar; the loss is the sum over all ranks.
 
-    By sequence, of T tokens, with P_te the scores normalised over the experts and n_e how many tokens have e among
-    their k highest scores:
+    For a sequence of T tokens, where P_te are the scores normalized over the experts and n_e is the number of tokens
+    that have e among their k highest scores, the loss is
 
-        E / (k T^2) sum_e n_e sum_t P_te       in the limit of balance 1
+        E / (k T^2) sum_e n_e sum_t P_te       (1 for perfect balance)
 
-    ``aux_loss`` takes all b sequences of the micro-batch as one, and counts it b times, as its mean is over sequences.
-    ``global_aux_loss``, a sum over tokens, has n_e / T over the ranks of ``batch_group`` and the micro-batches so far.
-    Choices for it are those without bias and groups. ``sequence_group`` are the ranks that have parts of the same
-    sequences. Source: Fedus et al. 2021, equation 4; Megatron Core's ``switch_load_balancing_loss_func``.
+    ``aux_loss`` treats the b sequences of the micro-batch as one sequence and multiplies its loss by b, because the
+    mean is over sequences. ``global_aux_loss`` is a sum over tokens and computes n_e / T over the ranks of
+    ``batch_group`` and the micro-batches so far. All of them ignore expert bias and groups in n_e. ``sequence_group``
+    contains the ranks with parts of the same sequences. Source: Fedus et al. 2021, equation 4; Megatron Core's
+    ``switch_load_balancing_loss_func``.
     """
+    # Sum of the scores of each expert over this rank's tokens of each sequence.
     experts, k = config.num_experts or 1, config.moe_router_topk
     scores = log_scores(logits, config).softmax(-1)
     mass = (scores * counted.unsqueeze(-1)).sum(0)  # [b, E]
+    # Numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
         both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
@@ -55,11 +58,12 @@ def balancing_loss(
             both = both.sum(0)
         if kind == "global_aux_loss":
             all_reduce_(both, batch_group)
-            if context.auxiliary_losses is not None:  # without it the loss is refused where it is added
+            if context.auxiliary_losses is not None:  # without a collector, adding the loss raises LayoutError
                 both = context.auxiliary_losses.counts_so_far(layer_number, both)
         else:
             all_reduce_(both, sequence_group)
         counts, tokens = both[..., :-1], both[..., -1].clamp_min(1.0)
+    # The loss for each kind.
     if kind == "seq_aux_loss":
         return experts / k * ((mass * counts).sum(-1) / tokens.square()).sum()
     mass = mass.sum(0)
@@ -69,5 +73,5 @@ def balancing_loss(
 
 
 def z_loss(logits: Tensor, counted: Tensor) -> Tensor:
-    """Sum of squared log-sum-exp over the tokens that count, a scalar (Zoph et al. 2022, equation 5)."""
+    """Return the sum of squared log-sum-exp over counted tokens, a scalar (Zoph et al. 2022, equation 5)."""
     return (logits.logsumexp(-1).square() * counted).sum()

@@ -1,6 +1,6 @@
-"""Which experts a token is sent to, and with which probabilities: functions of its logits.
+"""Choose the experts of each token and their probabilities from its logits.
 
-Shapes: n tokens of a sequence, b sequences, E experts, k choices of each token.
+Shapes: n tokens of a sequence, b sequences, E experts, k choices per token.
 """
 
 from math import inf
@@ -15,9 +15,9 @@ SINKHORN_EPSILON, SINKHORN_TOLERANCE = 1e-8, 1e-4
 
 
 def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
-    """Logarithms of the scores of ``[..., E]``, for softmax up to a constant of each token.
+    """Return the logarithms of the scores ``[..., E]``; for softmax, up to a constant per token.
 
-    In logarithms scores that are all tiny keep their ratios, where a sum with an epsilon in it would lose them.
+    Logarithms keep the ratios of scores that are all tiny; dividing by a sum plus an epsilon would not.
     """
     if config.moe_router_score_function == "softmax":
         return logits
@@ -28,10 +28,11 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
-    """The experts of each token, int64 ``[..., k]`` from logits ``[..., E]``; ``bias`` ``[E]`` is for the choice alone.
+    """Return the experts of each token, int64 ``[..., k]``, from logits ``[..., E]``.
 
-    Group-limited (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2): a group's score is the sum of the k / group_topk
-    best of its experts; only experts of the best group_topk groups are eligible.
+    ``bias`` ``[E]`` affects only the choice, not the probabilities. Group-limited choice (DeepSeek-AI 2024, arXiv
+    2412.19437, section 2.1.2): the score of a group is the sum of its k / group_topk highest expert scores; only
+    experts of the group_topk best groups are eligible.
     """
     if config.moe_router_score_function == "softmax":
         ranking = logits.softmax(-1) if config.moe_router_pre_softmax else logits
@@ -43,16 +44,16 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
         grouped = ranking.unflatten(-1, (groups, -1))
         best = grouped.topk(k // group_topk).values.sum(-1).topk(group_topk).indices
         eligible = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-        # Not 0: with a bias a score may be below it.
+        # -inf instead of 0, because a score plus bias may be negative.
         ranking = grouped.masked_fill(~eligible[..., None], -inf).flatten(-2)
     return ranking.topk(k).indices
 
 
 def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
-    """What the outputs of the chosen ``experts`` ``[..., k]`` are multiplied by, from logits ``[..., E]``.
+    """Return the factors on the outputs of the chosen ``experts`` ``[..., k]``, from logits ``[..., E]``.
 
-    softmax: over the chosen ones, with ``moe_router_pre_softmax`` over all; the others: score / sum of chosen scores,
-    or the score itself if k is 1.
+    For softmax, the softmax over the chosen experts, or over all experts with ``moe_router_pre_softmax``. For other
+    score functions, score / (sum of chosen scores), or the score itself if k = 1.
     """
     scores, k = log_scores(logits, config), config.moe_router_topk
     if config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
@@ -66,18 +67,18 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tenso
 
 
 def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
-    """The same where sinkhorn chose: sigmoid if k is 1, else softmax over all experts (Megatron Core's rule)."""
+    """Return the factors for sinkhorn choices: sigmoid if k = 1, else softmax over all experts (Megatron Core)."""
     scores = logits.sigmoid() if config.moe_router_topk == 1 else logits.softmax(-1)
     return scores.gather(-1, experts)
 
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) ``[n, E]`` with rows and columns scaled in turn until all rows and all columns have the same sum.
+    """Scale rows and columns of exp(logits) ``[n, E]`` in turn until all rows and all columns have equal sums.
 
     Source: Sinkhorn 1964; Clark et al. 2022, section 3.2.
     """
-    cost = (logits - logits.max()).exp()  # a constant factor changes nothing
+    cost = (logits - logits.max()).exp()  # a constant factor does not affect the result
     columns = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device)
     error = inf
     while error > SINKHORN_TOLERANCE:
@@ -90,10 +91,11 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, probs: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
-    """Which choices an expert takes if it takes at most ``capacity`` of each sequence, bool ``[n, b, k]``.
+    """Return which choices are kept if an expert accepts at most ``capacity`` tokens per sequence, bool ``[n, b, k]``.
 
-    ``experts`` and ``probs`` ``[n, b, k]`` are those of whole sequences, by position. ``probs`` as ``policy`` keeps the
-    most probable, of equal ones the first; ``position`` the first ones.
+    ``experts`` and ``probs`` ``[n, b, k]`` are for whole sequences, ordered by position. Policy ``probs`` keeps the
+    choices with the highest probabilities, and the first ones among equal probabilities; ``position`` keeps the first
+    choices.
     """
     shape = (*experts.shape[:2], num_experts)
     taken = torch.zeros(shape, dtype=torch.bool, device=experts.device).scatter_(-1, experts, True)

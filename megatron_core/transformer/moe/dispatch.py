@@ -1,11 +1,11 @@
-"""From the ranks of tokens to the ranks of their experts, and back.
+"""Send tokens to the ranks of their experts, and the outputs of the experts back.
 
-All ranks of a pipeline stage have tokens of their own. The ranks of the group ``etp-ep`` hold all experts together:
-each of the ep parts of the experts is on etp ranks, which all need the tokens of these experts and each return a part
-of their outputs. A token's outputs are summed on its own rank in the order of its choices, so that the sum does not
-depend on the order in which they arrive. A rank without tokens takes part in everything.
+All ranks of a pipeline stage have different tokens. The ranks of the group ``etp-ep`` together hold all experts: each
+of the ep parts of the experts is on etp ranks; each of these ranks needs the tokens of the experts and returns a
+partial sum of their outputs. A token's outputs are summed on its own rank in the order of its choices, so the sum does
+not depend on the order of arrival. Ranks without tokens also call all collectives.
 
-Shapes: T tokens of this rank, k choices of each, R rows that this rank's experts get.
+Shapes: T tokens of this rank, k choices per token, R input rows for this rank's experts.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ from megatron_core.transformer.moe.router import Routing
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The rows of this rank's experts, one expert's after another's."""
+    """The input rows for this rank's experts, ordered by expert."""
 
     rows: Tensor
     """``[R, h]``."""
     probs: Tensor
-    """``[R]``, what the output for each row is to be multiplied by."""
+    """``[R]``, the factor on the output of each row."""
     counts: list[int]
-    """Rows of each local expert."""
+    """Number of rows of each local expert."""
     combine: Callable[[Tensor], Tensor]
-    """From the experts' outputs ``[R, h]``, each multiplied by its probability, to those of this rank's tokens
-    ``[T, h]``."""
+    """Function from the experts' outputs ``[R, h]``, already multiplied by ``probs``, to the outputs of this rank's
+    tokens ``[T, h]``."""
 
 
 class _Take(torch.autograd.Function):
-    """Rows of ``x`` by ``index``; -1 stands for a row of zeros. Backward sums, for each row of ``x``, the gradients at
-    ``places`` ``[rows of x, m]`` in their order, -1 again for zeros, instead of adding in any order as they come."""
+    """Select rows of ``x`` by ``index``; -1 selects a row of zeros.
+
+    For each row of ``x``, backward sums the gradients at ``places`` ``[rows of x, m]`` in this fixed order (-1: zeros);
+    an index_add would sum in any order.
+    """
 
     @staticmethod
     def forward(ctx, x, index, places, holes):
@@ -82,10 +85,10 @@ def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
 
 
 class Dispatcher:
-    """What both kinds of dispatch know: which rank has which experts.
+    """Base class of the dispatchers: the assignment of experts to ranks.
 
-    Their ``dispatch`` brings ``x`` ``[T, h]`` to the chosen experts; ``padded``: messages and runs of rows always have
-    the length that ``routing.capacity`` allows; ``meanwhile`` is called while the rows are on their way.
+    ``dispatch`` of a subclass sends ``x`` ``[T, h]`` to the chosen experts. ``padded``: messages and the rows of each
+    expert are padded to ``routing.capacity``. ``meanwhile`` is called during the communication.
     """
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
@@ -94,16 +97,16 @@ class Dispatcher:
         self.own_part = groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
         self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
-        """For each part of the experts the indices in the group of the ranks that have it."""
+        """For each part of the experts, the indices in the group of the ranks with this part."""
 
 
 class AllToAll(Dispatcher):
-    """Each token is sent to the ranks of its experts alone."""
+    """Send each token only to the ranks of its experts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Dispatched:
-        """See ``Dispatcher``; one all-to-all there, one back."""
+        """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
         slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
         tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
@@ -134,8 +137,10 @@ class AllToAll(Dispatcher):
         return Dispatched(rows, probs, counts, combine)
 
     def _destinations(self, routing: Routing, device: torch.device) -> Tensor:
-        """For each choice the number rank * local experts + expert of each of its expert's ranks, ``[T, k etp]``; the
-        number after all of them for what is dropped."""
+        """Return the destination rank * local_experts + local expert of each choice and each rank of its expert.
+
+        The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
+        """
         holders = torch.tensor(self.holders, device=device)  # [ep, etp]
         ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
         keys = ranks * self.local_experts + local[..., None]
@@ -144,14 +149,14 @@ class AllToAll(Dispatcher):
         return keys.flatten(1)
 
     def _counts_of_others(self, send: list[list[int]], device: torch.device) -> list[list[int]]:
-        """How many rows each rank of the group sends for each local expert."""
+        """Return the number of rows that each rank of the group sends for each local expert."""
         if self.size == 1:
             return send
         ones = [1] * self.size
         return all_to_all_rows(torch.tensor(send, device=device), ones, ones, self.group).tolist()
 
     def _by_expert(self, receive: list[list[int]], device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """The order that brings rows, which come rank by rank, together expert by expert, and back."""
+        """Return the permutation from rows ordered by sender to rows ordered by expert, and its inverse."""
         if self.size == 1 or self.local_experts == 1:
             return None, torch.empty(0)
         counts = torch.tensor(receive, device=device)
@@ -161,12 +166,12 @@ class AllToAll(Dispatcher):
 
 
 class AllGather(Dispatcher):
-    """All ranks of the group get all tokens and send back, for each of them, a part of the sum over its experts."""
+    """Gather all tokens on all ranks of the group, and reduce-scatter the partial sums over experts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> Dispatched:
-        """See ``Dispatcher``; an all-gather there, a reduce-scatter back, and nothing ``meanwhile``."""
+        """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
@@ -196,28 +201,28 @@ class AllGather(Dispatcher):
 
 @dataclass(frozen=True)
 class Slots:
-    """The m slots of each token, one for each choice and rank that has the expert, in the order of destinations."""
+    """The m slots of each token, one per choice and rank of its expert, sorted by destination."""
 
     rows: Tensor
-    """``[R]``, the number of the slot, counted token by token, that each row is for; -1 for padding."""
+    """``[R]``, the slot index of each row, in the flat ``[T, m]`` order; -1 for padding."""
     places: Tensor
-    """``[T, m]``, the row of each slot, -1 for what is dropped."""
+    """``[T, m]``, the row of each slot; -1 for dropped choices."""
     counts: list[int]
-    """Rows of each destination."""
+    """Number of rows of each destination."""
     holes: bool
-    """Whether there may be any -1."""
+    """Whether ``rows`` or ``places`` may contain -1."""
 
     @classmethod
     def of(cls, keys: Tensor, destinations: int, capacity: int | None) -> Slots:
-        """Sort the destinations ``keys`` ``[T, m]``, the earlier token first; ``destinations`` itself is none.
+        """Sort slots by their destinations ``keys`` ``[T, m]``, stably; the key ``destinations`` means dropped.
 
-        With ``capacity`` each destination gets so many rows, those without a token at the end.
+        With ``capacity``, each destination has exactly ``capacity`` rows, with padding at the end.
         """
         flat = keys.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(destinations + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits on GPUs
         if capacity is None:
-            numbers = counts[:destinations].tolist()  # a wait for the device: only the host can size messages
+            numbers = counts[:destinations].tolist()  # waits for the device: the host needs message sizes
             total = sum(numbers)
             rows, places = order[:total], torch.full_like(flat, -1)
             places[rows] = torch.arange(total, device=flat.device)
@@ -231,7 +236,7 @@ class Slots:
         return cls(rows, places.view_as(keys), [capacity] * destinations, True)
 
     def owners(self, each: int) -> Tensor:
-        """The token of each row, or whatever has ``each`` slots one after another, ``[R]``; -1 for padding."""
+        """Return slot index // ``each`` of each row, for example its token (``each`` = m), ``[R]``; -1 for padding."""
         return torch.where(self.rows < 0, -1, self.rows // each) if self.holes else self.rows // each
 
 

@@ -1,4 +1,4 @@
-"""The experts of a rank, as two grouped products with the activation between them."""
+"""The experts of a rank: two grouped matrix products and the activation between them."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ from megatron_core.transformer.recompute import outputs_dropped, recomputed
 
 
 class GroupedLinear(nn.Module):
-    """One matrix for each expert, ``weight`` ``[E, out, in]`` of which this rank holds a box."""
+    """One matrix per expert; ``weight`` is this rank's part of ``[E, out, in]``."""
 
     def __init__(
         self, context: LayerContext, spec: ShardSpec, init_method: Normal, *, splits_output: bool = False
     ) -> None:
-        """``splits_output``: the ranks of etp split the output's features, else the input's."""
+        """``splits_output``: output features are split over etp; otherwise input features."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
@@ -32,17 +32,17 @@ class GroupedLinear(nn.Module):
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
             self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True, backend=self.backend)
             if precision.settings.fp8_param_gather:
-                self.weight.fp8 = self.fp8  # for data parallelism
+                self.weight.fp8 = self.fp8  # read by data parallelism
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """``[R, in]`` -> ``[R, out]``; ``counts`` rows of each expert, one after another."""
+        """``[R, in]`` -> ``[R, out]``; rows are ordered by expert, with ``counts`` rows each."""
         return grouped_linear(rows, self.weight, counts, backend=self.backend, fp8=self.fp8)
 
 
 class Experts(nn.Module):
-    """y = p W_2 f(W_1 x) for each row, with the matrices of its expert, no biases; gated as ``MLP``.
+    """y = p W_2 f(W_1 x) for each row, with the matrices of its expert, without biases; gated like ``MLP``.
 
-    Experts are split over ep, the inner features of each over etp, so that each rank of etp returns a part of y.
+    Experts are split over ep and their inner features over etp; each rank of etp returns a partial sum of y.
     """
 
     def __init__(self, context: LayerContext) -> None:
@@ -68,7 +68,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:
         """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``.
 
-        The probability is applied before the second product, where it commutes: backward needs no output of it then.
+        The probability is applied before W_2, with which it commutes, so backward does not need the output of W_2.
         """
         inner, recompute = self.linear_fc1(rows, counts), self.recompute_activation and self.training
         weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)

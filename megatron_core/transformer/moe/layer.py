@@ -1,4 +1,4 @@
-"""The mixture of experts that stands where another layer has an MLP."""
+"""The mixture-of-experts layer, a replacement for the MLP."""
 
 from dataclasses import replace
 
@@ -18,15 +18,15 @@ from megatron_core.transformer.recompute import recomputed
 
 
 def moe_loss_names(config: ModelConfig) -> tuple[str, ...]:
-    """The auxiliary losses that a layer of experts adds."""
+    """Return the names of the auxiliary losses added by a mixture-of-experts layer."""
     return (BALANCING,) * config.balancing_loss + (Z_LOSS,) * config.router_z_loss
 
 
 class MoELayer(nn.Module):
     """y = sum over the chosen experts e of p_e(x) expert_e(x), plus the shared experts' output.
 
-    ``[s, b, h]`` -> the same (``[s/tp, b, h]`` with sequence parallel). Each rank routes and sends tokens of its own:
-    with sequence parallel it has them anyway, else the tensor-parallel ranks take a part of the sequence each.
+    ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). Each rank routes and dispatches
+    different tokens: with sequence parallelism its part of the sequence, else a slice for each tensor-parallel rank.
     Source: Shazeer et al. 2017; Fedus et al. 2021; Dai et al. 2024 for shared experts.
     """
 
@@ -47,7 +47,7 @@ class MoELayer(nn.Module):
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
-        """-> (output, None): experts have no bias that would be left to add."""
+        """Return (output, None): experts have no bias to add to the output."""
         shared: list[Tensor] = []
 
         def share() -> None:
@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         meanwhile = share if self.overlaps else None
         given = self.dispatcher.dispatch(x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile)
         if not self.overlaps:
-            share()  # here, so that gradients of ``hidden`` are summed in one order with overlap and without
+            share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
         output = given.combine(self.experts(given.rows, given.probs, given.counts)).view_as(x)
         if self._divides:
             whole = output.new_zeros(hidden.shape)
@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
 
     @property
     def _divides(self) -> bool:
-        """Whether the tensor-parallel ranks all have the same tokens, of which each takes a part."""
+        """Whether the tensor-parallel ranks have the same tokens and must divide them."""
         return self.tp_group.size() > 1 and not self.sequence_parallel
 
     def _own_rows(self, length: int) -> slice:
@@ -95,9 +95,9 @@ class MoELayer(nn.Module):
 
 
 class SharedExperts(MLP):
-    """The experts that every token passes through, as one MLP; with a gate: sigmoid(w x) times its output.
+    """The shared experts, applied to every token, as one MLP; with a gate, its output times sigmoid(w x).
 
-    ``gate_weight`` ``[1, h]`` is whole on every rank. Source: Dai et al. 2024 (DeepSeekMoE); Qwen2-MoE for the gate.
+    ``gate_weight`` ``[1, h]`` is replicated. Source: Dai et al. 2024 (DeepSeekMoE); Qwen2-MoE for the gate.
     """
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
@@ -106,13 +106,13 @@ class SharedExperts(MLP):
         super().__init__(replace(context, config=wide), layer_number)
         self.gate_weight = None
         if config.moe_shared_expert_gate:
-            # With sequence parallel each rank sees its part of the sequence alone.
+            # With sequence parallelism the gradient of each rank covers only its part of the sequence.
             spec = replicated((1, config.hidden_size), context.tp_group.rank(), partial_grad=context.sequence_parallel)
             self.gate_weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.gate_weight.init_method = context.init_method
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:  # type: ignore[override]
-        """``[s, b, h]`` -> the same."""
+        """``[s, b, h]`` -> the same shape."""
         output, _ = super().forward(hidden, context)
         if self.gate_weight is None:
             return output

@@ -1,4 +1,4 @@
-"""The router: which experts each token goes to, and the losses and statistics that balance them."""
+"""The router: choice of experts for each token, with losses and statistics for load balancing."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,36 +25,36 @@ from megatron_core.transformer.moe.choice import (
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a rank go; T tokens, k choices of each."""
+    """The experts of the tokens of a rank; T tokens, k choices per token."""
 
     experts: Tensor
-    """``[T, k]`` int64, global numbers of experts."""
+    """``[T, k]`` int64, global indices of experts."""
     probs: Tensor
-    """``[T, k]``, what each expert's output is multiplied by, in float32 or wider."""
+    """``[T, k]``, the factor on each expert's output, in float32 or wider."""
     kept: Tensor | None = None
-    """``[T, k]`` bool, False where the expert was full; None: no expert ever is."""
+    """``[T, k]`` bool, False for choices dropped because of capacity; None: no capacity limit."""
     capacity: int | None = None
-    """The most rows that an expert can get from one rank, if there is a limit."""
+    """Maximum number of rows of one rank for an expert, if limited."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the router needs to know of the tokens of this rank, ``n`` positions of ``b`` sequences."""
+    """Mask and positions of this rank's tokens, ``n`` positions of ``b`` sequences."""
 
     counted: Tensor
-    """``[n, b]``, 1 where a token counts in losses and statistics, else 0."""
+    """``[n, b]``, 1 for tokens that count in losses and statistics, else 0."""
     positions: Tensor
-    """``[n]`` int64, in the whole sequence."""
+    """``[n]`` int64, positions in the whole sequence."""
     most: int
-    """The largest ``n`` of the ranks that have parts of the same sequences."""
+    """The largest ``n`` over the ranks with parts of the same sequences."""
 
 
 class TopKRouter(nn.Module):
-    """logits = W x; the k best experts of each token, by ``choice.choose``, and their probabilities.
+    """logits = W x; ``choice.choose`` selects the k experts of each token; then compute their probabilities.
 
-    ``x`` is ``[n, b, h]``, tokens that no other rank has, so that the gradient of ``weight`` ``[E, h]``, which is whole
-    on every rank, is partial over the tensor-parallel ranks. Logits and all that follows are in ``moe_router_dtype`` or
-    what is wider. ``expert_bias`` ``[E]``, float32, is not trained but moved by ``update_expert_biases``.
+    ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
+    is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
+    ``expert_bias`` ``[E]``, float32, has no gradient; ``update_expert_biases`` updates it.
     """
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
@@ -74,7 +74,7 @@ class TopKRouter(nn.Module):
         self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
-        """``x`` ``[n, b, h]`` -> where the T = n b tokens go, position by position."""
+        """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         logits = nn.functional.linear(self._jittered(x.to(dtype), tokens, context), self.weight.to(dtype))
         experts = self._choose(logits.detach(), tokens)
@@ -91,7 +91,7 @@ class TopKRouter(nn.Module):
         return Routing(experts.flatten(0, 1), probs.flatten(0, 1), flat, capacity)
 
     def _jittered(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
-        """The input times U(1 - eps, 1 + eps), in training; the factors depend on sample, position and channel."""
+        """In training, multiply ``x`` by U(1 - eps, 1 + eps), a function of sample, position and channel."""
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
             return x
@@ -100,7 +100,7 @@ class TopKRouter(nn.Module):
         return x * (1 + eps * (2 * drawn.to(x.dtype) - 1))
 
     def _choose(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """The experts of each token, ``[n, b, k]``."""
+        """Return the experts of each token, ``[n, b, k]``."""
         config = self.config
         if config.moe_router_force_load_balancing:
             first = tokens.positions[:, None, None] * config.moe_router_topk
@@ -111,7 +111,7 @@ class TopKRouter(nn.Module):
         return choose(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Balance whole sequences, whatever tp and cp cut, each alone (seq_sinkhorn) or the micro-batch together."""
+        """Balance whole sequences in any layout: each separately (seq_sinkhorn), or the micro-batch together."""
         whole, own = self._whole_sequences(logits, tokens)
         by_sequence = self.config.moe_router_load_balancing_type == "seq_sinkhorn"
         parts = whole.split(1 if by_sequence else whole.shape[1], dim=1)
@@ -119,7 +119,7 @@ class TopKRouter(nn.Module):
         return balanced.topk(self.config.moe_router_topk).indices[own]
 
     def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:
-        """Which choices stay, and the most rows of this rank that an expert then has."""
+        """Return which choices are kept, and the maximum number of this rank's rows for an expert."""
         factor, (_, batch, k) = self.config.moe_expert_capacity_factor, experts.shape
         if factor is None:
             return None, None
@@ -131,10 +131,10 @@ class TopKRouter(nn.Module):
         return kept[own], batch * min(capacity, tokens.most)
 
     def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """``[n, b, ...]`` of the whole sequences by position, and where this rank's tokens are in it."""
+        """Gather ``[n, b, ...]`` of whole sequences by position; return it and the indices of this rank's tokens."""
         group, n = self.sequence_group, x.shape[0]
         rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
-        mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # padding comes after all positions
+        mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
         mine[:n] = rows
         full = mine
         if group.size() > 1:
@@ -146,7 +146,7 @@ class TopKRouter(nn.Module):
         return full[:, 1:].unflatten(1, x.shape[1:]), own
 
     def _add_losses(self, probs: Tensor, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
-        """``probs``, through which the gradients of the losses come back."""
+        """Return ``probs``, unchanged, with the gradients of the auxiliary losses attached."""
         config, counted = self.config, tokens.counted.to(logits.dtype)
         if config.balancing_loss:
             value = balancing_loss(
@@ -174,7 +174,7 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def _load(self, experts: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
-        """How often each expert was chosen, and how many choices were dropped: float64 ``[E + 1]``."""
+        """Return the number of choices of each expert, then of dropped choices: float64 ``[E + 1]``."""
         counted = tokens.counted.to(torch.float64)
         counts = count_choices(experts, counted, self.config.num_experts or 1).sum(0)
         dropped = counted.new_zeros(1) if kept is None else (~kept * counted.unsqueeze(-1)).sum().view(1)
@@ -183,10 +183,10 @@ class TopKRouter(nn.Module):
 
 @torch.no_grad()
 def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Sequence[int]]) -> None:
-    """Raise the bias of experts with less than the mean load of the global batch, and lower that of others.
+    """Increase the bias of experts with less than the mean load of the global batch, and decrease the other biases.
 
-    bias_e += rate sign(mean(n) - n_e), once a step (Wang et al. 2024, algorithm 1). ``loads`` has how often each expert
-    was chosen, by layer, the same on all ranks.
+    bias_e += rate sign(mean(n) - n_e), once per step (Wang et al. 2024, algorithm 1). ``loads``: number of choices of
+    each expert, by layer, equal on all ranks.
     """
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
@@ -196,4 +196,4 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
 
 
 Router = TopKRouter
-"""Megatron's name of the base class of routers; here there is one."""
+"""Megatron's name for the base class of routers; here an alias of the only router."""
