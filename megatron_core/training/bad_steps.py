@@ -1,7 +1,7 @@
-"""Steps whose loss or gradients are not finite, or that are spikes: skipped, kept for a replay, and left out after the
-run has gone back to its last checkpoint.
+"""Handling of bad steps: steps with a non-finite loss or gradient norm, and spikes of the gradient norm.
 
-All decisions are functions of the step's loss and norm, which are the same on every rank: all ranks decide alike.
+A bad step is skipped and saved for a replay; after a rollback to the last checkpoint its batch is left out. All
+decisions depend only on the step's loss and norm, which are equal on all ranks, so that all ranks decide alike.
 """
 
 import math
@@ -20,12 +20,12 @@ from megatron_core.training.state import load_state, open_checkpoint
 from megatron_core.training.step import StepResult
 
 WINDOW, FEWEST = 64, 8
-"""Good steps whose median norm a spike is compared with, and without how many there is none."""
+"""Number of recent good steps in the reference median of the norm, and the minimum number to detect a spike."""
 FOLDER = "bad_steps"
 
 
 class BadSteps:
-    """What a run has seen of bad steps, and what it does about the next one."""
+    """Detects bad steps and skips them, saves them, rolls the run back or ends it."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._settings = run, run.config.resilience
@@ -35,7 +35,7 @@ class BadSteps:
         """Iterations of the bad steps since the last good one."""
 
     def is_bad(self, loss: float, norm: float) -> bool:
-        """Whether a step must not be taken, of those whose gradients are finite."""
+        """Whether a step with finite gradients must be skipped: its loss is not finite or its norm is a spike."""
         if not math.isfinite(loss):
             return True
         factor = self._settings.spike_factor
@@ -46,9 +46,9 @@ class BadSteps:
         return self._run.state.iteration + 1 in {*self._settings.iterations_to_skip, *self._run.state.left_out}
 
     def after_step(self, result: StepResult) -> None:
-        """Count a step, and go back to the last checkpoint after too many bad ones in a row.
+        """Count a step, and roll back to the last checkpoint after more than ``max_bad_steps`` consecutive bad steps.
 
-        Errors: ``MegatronError`` where bad steps are not skipped, or nothing is left to go back to.
+        Errors: ``MegatronError`` with ``max_bad_steps=0``, without a checkpoint, or after ``max_rollbacks`` rollbacks.
         """
         run = self._run
         if not self._counts(result):
@@ -66,7 +66,7 @@ class BadSteps:
         self._go_back(result)
 
     def _counts(self, result: StepResult) -> bool:
-        """Whether a step is a bad one; with fp16 a loss scale that can shrink deals with gradients that overflow."""
+        """Whether a step is bad; with fp16, overflow of gradients is not, while the loss scale can still decrease."""
         if not self._run.config.training.check_for_nan_in_loss_and_grad:
             return False
         if not math.isfinite(result.loss):
@@ -90,9 +90,9 @@ class BadSteps:
             print(f"note: {text}", flush=True)
 
     def _keep(self, result: StepResult) -> str:
-        """Write the weights as they were in this step, for ``tools/replay_step.py``; -> words about it.
+        """Save the weights of this step for ``tools/replay_step.py``; return a clause for the message, or "".
 
-        A skipped step has left the weights, so that they are those that gave the loss.
+        A skipped step does not change the weights, so that the current weights are the ones of its forward pass.
         """
         run, settings = self._run, self._run.config.checkpoint
         if settings.save is None or self._kept >= self._settings.save_bad_steps:
@@ -121,7 +121,7 @@ class BadSteps:
         return f" (python tools/replay_step.py {folder} runs it in one process)"
 
     def _go_back(self, result: StepResult) -> None:
-        """Load the last checkpoint into this run, and leave out the batches of the bad steps from now on."""
+        """Load the last checkpoint into this run, and leave out the batches of the bad steps after that."""
         run, bad = self._run, tuple(self.streak)
         state, save = run.state, run.config.checkpoint.save
         run.saver.finish()
@@ -142,11 +142,11 @@ class BadSteps:
         self._say(f"{what}: back to iteration {run.state.iteration}; the batches of {list(bad)} are left out")
 
     def _clear(self) -> None:
-        """Set weights and optimizer state to zero: a checkpoint has no rows that only pad the vocabulary, and NaN there
-        would come back into the gradients."""
+        """Set weights and optimizer state to zero: a checkpoint does not store the padding rows of the vocabulary, and
+        NaN left in these rows would reach the gradients."""
         self._run.data_parallel.finish_param_sync()
         for bucket in self._run.data_parallel.buckets:
-            bucket.release_weights()  # those of ZeRO-3 are gathered anew
+            bucket.release_weights()  # ZeRO-3 gathers them again
             if bucket.is_whole:
                 bucket.weights.zero_()
             bucket.weight_shard.zero_()

@@ -1,4 +1,4 @@
-"""Checks while a run trains: replicas that differ end it, parameters that do not train are named."""
+"""Checks during training: differing replicas end the run; untrained parameters and starved experts are reported."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,12 +31,12 @@ class RunChecks:
         self.untrained = UntrainedParameterCheck(run.data_parallel, run.optimizer, run.world.device)
         self._equal_at: int | None = None
         self._initial: Tensor | None = None
-        """Hashes of the weights before the first step; None once they have been compared."""
+        """Hashes of the weights before the first step; None after the comparison."""
         self._took_step = self._used_lr = False
         self._starved = StarvedExperts()
 
     def start(self) -> None:
-        """Compare the replicas as they were initialised or loaded."""
+        """Compare the replicas after initialization or loading."""
         if self.interval is not None:
             self._initial = self._compare()
 
@@ -52,7 +52,7 @@ class RunChecks:
             self.compare()
 
     def compare(self) -> None:
-        """Compare the replicas, unless that has been done since the last step: also before a checkpoint is written."""
+        """Compare the replicas, unless they were compared since the last step; also called before a save."""
         if self.interval is None or self._equal_at == self.run.state.iteration:
             return
         now = self._compare()
@@ -61,14 +61,14 @@ class RunChecks:
             self._initial = None
 
     def _is_due(self) -> bool:
-        """Whether replicas are compared now: every ``interval`` steps and at the end, if there are any."""
+        """Whether to compare replicas now: every ``interval`` steps and at the end, if there are replicas."""
         if self.interval is None or (self._initial is None and self.run.world.size == 1):
             return False
         iteration = self.run.state.iteration
         return iteration % self.interval == 0 or iteration == self.run.total_iterations
 
     def _compare(self) -> Tensor:
-        """Hashes of all parameters; an error if replicas differ."""
+        """Return the hashes of all parameters. Errors: ``MegatronError`` if replicas differ."""
         hashes, iteration = self.replicas.hashes(self.run.data_parallel.reading), self.run.state.iteration
         differences = self.replicas.differences(hashes)
         if differences:
@@ -122,7 +122,7 @@ def _sentence(differences: list[str], iteration: int, equal_at: int | None, inte
 
 
 class UntrainedParameterCheck:
-    """Which parameters of a run do not train; all ranks ask together and get the names of all stages."""
+    """Finds parameters that do not train. All ranks call a method together and get the names of all stages."""
 
     def __init__(self, data_parallel: DataParallel, optimizer: Optimizer, device: torch.device) -> None:
         self.buckets, self.groups = data_parallel.buckets, data_parallel.groups
@@ -133,7 +133,7 @@ class UntrainedParameterCheck:
     def without_gradient(self) -> list[str]:
         """Parameters whose gradient in the last step is zero in every element, on every rank.
 
-        Each rank looks at its shards, where sums are complete; a tied weight's is summed over both of its stages.
+        Each rank checks its shards, which hold complete sums; the gradient of a tied weight is summed over both stages.
         """
         reached = torch.zeros(len(self.names), dtype=torch.int32, device=self.device)
         for bucket in self.buckets:
@@ -142,7 +142,7 @@ class UntrainedParameterCheck:
         return self._names_without(reached)
 
     def unmoved(self, named: Sequence[tuple[str, nn.Parameter]], before: Tensor, now: Tensor) -> list[str]:
-        """Parameters whose hashes (``before`` and ``now``, in the order of ``named``) have changed on no rank."""
+        """Parameters whose hashes (``before`` and ``now``, in the order of ``named``) are unchanged on all ranks."""
         moved = torch.zeros(len(self.names), dtype=torch.int32, device=self.device)
         changed = (before != now).tolist()
         for (_, parameter), has_changed in zip(named, changed, strict=False):  # hashes of shared rows come after
@@ -153,13 +153,13 @@ class UntrainedParameterCheck:
         return self._names_without(moved)
 
     def _moved_below_rounding(self) -> Iterable[nn.Parameter]:
-        """16-bit weights that are still the rounded main weights, though those have moved."""
+        """16-bit parameters whose main weights changed by less than the rounding of the 16-bit weights."""
         for bucket, tensors in self.optimizer.tensors():
             if "main" in tensors:
                 yield from _hidden_moves(bucket, tensors["main"])
 
     def _names_without(self, flags: Tensor) -> list[str]:
-        """Names whose flag is 0 on all ranks that hold a part or a copy, of all pipeline stages."""
+        """Names, of all pipeline stages, whose flag is 0 on all ranks with a part or a copy of the parameter."""
         all_reduce_(flags, self.groups.group("tp-dp-cp"), maximum=True)
         names = [name for name, flag in zip(self.names, flags.tolist(), strict=True) if not flag]
         texts = gather_texts("\n".join(names), self.groups.group(WORLD), self.device)

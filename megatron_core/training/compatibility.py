@@ -1,4 +1,4 @@
-"""The settings of the model in a checkpoint, and whether they are those of a run."""
+"""Comparison of the settings stored in a checkpoint with the settings of a run."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -28,21 +28,21 @@ TENSORS = (
     *("qk_layernorm_over_heads", "norm_placement", "normalization", "disable_bias_linear", "add_qkv_bias"),
     *("num_experts", "moe_layer_freq", "moe_shared_expert_gate", "moe_router_enable_expert_bias"),
 )
-"""Settings that decide which tensors there are, so that weights of another value do not load."""
+"""Settings that determine which tensors exist: weights saved with another value cannot be loaded."""
 KINDS = field_types()
 """The settings and their types."""
 COUNTERS = (
     *("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "skipped_samples"),
     *("optimizer_steps", "vocab_size", "rollbacks"),
 )
-"""Whole numbers in the state of a checkpoint."""
+"""Integers in the state of a checkpoint."""
 SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
-"""What the names of the optimizer's settings that belong to a schedule begin with."""
+"""Prefixes of the optimizer settings that define a schedule."""
 SIZES = (
     *("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by"),
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
-"""Settings with derived defaults that tensors show: reading a checkpoint compares the shapes of all tensors."""
+"""Settings with derived defaults that the shapes of tensors determine; reading a checkpoint compares all shapes."""
 NUMBERS = (
     *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "bf16", "fp16", "fp64"),
     *(f.name for f in fields(FP8Config) if f.name != "fp8_statistics_interval"),
@@ -51,20 +51,21 @@ NUMBERS = (
     *(name for name in TRAINING_SETTINGS if "init_method" not in name),
     *("grad_compression", "grad_reduce_in_bf16", "powersgd_rank", "ddp_reduce_scatter_with_fp32_accumulation"),
 )
-"""Settings that decide which numbers follow in training, and neither the model nor the schedule."""
+"""Settings that change the numerical results of training, but neither the model nor the schedule."""
 FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
-"""All others change the function, whatever settings may be added: another value would load and give nonsense."""
+"""All other model settings, including ones added later, change the model's function: weights saved with another value
+could be loaded, but the outputs would be meaningless."""
 TOKENS = (
     *("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
     *("tiktoken_pattern", "tiktoken_num_special_tokens"),
 )
-"""Settings of the data that ``--use-checkpoint-args`` takes."""
+"""Data settings that ``--use-checkpoint-args`` takes from the checkpoint."""
 
 
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise ``CheckpointError`` with every setting of the model that differs from ``stored``, flat settings of a run.
+    """Raise ``CheckpointError`` with all model settings that differ from ``stored``, the flat settings of a run.
 
-    Numbers that are equal in float32 are equal. ``--changed-model-settings`` names those that may differ.
+    Floats are compared in float32 precision. Settings named in ``--changed-model-settings`` may differ.
     """
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     changed = [
@@ -85,12 +86,13 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings with which a checkpoint was written, after a look at the types of all that a run takes from it.
+    """Check the types of all values that a run reads from a checkpoint's state, and return the stored settings.
 
-    Errors: ``CheckpointError``.
+    Errors: ``CheckpointError`` with the names of all invalid values.
     """
+    # Counters, records and loss scale.
     faults = []
-    state = {"rollbacks": 0, "left_out": [], "data": [], **state}  # earlier releases had none
+    state = {"rollbacks": 0, "left_out": [], "data": [], **state}  # absent in checkpoints of earlier releases
     for name in COUNTERS:
         if not _is_counter(state.get(name)):
             faults.append(name)
@@ -106,6 +108,7 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         faults.append("layout")
     if not isinstance(state.get("validation_loss"), int | float | None):
         faults.append("validation_loss")
+    # Settings: each known one must convert to the type of its field.
     for name, value in stored.items() if isinstance(stored, dict) else ():
         try:
             if name in KINDS:
@@ -125,12 +128,12 @@ def _is_counter(value: object) -> bool:
 
 
 def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What differs from the schedule of a checkpoint that is resumed; none is meant without the override.
+    """Describe the differences between the schedule of the resumed checkpoint and the schedule of this run.
 
-    Errors: ``CheckpointError`` with every difference, unless ``override_opt_param_scheduler`` is set.
+    Errors: ``CheckpointError`` with all differences, unless ``override_opt_param_scheduler`` is set.
     """
     current, stored = config.flat(), dict(stored)
-    for unit in ("iters", "samples"):  # the last step is what it was without one
+    for unit in ("iters", "samples"):  # without lr_decay_*, decay ended at the last step
         if stored.get(f"lr_decay_{unit}", 0) is None and current[f"lr_decay_{unit}"] is not None:
             stored[f"lr_decay_{unit}"] = stored[f"train_{unit}"]
     changes = [
@@ -147,7 +150,7 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What else differs from the run that is resumed, so that other numbers follow."""
+    """Describe the other differences from the resumed run that change the numerical results."""
     current = config.flat()
     return [
         f"{name} was {stored[name]} and is {current[name]}"
@@ -157,7 +160,7 @@ def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
-    """What becomes of a rate that decays until the last step, if that is another step now; empty if it is not."""
+    """Describe the jump of a learning rate that decays until the last step if the last step changed; else ""."""
     current, unit = config.flat(), "samples" if config.training.train_samples else "iters"
     before, now = stored.get(f"train_{unit}"), current[f"train_{unit}"]
     decays = config.optimizer.lr_decay_style not in ("constant", "inverse-square-root")
@@ -170,7 +173,7 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
 
 
 def stored_config(folder: Path) -> RunConfig:
-    """The configuration with which the checkpoint in ``folder`` was written, with the tokenizer's files kept in it."""
+    """The configuration stored in the checkpoint in ``folder``; paths of tokenizer files refer to the copies in it."""
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
@@ -187,9 +190,9 @@ def stored_config(folder: Path) -> RunConfig:
 
 
 def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
-    """The open checkpoint, or folder of Hugging Face, ``load``, and the configuration of its model.
+    """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
 
-    Errors: ``CheckpointError`` where there is none.
+    Errors: ``CheckpointError`` if there is no checkpoint.
     """
     if (Path(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
@@ -203,7 +206,7 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
 
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
-    """The model, the sequence length and the tokenizer of ``config``, and for all the rest the defaults."""
+    """Return ``config`` with all settings but model, sequence length and tokenizer reset to their defaults."""
     model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION_SETTINGS})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
@@ -213,8 +216,8 @@ def model_and_tokenizer(config: RunConfig) -> RunConfig:
 def settings_folder(settings: CheckpointConfig) -> Path | None:
     """The checkpoint from which ``use_checkpoint_args`` and ``use_checkpoint_opt_param_scheduler`` take settings.
 
-    It is the newest one whose manifest and tokenizer are whole. If its tensors are damaged, the run loads an older one,
-    and ``with_settings_of`` takes the settings from that. Errors: ``CheckpointError`` if none is whole.
+    It is the newest checkpoint with intact manifest and tokenizer. If its tensors are damaged, the run loads an older
+    checkpoint, and ``with_settings_of`` takes the settings from that. Errors: ``CheckpointError`` if none is intact.
     """
     if settings.load is None:
         return None
@@ -223,8 +226,8 @@ def settings_folder(settings: CheckpointConfig) -> Path | None:
 
 
 def with_stored_schedule(config: RunConfig) -> RunConfig:
-    """``config`` with learning rate, weight decay and their schedules of the checkpoint that it loads, if
-    ``use_checkpoint_opt_param_scheduler`` asks for that and there is one."""
+    """Return ``config`` with learning rate, weight decay and their schedules from the checkpoint to load, if
+    ``use_checkpoint_opt_param_scheduler`` is set and a checkpoint exists."""
     if not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     folder = settings_folder(config.checkpoint)
@@ -234,9 +237,9 @@ def with_stored_schedule(config: RunConfig) -> RunConfig:
 
 
 def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
-    """``config`` with the settings of the checkpoint in ``folder``, where it has those of another checkpoint.
+    """Replace the settings of ``config`` that came from another checkpoint by the settings stored in ``folder``.
 
-    Settings that flags or --config have changed stay.
+    Settings changed by flags or --config are kept.
     """
     source = settings_folder(config.checkpoint) if _takes_settings(config.checkpoint) else None
     if source is None or source == folder:

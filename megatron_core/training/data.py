@@ -1,4 +1,4 @@
-"""The data of a run: vocabulary, data sets and their batches on this rank."""
+"""The data of a run: vocabulary size, data sets and records of the data files."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.state import TrainState
 
 DatasetsProvider = Callable[[RunConfig, Tokenizer | None], Splits]
-"""A function of your own that makes the data sets: the settings and the tokenizer, if one is named, to the splits."""
+"""A user-defined function that builds the data sets: (settings, tokenizer or None) -> splits."""
 
 
 def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
@@ -37,7 +37,10 @@ def make_splits(
     vocab_size: int,
     provider: DatasetsProvider | None = None,
 ) -> Splits:
-    """The data sets of training, validation and test; those of ``provider`` with ``dataloader_type=external``."""
+    """Build the training, validation and test data sets; with ``dataloader_type=external``, by ``provider``.
+
+    Errors: ``ConfigError`` if only one of the two is given.
+    """
     data, seed = config.data, config.training.seed
     if (data.dataloader_type == "external") != (provider is not None):
         raise ConfigError(
@@ -58,7 +61,8 @@ def make_splits(
 
 
 def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]:
-    """What Megatron-LM would ask of each split; without an ``eval_interval`` there is one evaluation, at the end."""
+    """Number of samples that Megatron-LM requests of each split; without ``eval_interval``, it evaluates once, at the
+    end."""
     training = config.training
     iterations = training.num_iterations(data_parallel_size, config.data.seq_length)
     numbers = samples_wanted(
@@ -95,7 +99,7 @@ def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dic
 
 
 def fill_in_the_middle(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:
-    """The splits with their documents rearranged for ``--fim-data``."""
+    """Wrap the splits in ``FIMDataset``, which rearranges documents for fill-in-the-middle (``--fim-data``)."""
     parts = {name: getattr(splits, name) for name in ("train", "valid", "test")}
     assert tokenizer is not None, "the configuration's rules ask for one"
     wrapped: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""One optimizer step of any model: forward and backward under a plan, complete gradients, norm, update.
+"""One optimizer step of any model: forward and backward by a plan, reduction of gradients, norm, update.
 
-Training, evaluation and the parity command all run through here; what differs between them is the forward function and
-the hooks. A step waits for the device once: what it reports and the norm that the update needs are fetched together.
+Training, evaluation and the parity command use these functions with different forward functions and hooks. A step
+synchronizes with the device once: the reported values and the norm for the update are copied to the host together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,35 +27,35 @@ from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 
 @dataclass(kw_only=True)
 class Trainable:
-    """This rank's part of a model with all that a step of it needs."""
+    """This rank's part of a model with all objects needed for a training step."""
 
     groups: ParallelGroups
     split: SequenceSplit
     links: Links
     message: MessageFormat
-    """What travels between stages, but for the lengths of micro-batches that differ."""
+    """Shape, dtype and device of messages between stages; lengths that vary by micro-batch are passed separately."""
     data_parallel: DataParallel
     optimizer: Optimizer
     deferrable: Sequence[nn.Parameter]
-    """Parameters whose weight gradients a split backward may compute later."""
+    """Parameters whose weight gradients may be deferred by a split backward."""
     overlap_p2p: bool = True
-    """Whether messages between stages travel while the ranks compute."""
+    """Whether messages between stages overlap with computation."""
     fp8: AmaxHistories | None = None
-    """The scales of layers in FP8 from step to step."""
+    """Amax histories of FP8 layers, which give their scales."""
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What else happens in a step."""
+    """Functions that a step calls at fixed points."""
 
     around_plan: Callable[[Listener], AbstractContextManager[Listener]] = nullcontext
-    """Entered for forward and backward, with the executor's listener; its value is the listener to use."""
+    """Context manager around forward and backward; it receives the executor's listener and yields the one to use."""
     statistics: Callable[[], Tensor] | None = None
-    """What this rank adds to further sums over all ranks, asked for when gradients are complete and not yet clipped."""
+    """Returns this rank's terms of additional sums over all ranks; called after gradient reduction, before clipping."""
     before_update: Callable[[], None] = lambda: None
-    """Called when gradients are complete and summed over all ranks, and not yet clipped."""
+    """Called after gradients are summed over all ranks and before they are clipped."""
     is_bad: Callable[[float, float], bool] = lambda loss, norm: False
-    """Whether a step with this loss and gradient norm must be skipped; it must be the same on all ranks."""
+    """Whether to skip a step with this loss and gradient norm; the result must be equal on all ranks."""
 
 
 NO_HOOKS = StepHooks()
@@ -63,23 +63,23 @@ NO_HOOKS = StepHooks()
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did; the same on every rank."""
+    """The result of a step; equal on all ranks."""
 
     loss: float
     """Sum of the losses of all micro-batches / number of terms."""
     grad_norm: float
     """Global gradient norm before clipping, without the loss scale."""
     skipped: bool
-    """Whether the weights stayed because a gradient was not finite."""
+    """Whether the update was skipped: a gradient was not finite, or ``StepHooks.is_bad`` was true."""
     stop: bool
-    """Whether some rank asked to stop."""
+    """Whether any rank requested a stop."""
     auxiliary_losses: Mapping[str, float]
-    """The means of the losses that layers added, over the global batch, without their coefficients."""
+    """Means of the layers' auxiliary losses over the global batch, without their coefficients."""
     statistics: Sequence[float]
     """The sums of ``StepHooks.statistics``."""
     expert_load: Mapping[int, Sequence[int]]
-    """By layer with experts: how often each of them was chosen in the global batch, and, last, how many choices were
-    dropped."""
+    """For each layer with experts: how often each expert was chosen in the global batch, followed by the number of
+    dropped choices."""
 
 
 def take_step(
@@ -96,14 +96,15 @@ def take_step(
     stop: bool = False,
     hooks: StepHooks = NO_HOOKS,
 ) -> StepOutcome:
-    """Take one step on the sum of all losses divided by the number of their terms, in the whole global batch.
+    """Take one step on the loss: (sum of all losses) / (number of their terms) in the global batch.
 
-    ``forward(stage, micro, hidden)`` gives the sum of a micro-batch's losses on the last stage; ``terms`` is a float64
-    scalar, how many terms the losses of this rank's micro-batches have. ``lengths`` are those of messages by
-    micro-batch; ``decoupled_lr`` is that of embeddings and output layer, ``weight_decay`` this step's if it changes;
-    ``auxiliary`` collects the losses that layers add, and has the same names on every rank; ``stop`` is this rank's
-    wish, which all ranks learn.
+    ``forward(stage, micro, hidden)`` returns the sum of a micro-batch's losses on the last stage. ``terms``: float64
+    scalar, number of loss terms in this rank's micro-batches. ``lengths``: message length by micro-batch.
+    ``decoupled_lr``: learning rate of embeddings and output layer. ``weight_decay``: the value for this step, if it
+    varies. ``auxiliary`` collects the layers' auxiliary losses, with the same names on all ranks. ``stop``: whether
+    this rank requests a stop; the outcome reports whether any rank did.
     """
+    # Forward and backward, and the reduction of gradients.
     data, optimizer = model.data_parallel, model.optimizer
     scale = optimizer.loss_scale.scale
     METER.switch("gradients")
@@ -112,6 +113,7 @@ def take_step(
     data.finish_grad_sync()
     hooks.before_update()
     METER.switch("optimizer")
+    # Sum everything that the step reports over all ranks, and copy it to the host with the gradient norm.
     auxiliary = auxiliary or AuxiliaryLosses((), 0)
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
@@ -119,9 +121,10 @@ def take_step(
     further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the step's one wait
+    found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the only device synchronization of a step
     norm, loss, wishes, *means = found[: 3 + len(added)]
     at = 3 + len(added) + len(further)
+    # Update the weights, unless the step is skipped.
     skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
     if model.fp8 is not None:
         model.fp8.update()
@@ -139,7 +142,7 @@ def take_step(
 
 
 def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
-    """Rows of so many whole numbers."""
+    """Round ``numbers`` to integers and split them into rows of ``length``."""
     return [[round(number) for number in numbers[at : at + length]] for at in range(0, len(numbers), length)]
 
 
@@ -153,10 +156,11 @@ def forward_backward(
     auxiliary: AuxiliaryLosses | None = None,
     hooks: StepHooks = NO_HOOKS,
 ) -> list[Tensor]:
-    """Forward and backward of all micro-batches; losses times the loss scale / number of terms in the global batch.
+    """Run forward and backward of all micro-batches; return losses * loss scale / number of terms in the global batch.
 
-    The number of terms is known before backward, so that no average is ever taken of averages; it stays on the device.
+    The number of terms is summed before backward, so that averages are never averaged; it stays on the device.
     """
+    # Global number of loss terms, and the factor of the losses.
     counts = {} if auxiliary is None else auxiliary.counts
     totals = torch.stack([terms, *counts.values()])
     all_reduce_(totals, model.groups.group("dp-cp"))
@@ -172,6 +176,7 @@ def forward_backward(
         output = forward(stage, micro, hidden)
         return output * factor.to(output.dtype) if stage == last else output
 
+    # Run the plan; the listener starts the reduction of gradients when they are complete.
     data = model.data_parallel
     listener = Listener(
         on_last_backward=data.enable_grad_sync,
@@ -191,7 +196,7 @@ def run_plan(
     lengths: Mapping[int, int] | None = None,
     listener: Listener | None = None,
 ) -> list[Tensor]:
-    """Run a plan, whether it has backwards or not; what ``forward`` gives on the last stage, if it is on this rank."""
+    """Run a plan with or without backward; return the outputs of the last stage if it is on this rank, else []."""
     message = replace(model.message, lengths=lengths or {})
     executor = Executor(
         plan,
@@ -206,7 +211,7 @@ def run_plan(
 
 
 def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
-    """Sum of ``losses`` as a float64 scalar; 0 on ranks without the last stage, or whose losses are copies."""
+    """Sum of ``losses`` as a float64 scalar; 0 on ranks without the last stage or with copies of the losses."""
     if not losses or not model.split.owns_loss:
         return torch.zeros((), dtype=torch.float64, device=model.data_parallel.device)
     return torch.stack(list(losses)).sum(dtype=torch.float64)

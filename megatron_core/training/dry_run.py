@@ -1,4 +1,4 @@
-"""What one rank of a world of any size would hold: built on torch's meta device, with no other process and no data."""
+"""Estimate of one rank's memory in a world of any size, built on torch's meta device in one process, without data."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from megatron_core.training.setup import data_parallel_of
 
 META = torch.device("meta")
 ASSUMED_VOCABULARY = 50_257
-"""Tokens, as many as GPT-2 has, if the tokenizer's files are not on the machine of a dry run."""
+"""Vocabulary size (GPT-2's) assumed if the tokenizer's files are not on the machine of a dry run."""
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """A rank with its layout, its stages on the meta device and the plan of a step of the whole global batch."""
+    """One rank: its layout, its stages on the meta device and the plan of a step with the full global batch."""
 
     config: RunConfig
     groups: ParallelGroups
@@ -55,9 +55,9 @@ class RankEstimate:
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int, rank: int = 0) -> RankEstimate:
-        """Rank ``rank`` of a world of ``world_size`` ranks, built as training builds it.
+        """Build rank ``rank`` of a world of ``world_size`` ranks with the functions that training uses.
 
-        Errors: ``ConfigError`` for a configuration that cannot run there, ``LayoutError`` for a rank outside the world.
+        Errors: ``ConfigError`` if the configuration is invalid for this world, ``LayoutError`` if ``rank`` is outside.
         """
         config = without_data(config)
         check(config, world_size)
@@ -81,12 +81,12 @@ class RankEstimate:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of the parameters on this rank, padding of the vocabulary included."""
+        """Number of parameter elements on this rank, including padding of the vocabulary."""
         return sum(p.numel() for stage in self.stages.values() for p in stage.parameters())
 
     @cached_property
     def model_parameters(self) -> int:
-        """Elements of the parameters of the whole model, each counted once."""
+        """Number of parameter elements of the whole model, each counted once."""
         parallel = ModelParallelConfig(device=META, perform_initialization=False)
         config = self.config
         model = GPTModel(config.model, self.vocab_size, config.max_positions, parallel=parallel, tp_group=LocalGroup())
@@ -94,7 +94,7 @@ class RankEstimate:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Elements of the parameters that one token passes through: of experts those of the ones it chooses."""
+        """Number of parameter elements used for one token: of the experts, only the chosen ones count."""
         model = self.config.model
         matrices = 3 if model.gated_linear_unit else 2
         unused = (model.num_experts or 0) - model.moe_router_topk
@@ -103,10 +103,10 @@ class RankEstimate:
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer in the buffers that training makes, and of activations by formula;
-        ``elsewhere`` is what the optimizer has in the host's memory or on disk.
+        """Bytes of weights, gradients and optimizer state in the buffers of training, and of activations by formula;
+        ``elsewhere``: bytes of optimizer state in host memory or on disk.
 
-        Call it once: the parameters become views of the buffers.
+        Building the buffers turns the parameters into views of them; the result is cached.
         """
         data_parallel = data_parallel_of(self.config.parallel, self.config.optimizer, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
@@ -128,12 +128,12 @@ class RankEstimate:
 
     @property
     def micros_held(self) -> float:
-        """The most micro-batches whose activations this rank holds at once, of all its layers."""
+        """Peak number of micro-batches whose activations of all its layers this rank holds at once."""
         return peak_activations(self.plan)[self.groups.index("pp")]
 
 
 def vocabulary_or_assumed(config: RunConfig) -> int:
-    """The size of the vocabulary, and an assumed one if the tokenizer's files are not on this machine."""
+    """Size of the vocabulary; ``ASSUMED_VOCABULARY`` if the tokenizer's files are not on this machine."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
     try:
@@ -143,7 +143,7 @@ def vocabulary_or_assumed(config: RunConfig) -> int:
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """What a training run would need and this machine lacks: files of the data, tokenizer, checkpoint."""
+    """Yield a warning for each missing input of a training run: data files, tokenizer files, checkpoint."""
     data = config.data
     if data.vocab_size is None:
         try:
@@ -202,7 +202,7 @@ def _groups(found: RankEstimate) -> str:
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order; of many the first three and the last."""
+    """List ``ranks``; if there are more than five, only the first three and the last."""
     few = [*map(str, ranks[:3]), "...", str(ranks[-1])] if len(ranks) > 5 else map(str, ranks)
     return " ".join(few)
 
@@ -235,7 +235,7 @@ def _memory(found: RankEstimate) -> str:
 
 
 def _attention(found: RankEstimate) -> str:
-    """Work and bytes of attention over a sequence that is split."""
+    """FLOPs and traffic of attention under context parallelism."""
     config, layers = found.config, found.own_layers
     work = [attention_flops(config, layers, rank) for rank in range(config.parallel.context_parallel_size)]
     own, most = work[found.groups.index("cp")], max(work) * len(work) / max(sum(work), 1.0)

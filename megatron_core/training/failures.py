@@ -1,4 +1,4 @@
-"""The failures of a run, kept beside its checkpoints, so that a restart does not repeat the same one for ever."""
+"""Log of a run's failures, stored beside its checkpoints, so that restarts do not repeat one failure endlessly."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ _LINES = json_lines("list of failures", b'{"begins": "', b'{"iteration": ')
 
 
 class FailureLog:
-    """``SAVE/failures.jsonl``: a line when an attempt begins, and one for each rank that fails in it.
+    """``SAVE/failures.jsonl``: one line at the start of each attempt and one for each rank that fails in it.
 
-    Two attempts in a row with the same settings that fail alike at the same iteration end the run: a third one is
-    refused. The file goes when an attempt has passed that iteration.
+    If two consecutive attempts with equal settings have the same failure at the same iteration, the run ends and a
+    third attempt is refused. The file is removed when an attempt completes that iteration.
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
@@ -34,12 +34,12 @@ class FailureLog:
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         self._attempts = self._read()
         self.iteration = 0
-        """The step that is being taken."""
+        """Number of the current step."""
 
     def begin(self) -> None:
-        """An attempt begins; on rank 0 it is noted, after all ranks have looked at the file.
+        """Start an attempt; rank 0 records it in the file, which all ranks have read before.
 
-        Errors: ``MegatronError`` if it would only repeat what has failed twice.
+        Errors: ``MegatronError`` if the last two attempts had the same failure.
         """
         repeated = self._repeated(self._attempts)
         if repeated is not None:
@@ -53,9 +53,9 @@ class FailureLog:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note an error that ends what is done in here, unless it came from outside: a rank that was killed or hangs.
+        """Record an exception raised in this context, unless its cause is a killed or hanging rank.
 
-        Errors: ``MegatronError`` in place of the same failure for the second time.
+        Errors: ``MegatronError`` instead of the exception if the previous attempt had the same failure.
         """
         try:
             yield
@@ -69,7 +69,7 @@ class FailureLog:
             raise
 
     def passed(self, iteration: int) -> None:
-        """Iteration ``iteration`` is done: what failed before it is of no interest any more."""
+        """Remove the log when iteration ``iteration`` is complete and all recorded failures are at or before it."""
         if (
             self._attempts
             and self._path is not None
@@ -86,12 +86,12 @@ class FailureLog:
         )
 
     def _repeated(self, attempts: list[set[tuple[int, str]]]) -> tuple[int, str] | None:
-        """A failure that the last two attempts have in common."""
+        """The first common failure of the last two attempts, or None."""
         common = attempts[-1] & attempts[-2] if len(attempts) > 1 else set()
         return min(common, default=None)
 
     def _read(self) -> list[set[tuple[int, str]]]:
-        """The failures of each attempt with these settings that had some: iteration and kind."""
+        """Failures (iteration, kind) of each failed attempt since the settings last changed."""
         attempts: list[set[tuple[int, str]]] = [set()]
         if self._path is None or not self._path.is_file():
             return []
@@ -103,11 +103,11 @@ class FailureLog:
                 else:
                     attempts[-1].add((int(record["iteration"]), str(record["error"])))
             except (ValueError, TypeError, KeyError, RecursionError):
-                continue  # cut off when its writer was killed
+                continue  # an incomplete line: the writing process was killed
         return [each for each in attempts if each]
 
     def _append(self, record: dict[str, Any]) -> None:
-        """One write of one line: ranks write into the same file."""
+        """Append one line with a single write, because several ranks append to the same file."""
         assert self._path is not None
         try:
             descriptor = no_follow(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -116,10 +116,10 @@ class FailureLog:
             finally:
                 os.close(descriptor)
         except OSError:
-            return  # a full disk is reported by what needs it more
+            return  # a full disk is reported when a checkpoint is saved
 
 
 def _kind(error: Exception) -> str:
-    """What two occurrences of one failure have in common: the error's first line without numbers."""
+    """Key for comparing failures: the error's type and the first line of its message, with numbers replaced by N."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {re.sub('[0-9]+', 'N', first)[:200]}"

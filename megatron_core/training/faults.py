@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests of what a run does about them: ``--inject-fault KIND@RANK:STEP``."""
+"""Fault injection for tests of failure handling: ``--inject-fault KIND@RANK:STEP``."""
 
 import math
 import os
@@ -17,15 +17,15 @@ from megatron_core.training.setup import Run
 
 SLOW_SECONDS = 5.0
 FULL_BYTES = 4096
-"""How large a file may become on the full disk."""
+"""Maximum size of a file with the fault ``disk-full``."""
 
 
 class InjectedError(RuntimeError):
-    """The fault ``exception``."""
+    """Raised by the fault ``exception``."""
 
 
 class Faults:
-    """The faults of this rank; without ``:always`` only in the first attempt of a job under torchrun."""
+    """The faults of this rank; without ``:always`` they occur only in the first attempt of a torchrun job."""
 
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -39,7 +39,7 @@ class Faults:
             )
 
     def _due(self, *kinds: str) -> str | None:
-        """The kind of a fault that is due in the current step; each happens once."""
+        """Return the kind of a fault that is due in the current step, or None; each fault is injected once."""
         step = self._run.state.iteration + ("nan" in kinds)
         due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
         if due is None:
@@ -51,7 +51,7 @@ class Faults:
         return due.kind
 
     def before_step(self) -> StepHooks:
-        """Inject what is due in the step that begins; -> its hooks."""
+        """Inject the faults that are due in the next step; return its hooks."""
         hooks = NO_HOOKS
         while kind := self._due("nan", "kill", "exception", "hang", "slow"):
             if kind == "kill":
@@ -67,7 +67,7 @@ class Faults:
         return hooks
 
     def finish(self) -> None:
-        """Name what has not happened: a mistyped step, or no checkpoint at it, would pass for a run that withstood."""
+        """Report faults that were not injected, so that a mistyped step does not look like a fault the run survived."""
         absent = self._run.config.resilience.faults if self._run.world.rank == 0 else ()
         absent = [fault for fault in absent if fault.rank >= self._run.world.size]
         for fault in (*self._left, *absent):
@@ -78,7 +78,7 @@ class Faults:
             )
 
     def _spoiled(self) -> StepHooks:
-        """NaN in place of this rank's weights until its gradients are complete."""
+        """Replace weights of this rank by NaN; the returned hook restores them when gradients are complete."""
         self._run.data_parallel.finish_param_sync()
         self._run.optimizer.before_update()
         weights = self._run.data_parallel.buckets[-1].weight_shard
@@ -92,7 +92,7 @@ class Faults:
 
     @contextmanager
     def around_save(self) -> Iterator[None]:
-        """Inject what is due in the checkpoint of this step."""
+        """Inject the fault that is due in the checkpoint of this step."""
         kind = self._due("disk-full", "truncated-write", "flip-bit")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if kind == "disk-full":

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and an early end with a checkpoint."""
+"""The training loop: steps, evaluations, checkpoints, and early stops with a checkpoint."""
 
 import math
 import time
@@ -27,7 +27,7 @@ from megatron_core.training.watch import Watch
 
 
 def train(run: Run, sinks: Sequence[Sink]) -> None:
-    """Train to the end, or until a signal, ``exit_interval`` or ``exit_duration_in_mins`` (``StopRequest``); save."""
+    """Train until the last step, a signal, ``exit_interval`` or ``exit_duration_in_mins`` (``StopRequest``); save."""
     failures = FailureLog(run.config, run.world.rank)
     failures.begin()
     stop, watchdog = StopRequest(run.config.training.exit_duration_in_mins), run.world.watchdog
@@ -47,6 +47,7 @@ def train(run: Run, sinks: Sequence[Sink]) -> None:
 def _train(
     run: Run, sinks: Sequence[Sink], stop: StopRequest, failures: FailureLog, snapshots: MemorySnapshots
 ) -> None:
+    # Checks, timers and, after a change of layout, an evaluation before the first step.
     checks, bad, faults = RunChecks(run), BadSteps(run), Faults(run)
     checks.start()
     watch = Watch(run)
@@ -59,12 +60,14 @@ def _train(
             if run.world.rank == 0:
                 print(f"note: iteration {run.state.iteration} is left out (samples up to {size.end - 1})", flush=True)
             continue
+        # Take the step.
         watched = is_due(run.state.iteration + 1, run.config.training.fp8_statistics_interval)
         if run.fp8 is not None:
             run.fp8.count(wanted=watched)
         began = time.perf_counter()
         with snapshots.around_step():
             result = train_step(run, stop=stop.wanted, hooks=replace(faults.before_step(), is_bad=bad.is_bad))
+        # Report it and run the checks.
         run.saver.restore_folders()
         report_step(run, sinks, result, time.perf_counter() - began, watch.after_step(result))
         if watched:
@@ -75,6 +78,7 @@ def _train(
         iteration = run.state.iteration
         if iteration == first + 2 and run.world.rank == 0:
             print(describe_memory(run, after_step=iteration), flush=True)
+        # Evaluate, save or stop if due.
         if is_due(iteration, run.config.training.eval_interval):
             report_validation(run, sinks, "validation")
             evaluated_at = iteration
@@ -82,6 +86,7 @@ def _train(
             saved_at = iteration
         if result.stop or is_due(iteration, run.config.training.exit_interval):
             break
+    # Final evaluation, checkpoint and reports.
     if run.state.iteration == run.total_iterations:
         if evaluated_at < run.state.iteration:
             report_validation(run, sinks, "validation")
@@ -99,9 +104,9 @@ def _train(
 
 
 def _end_elastic(run: Run, stop: StopRequest) -> None:
-    """Let the spare ranks go with the others, unless a launcher has ended these: theirs will end them, too.
+    """Release the spare ranks, unless the launchers sent SIGTERM to all ranks: they then end the spare ranks, too.
 
-    Errors: ``RestartNeeded`` on all ranks if only some were ended in this way: the run goes on without them.
+    Errors: ``RestartNeeded`` on all ranks if only some ranks received SIGTERM: the run continues without them.
     """
     told = tell_all(stop.reason, run.world.device)
     left = [rank for rank, reason in enumerate(told) if reason == "SIGTERM"]
@@ -112,20 +117,20 @@ def _end_elastic(run: Run, stop: StopRequest) -> None:
 
 
 def begin_step(run: Run, failures: FailureLog) -> None:
-    """Let those know which step it is who will have to say so."""
+    """Tell the failure log and the watchdog which step starts."""
     failures.iteration = run.state.iteration + 1
     if run.world.watchdog is not None:
         run.world.watchdog.beat(run.state.iteration + 1)
 
 
 def evaluate_splits(run: Run, sinks: Sequence[Sink]) -> None:
-    """Evaluate on the validation and the test data, as far as there are any."""
+    """Evaluate on the validation and the test data, if present."""
     for split in ("validation", "test"):
         report_validation(run, sinks, split)
 
 
 def report_early_end(run: Run, *, is_saved: bool = True) -> None:
-    """Say that the run ends before its time, and whether anything is kept of it."""
+    """Print that the run ends before the last step, and whether it is saved."""
     if run.world.rank == 0:
         folder = run.config.checkpoint.save
         kept = f"saved in {folder}" if folder else "not saved: give --save FOLDER to keep it"
@@ -134,12 +139,12 @@ def report_early_end(run: Run, *, is_saved: bool = True) -> None:
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Whether something that happens every ``interval`` steps happens now; never if there is no interval."""
+    """Whether an action with period ``interval`` is due at ``iteration``; never with None."""
     return interval is not None and iteration % interval == 0
 
 
 def save_when_due(run: Run, checks: RunChecks, bad: BadSteps, faults: Faults) -> bool:
-    """Write the checkpoint that is due after this step, if it was a good one; -> whether it is lasting."""
+    """Write the checkpoint that is due after a good step; return whether a persistent one was written."""
     settings, iteration = run.config.checkpoint, run.state.iteration
     if bad.streak:
         return False
@@ -152,7 +157,7 @@ def save_when_due(run: Run, checks: RunChecks, bad: BadSteps, faults: Faults) ->
 
 
 def save(run: Run, checks: RunChecks, write: Callable[[TrainState], object] | None = None) -> object:
-    """Write a checkpoint, after the replica check; -> what ``write``, by default the saver's ``save``, says."""
+    """Check the replicas, then write a checkpoint; return the result of ``write`` (default: the saver's ``save``)."""
     checks.compare()
     with METER.phase("checkpoint", whole=True):
         return (write or run.saver.save)(run.state)
@@ -161,7 +166,7 @@ def save(run: Run, checks: RunChecks, write: Callable[[TrainState], object] | No
 def report_step(
     run: Run, sinks: Sequence[Sink], result: StepResult, seconds: float, watched: Mapping[str, Any] | None = None
 ) -> None:
-    """Tell the sinks about a step; ``watched`` is what ``Watch.after_step`` says of it."""
+    """Report a step to the sinks; ``watched`` is the result of ``Watch.after_step``."""
     tokens = result.size.tokens
     flops = tokens * flops_per_token(run.config.model, result.size.sequence_length, run.vocab_size)
     event = StepEvent(
@@ -192,7 +197,7 @@ def report_step(
 
 
 def report_fp8(run: Run) -> None:
-    """Say what FP8 has lost in this step, layer by layer, over all ranks."""
+    """Print the shares of elements that FP8 clamped or rounded to 0 in this step, by layer, over all ranks."""
     assert run.fp8 is not None, "fp8_statistics_interval needs fp8_format"
     own = [f"  {loss.layer} {loss.role}: {loss.saturated:.4%}, {loss.underflown:.4%}" for loss in run.fp8.losses()]
     stages = gather_texts("\n".join(own), run.groups.group("pp"), run.world.device)
@@ -202,7 +207,7 @@ def report_fp8(run: Run) -> None:
 
 
 def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
-    """Evaluate on a split, if there is data for it, and report it to the sinks."""
+    """Evaluate on a split, if it has data, and report the loss to the sinks."""
     dataset = run.splits.valid if split == "validation" else run.splits.test
     if dataset is None or run.config.training.eval_iters == 0:
         return
@@ -222,7 +227,7 @@ def report_validation(run: Run, sinks: Sequence[Sink], split: str) -> None:
 
 
 def confirm_layout_change(run: Run, sinks: Sequence[Sink]) -> None:
-    """If a checkpoint of another layout was loaded, evaluate it here too, and show both losses side by side."""
+    """If a checkpoint of another layout was loaded, evaluate it in this layout too and print both losses."""
     before, layout = run.state.validation_loss, run.state.layout
     if before is None or layout == run.layout or run.splits.valid is None or run.config.training.eval_iters == 0:
         return

@@ -1,4 +1,4 @@
-"""What this rank's training state should take by formula, and what it takes."""
+"""Predicted and actual memory of this rank's training state."""
 
 from megatron_core.monitor.memory import peak_memory_bytes
 from megatron_core.planner import state_by_kind
@@ -7,7 +7,7 @@ from megatron_core.training.setup import Run
 
 
 def planned_bytes(run: Run) -> float:
-    """Weights, gradients and optimizer by formula: each parameter with as many ranks as share its bucket."""
+    """Predicted bytes of weights, gradients and optimizer state; each bucket is sharded over its own group."""
     config, optimizer = run.config, run.config.optimizer
     return sum(
         sum(parameter.numel() for parameter in shard.bucket.parameters)
@@ -25,13 +25,13 @@ def planned_bytes(run: Run) -> float:
 
 
 def found_bytes(run: Run) -> dict[str, int]:
-    """Bytes of this rank's weights, gradients and optimizer state, and of what is whole for a while."""
+    """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
     return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state)}
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
-    """A line for the console: the plan at the start, and beside it, after a step, what came true."""
+    """A line for the console: the prediction at the start; after a step, the actual bytes beside it."""
     found, plan = found_bytes(run), planned_bytes(run)
     parts = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in found.items())
     if not after_step:

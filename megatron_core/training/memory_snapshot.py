@@ -1,4 +1,4 @@
-"""What holds this rank's memory: of a step when SIGUSR2 asks for it, and of a run that ends out of memory."""
+"""Memory snapshots of this rank: of one step on SIGUSR2, and of a run that ends out of memory."""
 
 import gc
 import json
@@ -25,13 +25,13 @@ from megatron_core.training.memory_report import found_bytes
 from megatron_core.training.setup import Run
 
 LARGEST = 20
-"""Tensors that a snapshot lists."""
+"""Number of tensors listed in a snapshot."""
 MUCH_LESS = 0.9
-"""What should fit needs at most this share of what did not."""
+"""Suggested settings need at most this share of the predicted bytes of the failed settings."""
 
 
 class KeptForBackward:
-    """Bytes that autograd keeps for backward, by the module whose forward saved them, now and at most."""
+    """Bytes that autograd saves for backward, by the module whose forward saved them: current and peak."""
 
     def __init__(self, run: Run) -> None:
         self._names = {module: name for stage in run.stages.values() for name, module in stage.named_modules()}
@@ -44,7 +44,7 @@ class KeptForBackward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count what is saved in here."""
+        """Count the tensors saved in this context."""
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -63,7 +63,7 @@ class KeptForBackward:
         self._modules.pop()
 
     def add(self, tensor: Tensor) -> tuple[int, str, int] | None:
-        """Count a tensor whose memory is not counted yet; what ``remove`` is to be told. Weights are not counted."""
+        """Count a tensor's storage once; return the arguments of ``remove``. Weights are not counted (None)."""
         storage, name = tensor.untyped_storage(), self._modules[-1] if self._modules else ""
         if storage.data_ptr() in self._weights:
             return None
@@ -76,7 +76,7 @@ class KeptForBackward:
         return storage.data_ptr(), name, storage.nbytes()
 
     def remove(self, pointer: int, name: str, size: int) -> None:
-        """The last of a tensor's users frees its memory."""
+        """Remove one user of a storage; the storage is no longer counted after the last one."""
         self._users[pointer] -= 1
         if not self._users[pointer]:
             self._now[name] -= size
@@ -96,26 +96,30 @@ class _Kept:
 class MemorySnapshots:
     """Writes ``memory/rank00000_step0000012.json`` into the folder of ``--save``, or the current one.
 
-    SIGUSR2 asks for the next step: bytes by kind, activations by module at their peak, the largest tensors after it. On
-    a GPU torch's snapshot of its allocations in that step lies beside it, for pytorch.org/memory_viz.
+    SIGUSR2 requests a snapshot of the next step: bytes by kind, activations by module at their peak, and the largest
+    tensors after the step. On a GPU, torch's snapshot of the allocations in that step is written beside it, for
+    pytorch.org/memory_viz.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._wanted = run, False
         self._other = max(current_memory_bytes() - sum(found_bytes(run).values()), 0)
-        """What the process had before the first step, besides the state."""
+        """Bytes of the process before the first step, without the training state."""
         self._previous = signal.signal(signal.SIGUSR2, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True
 
     def restore(self) -> None:
-        """Give the signal back to who had it before."""
+        """Restore the previous signal handler."""
         signal.signal(signal.SIGUSR2, self._previous)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Take the snapshot of the step in here, if it is wanted; explain an allocation in it that fails."""
+        """Take a snapshot of the step in this context, if requested; explain a failed allocation.
+
+        Errors: ``MegatronError`` if an allocation fails.
+        """
         kept = KeptForBackward(self._run) if self._wanted else None
         self._wanted, is_cuda = False, self._run.world.device.type == "cuda"
         try:
@@ -160,13 +164,13 @@ class MemorySnapshots:
         return path
 
     def _explanation(self, asked: int, kinds: dict[str, int], now: int, path: Path) -> str:
-        """What held the memory, and what would fit."""
+        """Describe the use of memory and the settings that would fit."""
         run, config = self._run, self._run.config
         device = total_memory_bytes() or now
         if run.world.device.type == "cpu":
             device //= int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
         needed = predicted_bytes(config, run.world.size, run.vocab_size)
-        # Less than the device has: a limit of the system, or others on the same device, ended the run.
+        # Failure below the device's capacity: a system limit, or other processes on the same device.
         room = (device if now + asked > device else now) - self._other
         ways = settings_that_fit(config, run.world.size, run.vocab_size, min(room, MUCH_LESS * needed))
         shown = [
@@ -183,7 +187,7 @@ class MemorySnapshots:
 
 
 def largest_tensors(run: Run) -> list[dict[str, Any]]:
-    """The largest tensors that Python knows: what they are, where that is known, shape, dtype and bytes."""
+    """The largest tensors referenced from Python: purpose if known, shape, dtype and bytes."""
     known: dict[int, str] = {}
     for bucket, state in run.optimizer.tensors():
         where = f"{bucket.names[0]} to {bucket.names[-1]}"

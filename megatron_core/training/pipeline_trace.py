@@ -1,4 +1,4 @@
-"""--trace-pipeline: when the actions of this rank's steps ran."""
+"""--trace-pipeline: start and end times of the actions in this rank's steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from megatron_core.schedules.trace import Recording, TraceWriter
 
 
 def trace_writer(config: RunConfig, groups: ParallelGroups, stage_to_rank: tuple[int, ...]) -> TraceWriter | None:
-    """This rank's trace, if one is asked for."""
+    """This rank's trace writer, or None without ``trace_pipeline``."""
     if config.monitor.trace_pipeline is None:
         return None
     own = config.parallel.pipeline_plan
@@ -30,9 +30,9 @@ def trace_writer(config: RunConfig, groups: ParallelGroups, stage_to_rank: tuple
 def traced(
     trace: TraceWriter | None, step: int, listener: Listener, groups: ParallelGroups, device: torch.device
 ) -> Iterator[Listener]:
-    """The step that runs inside is recorded by the listener that this gives, and written afterwards.
+    """Yield a listener that records the step in this context, and write the recording afterwards.
 
-    Ranks begin a recorded step together. Without a trace, or when it is full, the listener is the given one.
+    All ranks start a recorded step together. Without a trace, or if it is full, ``listener`` is yielded unchanged.
     """
     if trace is None or trace.is_full:
         yield listener
@@ -53,10 +53,10 @@ def traced(
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds on the host's monotonic clock; on a GPU, once all work before is done.
+    """Return a monotonic host clock in seconds; on a GPU it first waits for all previously queued computation.
 
-    Only the stream that computes is waited for: messages are sent and received on others, and one that was posted
-    early may need what this rank has yet to do.
+    It synchronizes only the compute stream: messages use other streams, and a message posted early may depend on work
+    that this rank has not started.
     """
     if device.type != "cuda":
         return time.monotonic

@@ -1,4 +1,4 @@
-"""How large the steps of a run are, and their schedules: one for each number of micro-batches."""
+"""Sizes of a run's steps, and their pipeline plans: one for each number of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_core.schedules.checks import check
 
 @dataclass(frozen=True)
 class StepSize:
-    """Which samples a step takes and how many tokens, as functions of the samples consumed before it."""
+    """Samples and tokens of a step, as functions of the number of samples consumed before it."""
 
     consumed_samples: int
     batch_size: int
-    """Sequences of all ranks together."""
+    """Sequences in the global batch."""
     num_microbatches: int
     """Micro-batches of each rank."""
     sequence_length: int
@@ -33,7 +33,7 @@ class StepSize:
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> StepSize:
-        """The first batch of an evaluation: all of them have full size, so that evaluations can be compared."""
+        """The first batch of an evaluation; all evaluation batches have full size, so that results are comparable."""
         batch = config.training.evaluation_batch_size(data_parallel_size)
         micro = batch // (config.training.micro_batch_size * data_parallel_size)
         return cls(0, batch, micro, config.data.seq_length)
@@ -45,15 +45,15 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all ranks together."""
+        """Tokens in the global batch."""
         return self.batch_size * self.sequence_length
 
 
 class Plans:
-    """Plans by the number of micro-batches of a rank, each made and checked when a step first needs it.
+    """Plans by the number of micro-batches of a rank, each built and checked at first use.
 
-    The largest one, of the whole global batch, is made at once, so that a schedule that does not fit is an error before
-    anything is built. Stages lie on the same ranks in all of them: ``stage_to_rank`` gives the rank of each stage.
+    The largest plan, for the full global batch, is built in the constructor, so that an invalid schedule is an error
+    before anything else is built. All plans place stages on the same ranks: ``stage_to_rank`` maps stages to ranks.
     """
 
     def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
@@ -68,7 +68,7 @@ class Plans:
         return plan_of(self._config, num_microbatches)
 
     def _evaluation(self, num_microbatches: int) -> Plan:
-        """The plan of a batch that is evaluated."""
+        """The plan of an evaluation batch."""
         ranks = self._config.parallel.pipeline_model_parallel_size
         chunks = len(self.stage_to_rank) // ranks
         plan = forward_only(ranks, chunks, num_microbatches, stage_to_rank=self.stage_to_rank)

@@ -1,4 +1,4 @@
-"""--profile: what each rank did in some steps, in one trace."""
+"""--profile: activities of each rank in selected steps, merged into one trace."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ from megatron_core.training.setup import Run
 
 
 class Profile:
-    """Keeps the events of the steps after ``profile_step_start`` up to ``profile_step_end``; every rank has one."""
+    """Collects events of the steps after ``profile_step_start`` up to ``profile_step_end``; one object per rank."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.config.monitor
@@ -33,7 +33,7 @@ class Profile:
         self._begin_at(run.state.iteration)
 
     def after_step(self, times: StepTimes) -> None:
-        """Keep the step that has just ended, and write at the end; ``times`` are those of ``METER.take``."""
+        """Collect events of the last step; write all after the final one. ``times``: the result of ``METER.take``."""
         iteration = self.run.state.iteration
         if METER.keep_spans:
             self._events += events_of(METER.spans, self.run.world.rank, time.time() - times.seconds)
@@ -42,7 +42,7 @@ class Profile:
         self._begin_at(iteration)
 
     def finish(self) -> None:
-        """Write what there is, all ranks together; the first one merges."""
+        """Write the collected events; all ranks call this together, and rank 0 merges the files."""
         run, settings = self.run, self.settings
         if not self._wanted:
             return

@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to take steps."""
+"""Setup of a training run from a configuration."""
 
 import os
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_name
 
 @dataclass(kw_only=True)
 class Run(Trainable):
-    """A GPT in training: what its steps need, its data and its counters."""
+    """A GPT training run: the objects needed for its steps, its data and its counters."""
 
     config: RunConfig
     world: World
@@ -54,23 +54,23 @@ class Run(Trainable):
     stages: dict[int, GPTModel]
     """This rank's stages by number."""
     auxiliary_loss_names: tuple[str, ...]
-    """The losses that layers add, the same on every rank."""
+    """Names of the layers' auxiliary losses, equal on all ranks."""
     plans: Plans
     trace: TraceWriter | None
     schedule: LearningRateSchedule
     decoupled_schedule: LearningRateSchedule | None
-    """Of word embedding and output layer, if they have their own."""
+    """Schedule of word embedding and output layer, if it is separate."""
     splits: Splits
     state: TrainState
     loaded: bool
     """Whether a checkpoint was loaded."""
     total_iterations: int
-    """Steps of the whole training, those before a resume included."""
+    """Steps of the whole training, including the steps before a resume."""
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read the training split, if there is one; for other data set another loader."""
+        """Create the checkpoint saver, and the loader of the training split if there is one."""
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -83,7 +83,7 @@ class Run(Trainable):
             self.train_loader = self.loader(self.splits.train)
 
     def step_after(self, consumed_samples: int) -> StepSize:
-        """The size of the step that follows so many samples."""
+        """The size of the step after ``consumed_samples`` samples."""
         return StepSize.at(self.config, self.groups.size("dp"), consumed_samples)
 
     def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
@@ -93,13 +93,13 @@ class Run(Trainable):
 
     @property
     def layout(self) -> str:
-        """The layout in a few words, as ``tp2 pp2 v2 sp``."""
+        """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
         own = self.config.parallel.pipeline_plan
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
         return f"{layout} plan {Path(own).name}" if own else layout
 
     def loader(self, dataset: Dataset) -> BatchLoader:
-        """This data-parallel rank's batches of ``dataset``."""
+        """Return a loader of this data-parallel rank's batches of ``dataset``."""
         return BatchLoader(
             dataset,
             self.config.training.micro_batch_size,
@@ -113,7 +113,7 @@ class Run(Trainable):
 
 
 def message_format(config: RunConfig, split: SequenceSplit, device: torch.device) -> MessageFormat:
-    """What travels between stages: ``[s/cp, b, h]``, ``[s/cp/tp, b, h]`` with sequence parallel."""
+    """Format of messages between stages: ``[s/cp, b, h]``; ``[s/cp/tp, b, h]`` with sequence parallelism."""
     length = split.message_length(config.data.seq_length)
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
@@ -127,9 +127,10 @@ def data_parallel_of(
     device: torch.device,
     initialise: Initialise | None = None,
 ) -> DataParallel:
-    """The gradient buckets of a rank's stages as they are configured.
+    """Build the gradient buckets of a rank's stages according to the configuration.
 
-    Below stage 2, whose buckets join units, there is enough to fill every shard with whole matrices.
+    Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
+    enough matrices to fill every shard.
     """
     whole = optimizer.optimizer == "muon" and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
     return DataParallel(
@@ -159,7 +160,7 @@ def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: Parall
 
 
 def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compressor | None:
-    """What sums gradients with losses, if that is asked for."""
+    """The lossy gradient compressor, or None without ``grad_compression``."""
     if parallel.grad_compression == "powersgd":
         return PowerSGD(parallel.powersgd_rank, parallel.grad_compression_warmup_iters)
     if parallel.grad_compression == "onebit-adam":
@@ -170,7 +171,7 @@ def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compres
 def _histories_of(
     config: RunConfig, stages: dict[int, GPTModel], groups: ParallelGroups, device: torch.device
 ) -> AmaxHistories | None:
-    """The scales of FP8 from step to step, if it is used."""
+    """The amax histories of FP8 layers, or None without FP8."""
     if config.training.fp8_format is None:
         return None
     return AmaxHistories(stages.values(), config.training, groups.group("tp-dp-cp"), device)
@@ -179,15 +180,15 @@ def _histories_of(
 def learning_rate_schedule(
     config: RunConfig, optimizer: OptimizerConfig, total_iterations: int
 ) -> LearningRateSchedule:
-    """The schedule of ``optimizer`` in a training of so many steps, by steps or by sequences."""
+    """The schedule of ``optimizer`` in a training of ``total_iterations`` steps, by steps or by samples."""
     by_samples = config.schedules_by_samples
     total = config.training.train_samples if by_samples else total_iterations
     return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
 
 
 def use_deterministic_kernels() -> None:
-    """Let torch choose only kernels that give the same bits each time, as ``--deterministic-mode`` asks."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts; torch refuses others
+    """Restrict torch to deterministic kernels (``--deterministic-mode``)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is initialized; torch requires it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -214,10 +215,10 @@ def set_up(
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
 ) -> Run:
-    """Build everything: plan, groups, data, model, optimizer; and load the checkpoint if one is named.
+    """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
-    ``datasets_provider`` makes the data sets of ``dataloader_type=external``; ``layer_specs`` says what each layer is
-    made of.
+    ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
+    each layer.
     """
     if config.monitor.poison_buffers:
         poison.turn_on()
@@ -247,7 +248,7 @@ def set_up(
         deferred=deferred,
         layer_specs=layer_specs,
     )
-    if config.training.skip_train:  # no memory for gradients and moments
+    if config.training.skip_train:  # allocates no gradients and moments
         for stage in stages.values():
             stage.requires_grad_(False)
     draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
@@ -278,7 +279,7 @@ def set_up(
         data_parallel=data_parallel,
         optimizer=optimizer,
         fp8=fp8,
-        # Not the output layer's: to defer its weight gradient would keep a gradient as large as the logits.
+        # Without the output layer: deferring its weight gradient would keep a gradient of the size of the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,

@@ -1,4 +1,4 @@
-"""What a run has come to: its tensors as pieces of a checkpoint, and how they are loaded."""
+"""The state of a run: its counters, its tensors as pieces of a checkpoint, and loading."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class TrainState:
-    """Counters of a run and its data; position in the data is ``consumed_samples`` alone."""
+    """Counters of a run and records of its data; ``consumed_samples`` alone is the position in the data."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -46,11 +46,11 @@ class TrainState:
     layout: str = ""
     """The layout in which the run last took a step or was saved."""
     validation_loss: float | None = None
-    """The loss of an evaluation at this very iteration, if there was one."""
+    """Validation loss at this iteration, if it was evaluated."""
     left_out: list[int] = field(default_factory=list)
-    """Iterations whose batches are left out since the run went back to a checkpoint."""
+    """Iterations whose batches are left out after rollbacks to a checkpoint."""
     rollbacks: int = 0
-    """How often it did."""
+    """Number of rollbacks to a checkpoint."""
     data: list[dict[str, Any]] = field(default_factory=list)
     """Records of the files that the run reads, as ``datasets.sources`` makes them."""
 
@@ -68,8 +68,9 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[P
 
 
 def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[Piece]:
-    """Pieces of a checkpoint that change in the optimizer's update and at no other time; without ``optimizer`` weights
-    alone. Those of all ranks together, with ``other_pieces``, make it up."""
+    """Pieces of a checkpoint that change only in the optimizer's update; without ``optimizer``, only weights.
+
+    The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
     for bucket in data.all_buckets:
         yield from weight_pieces(bucket, bucket.saved_span)
     if optimizer is not None:
@@ -77,7 +78,7 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 
 
 def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
-    """The other pieces of a checkpoint, which may change at any time of a step."""
+    """The other pieces of a checkpoint, which may change at any point of a step."""
     yield from parameter_pieces(data.frozen_on_first_copy())
     if optimizer is not None:
         yield from compression_pieces(data)
@@ -86,8 +87,8 @@ def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHisto
 
 
 def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[Piece]:
-    """Pieces of ``flat``, which has the layout of this rank's shard, as ``PREFIX.NAME``, or of ``span`` of the bucket,
-    which lies in the shard."""
+    """Pieces ``PREFIX.NAME`` of ``flat``, which has the layout of this rank's shard; ``span``: only this part of the
+    bucket, within the shard."""
     span = span or bucket.shard
     first = span.start - bucket.shard.start
     for name, parameter, start, stop, at in bucket.pieces(span):
@@ -96,7 +97,7 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | 
 
 
 def compression_pieces(data: DataParallel) -> Iterator[Piece]:
-    """Pieces of what compressed gradients leave for the next step: errors of each data-parallel rank, and factors."""
+    """Pieces of the state of gradient compression: errors of each data-parallel rank, and factors."""
     for bucket in data.buckets if data.compressor is not None else ():
         assert data.compressor is not None
         rank, size, axes = bucket.dp_group.rank(), bucket.dp_group.size(), bucket.kind.replica_axes
@@ -114,13 +115,13 @@ def compression_pieces(data: DataParallel) -> Iterator[Piece]:
                 view = EXPERT_AXES if "edp" in axes else DENSE_AXES
                 holder = ".".join(str(data.groups.index(axis)) for axis in view if axis not in (*axes, "pp"))
                 name, shape = f"compression.{kind}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
-                # The last stage's copy of tied weights has the same: their gradients are summed before.
+                # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
                 owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
                 yield Piece(name, shape, Box((0,) * len(shape), shape), tensor, owned)
 
 
 def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-    """Pieces of ``histories`` of amaxes, of which every rank with the layer has the whole."""
+    """Pieces of amax ``histories``; every rank with the layer has the complete history."""
     for name, history in histories.items():
         shape = tuple(history.shape)
         yield Piece(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
@@ -129,12 +130,13 @@ def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Ite
 def open_checkpoint(
     config: RunConfig, device: torch.device = CPU
 ) -> tuple[CheckpointReader | HuggingFaceReader | None, RunConfig]:
-    """The checkpoint that ``config.checkpoint`` names, of the model of ``config`` (None without one), and ``config``.
+    """Open the checkpoint to load (None if there is none); return its reader and ``config``.
 
-    A damaged one is refused; where ``load`` named the folder of all, the newest whole one takes its place, and rank 0
-    says so. Settings that ``config`` takes from the checkpoint are then those of that one. All ranks call this
+    A damaged checkpoint is refused; if ``load`` is the folder of all checkpoints, the newest intact one is used
+    instead, rank 0 prints a note, and settings taken from the checkpoint come from that one. All ranks call this
     together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
+    # Find the checkpoint or the Hugging Face folder.
     settings = config.checkpoint
     reader: CheckpointReader | None = None
     if settings.load is not None:
@@ -152,8 +154,9 @@ def open_checkpoint(
                 "without --exit-on-missing-checkpoint, --finetune and --ckpt-step"
             )
         return None, config
+    # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
-    if not isinstance(reader, CopiesReader):  # of the same run, without a tokenizer
+    if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config)
     if not settings.finetune and not config.training.skip_train:
@@ -180,7 +183,7 @@ def open_checkpoint(
 
 
 def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) -> CheckpointReader | None:
-    """The newest whole checkpoint, in the memory of the hosts or in the folder ``load``."""
+    """Open the newest intact checkpoint, in the memory of the hosts or in the folder ``load``."""
     step, local, verify = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint
     if local is None:
         return open_newest(load, step, settings.temporary_folder(load), verify=verify, device=device)
@@ -194,7 +197,7 @@ def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) ->
         fault = error
     sound = -1 if found is None else found.manifest.iteration
     if step is None and sound < max(map(iteration_of, find_candidates(load).folders), default=-1):
-        # Memory has nothing newer than what is damaged on disk, but perhaps than what is whole there.
+        # Copies are not newer than the damaged checkpoint on disk, but may be newer than the intact one.
         found = open_copies(local, load, step, verify=verify, device=device, sound=sound) or found
     if found is None and fault is not None:
         raise fault
@@ -202,7 +205,7 @@ def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) ->
 
 
 def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
-    """An error if this run would write over checkpoints that it does not go on from."""
+    """Raise ``CheckpointError`` if ``save`` holds checkpoints of a run that this run does not resume."""
     if settings.save is None or settings.overwrite_checkpoints:
         return
     save, load = Path(os.path.realpath(settings.save)), Path(os.path.realpath(settings.load or ""))
@@ -223,7 +226,7 @@ def load_state(
     optimizer: Optimizer | None,
     fp8: AmaxHistories | None = None,
 ) -> TrainState:
-    """Fill weights and optimizer from a checkpoint, and return the counters; a folder of Hugging Face has none."""
+    """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``)."""
     settings = config.checkpoint
     weights_only = settings.finetune or isinstance(reader, HuggingFaceReader)
     fresh = weights_only or settings.no_load_optim
@@ -246,7 +249,7 @@ def load_state(
 
 
 def _held_weights(data: DataParallel) -> Iterator[Piece]:
-    """All weights of this rank: of a bucket whose weights are split, its shard."""
+    """All weights of this rank; for a bucket with split weights, this rank's shard."""
     yield from parameter_pieces(data.frozen)
     for bucket in data.all_buckets:
         whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
@@ -254,7 +257,7 @@ def _held_weights(data: DataParallel) -> Iterator[Piece]:
 
 
 def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
-    """All that this rank may load."""
+    """All pieces that this rank may load."""
     yield from _held_weights(data)
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
@@ -263,7 +266,7 @@ def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHis
 
 
 def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None) -> None:
-    """Compare the tensors that all ranks together need with those that are stored."""
+    """Compare the tensors needed by all ranks with the stored tensors."""
     pieces = [piece for bucket in data.all_buckets for piece in weight_pieces(bucket)]
     pieces += parameter_pieces(data.frozen)
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
@@ -295,8 +298,10 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
 
 
 def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
-    """Errors are those of a data-parallel rank: with another number of them they are left at zero, and that is said.
-    Factors are a start that other layouts and ranks of PowerSGD make anew; all ranks, because copies have to agree."""
+    """Load compression errors and PowerSGD factors.
+
+    Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
+    layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
     if data.compressor is None:
         return
     kinds: dict[bool, list[Piece]] = {True: [], False: []}
@@ -316,7 +321,7 @@ def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
 
 
 def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHistories) -> None:
-    """Histories that are not there, or of another length, begin anew, and that is said."""
+    """Load amax histories; if they are missing or of another length, reset them and print a note."""
     pieces = list(fp8_pieces(fp8, fp8.allocate()))
     length = reader.state["config"].get("fp8_amax_history_len")
     if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):

@@ -1,4 +1,4 @@
-"""What a step reports besides its loss and its gradient norm: sums over the global batch, part by part."""
+"""Additional statistics of a step: norms by layer and losses by data source, summed over all ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from megatron_core.training.setup import Run
 
 
 class StepStatistics:
-    """This rank's part of one step's sums: of squares and zeros if flags ask for them, and of a blend's losses.
+    """This rank's terms of one step's sums: squares and zeros if flags request them, and losses by source of a blend.
 
-    ``own`` is summed over all ranks together with the loss, and ``read`` makes numbers of the sums.
+    The result of ``own`` is summed over all ranks together with the loss; ``read`` converts the sums to metrics.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,20 +26,20 @@ class StepStatistics:
         self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
 
     def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
-        """Count a micro-batch's token losses ``[b, n]``, those that the mask leaves out being 0."""
+        """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
         if batch.source is not None and self._owns_loss:
             for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
                 total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
 
     def own(self) -> Tensor:
-        """This rank's part, float64 ``[n]``, when gradients are complete and not yet clipped."""
+        """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
         parts = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
             parts.append(self._norm.squares_by_part(self._layers).flatten())
         return torch.cat([*parts, self._losses.flatten()])
 
     def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:
-        """Norms of gradients and weights by layer, and losses per token by source, as metrics name them."""
+        """Norms of gradients and weights by layer, and losses per token by source, by the name of the metric."""
         return dict(self._read(list(sums), loss_scale))
 
     def _read(self, sums: list[float], loss_scale: float) -> Iterator[tuple[str, float]]:
@@ -50,7 +50,7 @@ class StepStatistics:
                 for name in names:
                     yield f"{metric}/{name}", math.sqrt(sums.pop(0)) / scale
         totals: dict[str, list[float]] = {}
-        for at, name in enumerate(self._sources):  # a file may be named twice
+        for at, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])
             total[0], total[1] = total[0] + sums[at], total[1] + sums[at + len(self._sources)]
         for name, (loss, tokens) in totals.items():

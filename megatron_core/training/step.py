@@ -25,7 +25,7 @@ from megatron_core.transformer.moe import update_expert_biases
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
-    """What a training step reports; the same on every rank."""
+    """The report of a training step; equal on all ranks."""
 
     learning_rate: float
     loss_scale: float
@@ -35,7 +35,7 @@ class StepResult(StepOutcome):
 
 
 def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
-    """Take the next step of ``run`` and advance its counters; ``stop`` is this rank's wish to end afterwards."""
+    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
     with METER.phase("data"):
@@ -100,8 +100,8 @@ def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
 def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
     """Sum of token losses / number of tokens over the first ``iterations`` global batches of ``dataset``.
 
-    The same batches every time, so that evaluations can be compared. Nothing of the training changes: no dropout, no
-    generator, no counter.
+    The batches are the same each time, so that results are comparable. Evaluation uses no dropout and changes neither
+    generators nor counters.
     """
     for stage in run.stages.values():
         stage.eval()
@@ -122,7 +122,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
 
 
 def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
-    """This rank's micro-batches of the next step, on its device; those of the step after it are read ahead."""
+    """Load this rank's micro-batches of the next step to its device, and prefetch those of the following step."""
     batches = run.train_loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length)
     if run.state.iteration + 1 < run.total_iterations:
         after = run.step_after(size.end)
@@ -131,12 +131,12 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
 
 
 def count_tokens(batches: list[MicroBatch]) -> Tensor:
-    """Tokens of this rank's micro-batches whose loss counts: a float64 scalar."""
+    """Number of tokens with unmasked loss in this rank's micro-batches: a float64 scalar."""
     return torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
 
 
 def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
-    """The same of the tokens further ahead, by the names of their losses."""
+    """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
     masks = [batch.later.masks for batch in batches if batch.later is not None]
     return {
         name: torch.stack([mask[at].sum(dtype=torch.float64) for mask in masks]).sum() for at, name in enumerate(names)
@@ -144,7 +144,7 @@ def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[
 
 
 def message_lengths(batches: list[MicroBatch]) -> dict[int, int]:
-    """Lengths of the sequences that travel between stages, by micro-batch."""
+    """Sequence length of the messages between stages, by micro-batch."""
     return {micro: batch.residual_length for micro, batch in enumerate(batches)}
 
 
@@ -154,7 +154,7 @@ def forward_step(
     auxiliary: AuxiliaryLosses | None = None,
     statistics: StepStatistics | None = None,
 ) -> ForwardStep:
-    """The function that computes a stage: hidden states, or on the last one the sum of token losses."""
+    """Return the forward function of a stage: its output is hidden states, or on the last stage the sum of losses."""
     last = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:

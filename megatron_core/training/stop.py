@@ -1,19 +1,19 @@
-"""Ending a run early, with a checkpoint."""
+"""Early stop of a run by a signal or a time limit, with a checkpoint."""
 
 import signal
 import time
 from types import FrameType
 
-# torchrun forwards a Ctrl-C that the terminal has already sent to its processes: within this time the two are one.
+# torchrun forwards a Ctrl-C that the terminal also sends to the processes: two within this time count as one.
 SAME_SIGNAL_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
-    """This rank's wish to save and leave: SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C came, or ``minutes`` have passed.
+    """This rank's request to save and stop, after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, or after ``minutes``.
 
-    The wish takes effect at the end of a step, on all ranks together: ``train_step`` asks every rank. Another Ctrl-C,
-    later than ``SAME_SIGNAL_SECONDS``, interrupts at once. A signal that is ignored, as SIGHUP under nohup, stays so.
+    ``train_step`` combines the requests, so that all ranks stop together at the end of a step. Another Ctrl-C, later
+    than ``SAME_SIGNAL_SECONDS``, interrupts immediately. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -32,16 +32,16 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """The name of the signal, or ``time limit``; empty if this rank does not want to leave."""
+        """The name of the signal, or ``time limit``; empty if this rank requests no stop."""
         late = self._deadline is not None and time.monotonic() > self._deadline
         return self._signal or ("time limit" if late else "")
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank wants to leave."""
+        """Whether this rank requests a stop."""
         return bool(self.reason)
 
     def restore(self) -> None:
-        """Give the signals back to who had them before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
