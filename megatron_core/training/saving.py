@@ -39,7 +39,7 @@ from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 LEAVE_SECONDS = 60.0
-"""How long a process that ends by an error waits for its part of a checkpoint."""
+"""Time that a process ending with an error waits for its part of a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class CheckpointSaver:
 
     @property
     def folder(self) -> Path:
-        """That of ``save``."""
+        """The folder of ``save``."""
         return Path(self.config.checkpoint.save or ".")
 
     def open(self, *, anew: bool = False) -> None:
@@ -123,7 +123,7 @@ class CheckpointSaver:
             )
 
     def _take(self, setting: str, folder: Path) -> str:
-        """Make ``folder`` and lock it; -> what prevents that."""
+        """Create and lock ``folder``; return an error message, or "" on success."""
         try:
             refuse_foreign(f"{setting}={str(folder)!r}", folder)
             if setting != "save":
@@ -144,7 +144,7 @@ class CheckpointSaver:
         return ""
 
     def keep_config(self) -> None:
-        """Write the configuration with which this run is resumed beside the checkpoints."""
+        """Write the configuration for resuming this run beside the checkpoints."""
         named = f"save={str(self.folder)!r}"
         try:
             make_folder(self.folder)
@@ -233,20 +233,20 @@ class CheckpointSaver:
         save_copies(save, pieces, hosts, self._agree, self.data.device, jump=jump, factor=factor)
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:
-        """As ``save``, but a failure is only told: the run goes on with the checkpoints that it has.
+        """As ``save``, but only print a failure: training continues with the existing checkpoints.
 
-        -> whether the checkpoint is written, or being written.
+        Returns whether the checkpoint is written or being written.
         """
         return self._try(lambda: self.save(state, temporary=temporary))
 
     def finish(self) -> None:
-        """Wait until what is written in the background is complete. Errors: ``CheckpointError`` on all ranks."""
+        """Wait for the background save to complete. Errors: ``CheckpointError`` on all ranks."""
         running, self._running = self._running, None
         if running is not None:
             running.finish()
 
     def leave(self) -> None:
-        """On the way out after an error, perhaps without the other ranks: let this rank's part be written."""
+        """Wait for this rank's part of a background save after an error, possibly without the other ranks."""
         if self._running is not None:
             self._running.join(LEAVE_SECONDS)
 

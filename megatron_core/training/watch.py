@@ -55,7 +55,7 @@ class Watch:
         self.profile = Profile(run)
 
     def after_step(self, result: StepResult) -> dict[str, Any]:
-        """Take the times of the step that has just ended; what an event says of it."""
+        """Take the times of the last step; return the fields of its event."""
         if not self.settings.record_times:
             return {}
         times, iteration = METER.take(), self.run.state.iteration
@@ -79,7 +79,7 @@ class Watch:
         }
 
     def close(self) -> None:
-        """Write what has happened since the last stretch: the last evaluation and checkpoint."""
+        """Write the record of the time since the last one: the last evaluation and checkpoint."""
         if METER.on:
             self.profile.finish()
             self._stretch.add(METER.take())
@@ -137,7 +137,7 @@ class Watch:
         self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()
 
     def _print_timers(self) -> None:
-        """Megatron's timers and the report of stragglers, if they are wanted; all ranks call it together."""
+        """Print Megatron's timers and the straggler report, if requested; all ranks call it together."""
         settings, interval = self.settings, self._interval
         self._interval = StepTimes()
         if not settings.timing_log_level and not settings.log_straggler:
@@ -164,7 +164,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """What the run runs on."""
+    """Versions of Python, torch and system, device, threads, and size of the vocabulary."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
