@@ -104,8 +104,8 @@ class CheckpointSaver:
         self._is_open = True
 
     def _begin_run(self, *, anew: bool) -> None:
-        """Agree on the run that checkpoints for a fast restart belong to, and say if there are fewer copies than asked
-        for."""
+        """Agree on the id of the run for its fast-restart checkpoints; print a note if the hosts are fewer than
+        ``replication_factor``."""
         problem, settings = "", self.config.checkpoint
         try:
             if self.data.groups.rank == 0:
@@ -193,8 +193,8 @@ class CheckpointSaver:
     def save(self, state: TrainState, *, temporary: bool = False) -> None:
         """Write a checkpoint; ``temporary``: one for a fast restart, which replaces the one before.
 
-        Errors: ``CheckpointError`` on all ranks; the checkpoints before it are whole. That the one before, in the
-        background, has failed is only told: this one is newer.
+        Errors: ``CheckpointError`` on all ranks; earlier checkpoints are intact. A failure of the previous background
+        save is only printed, because this checkpoint is newer.
         """
         self.open()
         fail_together(self.restore_folders(), self.data.device)
