@@ -126,7 +126,7 @@ class BadSteps:
         state, save = run.state, run.config.checkpoint.save
         run.saver.finish()
         folder = find_checkpoint(save) if save is not None else None
-        what = f"{self._what(result)}, the {len(bad)}th bad step in a row"
+        what = f"{self._what(result)}; bad steps in a row: {len(bad)}"
         if folder is None:
             raise MegatronError(f"{what}, and there is no checkpoint to go back to. {_WAYS_OUT}")
         if state.rollbacks >= self._settings.max_rollbacks:
