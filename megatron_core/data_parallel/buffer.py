@@ -29,27 +29,27 @@ Initialise = Callable[[str, nn.Parameter], None]
 
 @dataclass(frozen=True)
 class BucketKind:
-    """What all parameters of a bucket have in common, the same on every rank that has a part or a copy of them."""
+    """Common properties of a bucket's parameters, equal on every rank with a shard or a copy of them."""
 
     dtype: torch.dtype
     decay: bool
-    """Whether weight decay applies: matrices and tables yes, biases and norms no, but for those marked ``decays``."""
+    """Whether weight decay applies: to matrices and tables; to biases and norms only if they are marked ``decays``."""
     matrix: bool
-    """Whether it is a matrix or a table, or several of them."""
+    """Whether the parameters are matrices or tables, or stacks of matrices."""
     replica_axes: tuple[str, ...]
     """Data axes over which gradients are summed."""
     partial_axes: tuple[str, ...] = ()
-    """Model axes over which whole gradients are summed first."""
+    """Model axes over which gradients are summed element by element first."""
     shared_axes: tuple[str, ...] = ()
     """Model axes over which gradients of shared ranges are summed first (keys and values of a fused QKV matrix)."""
     embedding: bool = False
-    """Word embedding or output layer, which may have their own learning rate and are no hidden matrices."""
+    """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
     tied: bool = False
-    """Gradients are summed over the first and the last pipeline stage first."""
+    """Whether gradients are first summed over the first and the last pipeline stage."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
-        """The kind of bucket that a parameter belongs to."""
+        """Return the kind of bucket for a parameter."""
         spec = spec_of(parameter)
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
@@ -65,54 +65,58 @@ class BucketKind:
         )
 
     narrow: bool = False
-    """Weights are gathered in FP8."""
+    """Whether weights are gathered in FP8."""
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """Whether it is a matrix between two layers: no embedding, head, bias or norm."""
+        """Whether the parameters are matrices between two layers: no embedding, head, bias or norm."""
         return self.matrix and not self.embedding
 
     @property
     def is_partial(self) -> bool:
-        """Whether gradients have to be completed before they are summed over data-parallel ranks."""
+        """Whether gradients must be completed before they are summed over data-parallel ranks."""
         return bool(self.partial_axes or self.shared_axes or self.tied)
 
 
 class Compressor(Protocol):
-    """Sums a bucket's gradients over its data-parallel ranks, approximately."""
+    """Approximate sum of a bucket's gradients over its data-parallel ranks."""
 
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps so far."""
 
     def is_active(self) -> bool:
-        """Whether warm-up is over."""
+        """Whether the warm-up is over."""
         ...
 
     def reduce_(self, bucket: Bucket) -> int:
-        """Replace ``bucket.grads`` by their sum; the bytes that this rank contributed."""
+        """Replace ``bucket.grads`` by their sum; return the number of bytes that this rank sent."""
         ...
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """What a resumed run needs of a bucket: name, tensor, and whether each data-parallel rank has its own."""
+        """Yield a bucket's state for checkpoints: name, tensor, and whether the tensor differs between data-parallel
+        ranks.
+        """
         ...
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is left for the next sum, which is in units of the loss scale; 0: forget it."""
+        """Multiply the stored errors, which include the loss scale, by ``factor``; 0 resets them."""
         ...
 
 
 class Bucket:
-    """Parameters that lie one after another in one flat buffer, and their gradients in another.
+    """Parameters in one contiguous flat buffer, and their gradients in another.
 
     ``parameter.data`` becomes a view of ``weights`` and ``parameter.main_grad`` a view of ``grads`` (float32 for 16-bit
-    weights; none if it is not trained). The end is padded so that ranks' shards are equal and begin at 16 bytes. This
-    rank updates ``shard``, one of those parts, or at ``zero_stage`` 0 the whole bucket. From stage 2 on ``grads`` has
-    memory only between ``open_grads`` and the end of a reduction, which adds to ``grad_shard``; at stage 3 ``weights``
-    only between ``start_gather`` and ``release_weights``. Tensors stay what they are; their storage is resized. With
-    ``disk`` the shard of stage 3 lies there, and is in memory only while it is gathered or updated.
+    weights; no gradient if the parameter is frozen). The end is padded so that the shards of all ranks are equal in
+    size and aligned to 16 bytes. This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the whole bucket. From
+    stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
+    ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
+    objects remain; their storage is resized. With ``disk`` the shard of stage 3 is stored on disk, and is in memory
+    only while it is gathered or updated.
 
-    ``dp_group`` are the ranks among which the bucket is split, ``instances`` those that hold the same shard of other
-    copies (hybrid sharding). Parameters on the meta device get memory on ``device``, which ``initialise`` fills.
+    The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
+    copies of the model (hybrid sharding). Parameters on the meta device get memory on ``device``, initialised by
+    ``initialise``.
     """
 
     def __init__(
@@ -134,10 +138,11 @@ class Bucket:
         self.kind, self.stage, self.unit = kind, stage, unit
         self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
         self.disk = disk
-        # A rank that is alone keeps its gradients, and its weights unless they are on disk.
+        # The only rank of a group keeps its gradients whole, and its weights too unless they are on disk.
         first = self.parameters[0]
         self.splits_grads = zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
         self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or disk is not None)
+        # Flat buffers for weights and gradients; parameters become views of them.
         padded = layout.padded
         part = padded // dp_group.size()
         self.shard = (
@@ -150,6 +155,7 @@ class Bucket:
         self.offsets, self.end, self.used = layout.offsets, layout.end, layout.used
         for (name, parameter), at in zip(named, self.offsets, strict=True):
             self._adopt(name, parameter, at, initialise)
+        # From stages 2 and 3 on, keep only shards.
         self._weight_shard: Tensor | None = None
         if self.splits_weights:
             own = self.weights[self.shard]
@@ -159,17 +165,18 @@ class Bucket:
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
             _release(self.grads)
+        # Options and state of the communication.
         self.wire_dtype = grad_dtype
-        """In which gradients travel, and are summed over the ranks."""
+        """Dtype in which gradients are sent and summed over the ranks."""
         self.sums_wide = False
-        """Whether shards are sums in the dtype of the gradients of what travelled in ``wire_dtype``."""
+        """Whether gradients sent in ``wire_dtype`` are summed in the dtype of ``grads``; only for shards."""
         self.compressor: Compressor | None = None
         self.model_group: Group = LocalGroup()
-        """The ranks with the other parts, or copies, of the same parameters."""
+        """Ranks with the other shards, or copies, of the same parameters along the model axes."""
         self.wire_bytes = 0
-        """Bytes that this rank has contributed to sums since the beginning."""
+        """Total bytes that this rank has sent for gradient sums."""
         self.gathered_bytes = 0
-        """Bytes of weights that this rank has sent to others since the beginning."""
+        """Total bytes of weights that this rank has sent."""
         self._reducing: Handle = Done()
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
@@ -189,12 +196,12 @@ class Bucket:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank counts ``shard``: of equal copies only the first one."""
+        """Whether this rank's ``shard`` counts in sums over all ranks: true for the first of several equal copies."""
         return (self.is_sharded or self.dp_group.rank() == 0) and self.instances.rank() == 0
 
     @property
     def saved_span(self) -> slice:
-        """The part of the bucket that this rank saves: of n ranks with the same shard each saves an nth of it."""
+        """Part of the bucket that this rank saves: each of n ranks with the same shard saves 1 / n of it."""
         copies, index = self.instances.size(), self.instances.rank()
         if not self.is_sharded:
             copies, index = copies * self.dp_group.size(), index * self.dp_group.size() + self.dp_group.rank()
@@ -213,22 +220,22 @@ class Bucket:
 
     @property
     def weight_shard(self) -> Tensor:
-        """This rank's part of the weights."""
+        """This rank's shard of the weights."""
         return self.weights[self.shard] if self._weight_shard is None else self._weight_shard
 
     @property
     def grad_shard(self) -> Tensor:
-        """This rank's part of the gradients; complete once they have been reduced."""
+        """This rank's shard of the gradients; complete after the reduction."""
         return self.grads[self.shard] if self._grad_shard is None else self._grad_shard
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether a parameter lies in more than one shard."""
+        """Whether a parameter is split over several shards."""
         part, ends = self.weights.numel() // self.dp_group.size(), zip(self.offsets, self.parameters, strict=True)
         return self.is_sharded and any(at // part != (at + p.numel() - 1) // part for at, p in ends)
 
     def open_grads(self) -> None:
-        """Give the gradients memory, with zeros, if they have none; a sum of earlier ones is finished first."""
+        """Allocate the gradients as zeros if they have no memory; first finish a pending reduction."""
         if self._wire is not None and self.splits_grads:
             self.finish_reduce()
         if not self.has_grads:
@@ -236,7 +243,7 @@ class Bucket:
             self.grads.zero_()
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients over the data-parallel ranks."""
+        """Start to sum the gradients over the data-parallel ranks."""
         self.reduced = True
         if self.dp_group.size() == 1:
             self._has_sum = True
@@ -258,7 +265,7 @@ class Bucket:
             self._reducing = all_reduce_(wire, self.dp_group, async_op=True)
 
     def finish_reduce(self) -> None:
-        """Wait for the sums; where only a shard is kept, add to it and free the rest."""
+        """Wait for the sums; if only a shard is kept, add to it and free the rest."""
         self._reducing.wait()
         self._reducing = Done()
         if self._wire is not None:
@@ -274,11 +281,11 @@ class Bucket:
             poison_outside(self.grads, self.shard)
 
     def sum_over_instances(self) -> None:
-        """Sum the shard, which is this instance's, over the instances of hybrid sharding."""
+        """Sum the shard of this instance over the instances of hybrid sharding."""
         all_reduce_(self.grad_shard, self.instances)
 
     def start_gather(self) -> None:
-        """Begin to collect the other ranks' weights, if they are not here."""
+        """Start to gather the other ranks' weights unless they are already in memory."""
         if self.splits_weights:
             if not self.is_whole:
                 _acquire(self.weights)
@@ -302,23 +309,23 @@ class Bucket:
         self.gathered_bytes += sent
 
     def finish_gather(self) -> None:
-        """Wait for the weights."""
+        """Wait for the gathered weights."""
         self.gathering.wait()
         self.gathering = Done()
         self.evict_weights()
 
     def prefetch_weights(self) -> None:
-        """Begin to read a shard that is on disk."""
+        """Start to read a shard that is stored on disk."""
         if self.disk is not None:
             self.disk.prefetch()
 
     def evict_weights(self) -> None:
-        """A shard that is on disk leaves memory until it is needed again."""
+        """Remove a shard that is stored on disk from memory."""
         if self.disk is not None:
             self.disk.evict()
 
     def release_weights(self) -> None:
-        """Free the weights of stage 3; the shard stays."""
+        """Free the weights of stage 3 except the shard."""
         self.finish_gather()
         if self.splits_weights:
             _release(self.weights)
@@ -329,8 +336,10 @@ class Bucket:
         self.reduced = self._has_sum = False
 
     def pieces(self, span: slice | None = None) -> Iterable[tuple[str, nn.Parameter, int, int, int]]:
-        """What ``span``, by default this rank's shard, covers: name, parameter, its first and last element, their
-        offset in the span."""
+        """Yield the parts of parameters in ``span``, by default this rank's shard.
+
+        Each is a tuple of name, parameter, its first element, its end, and the offset in the span.
+        """
         span = span or self.shard
         for name, parameter, offset in zip(self.names, self.parameters, self.offsets, strict=True):
             start = max(span.start - offset, 0)
@@ -339,7 +348,7 @@ class Bucket:
                 yield name, parameter, start, stop, offset + start - span.start
 
     def owned_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of the shard that count for this rank in a sum over all ranks, neighbours joined."""
+        """Ranges of the shard that count for this rank in a sum over all ranks; adjacent ranges are merged."""
         ranges: list[tuple[int, int]] = []
         for _, parameter, start, stop, at in self.pieces() if self.is_writer else ():
             for first, last in spec_of(parameter).owned_flat_ranges():
@@ -352,20 +361,21 @@ class Bucket:
 
 @torch.no_grad()
 def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: Initialise | None) -> None:
-    """Move a parameter from the meta device into ``memory``; the object stays the same, and so do its attributes."""
+    """Move a parameter from the meta device into ``memory``; object identity and attributes are preserved."""
     real = nn.Parameter(memory.new_empty(0), requires_grad=parameter.requires_grad)
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
-    parameter.data = memory  # as for any other parameter: gathers must not look like changes to autograd
+    # assign .data, as for other parameters, so that autograd does not regard gathers as modifications
+    parameter.data = memory
     if initialise is not None:
         initialise(name, parameter)
 
 
 def _release(flat: Tensor) -> None:
-    """Free the memory of ``flat`` and of all its views, which stay what they are."""
+    """Free the memory of ``flat`` and of all its views; the tensor objects remain."""
     flat.untyped_storage().resize_(0)
 
 
 def _acquire(flat: Tensor) -> None:
-    """Give ``flat`` and its views memory again."""
+    """Reallocate the memory of ``flat`` and its views."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())

@@ -1,8 +1,8 @@
-"""Gradients summed in fewer bytes, with error feedback: PowerSGD, and the momentum of 1-bit Adam.
+"""Compressed gradient sums with error feedback: PowerSGD, and the momentum of 1-bit Adam.
 
-Both keep on each rank what their last message left out and add it to the next one, so that nothing is lost, only late.
-What is compressed is each rank's own part of a matrix, so that results depend on tensor parallelism, as all lossy
-compression does; errors belong to a data-parallel rank.
+Both keep on each rank the compression error of its last message and add it to the next message, so that no contribution
+is lost, only delayed. Each rank compresses its own tensor-parallel part of a matrix, so results depend on the
+tensor-parallel size, as with all lossy compression; errors belong to a data-parallel rank.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,12 @@ from megatron_core.parallel.initialization import name_seed
 
 
 class PowerSGD:
-    """Vogels et al. 2019, algorithms 1 and 2: of a matrix M only P = M Q and Q = M^T P are summed, of rank r.
+    """Vogels et al. 2019, algorithms 1 and 2: for a matrix M only P = M Q and Q = M^T P, of rank r, are summed.
 
     M_i = g_i + e_i;  P = orthogonal(sum M_i Q);  Q = sum M_i^T P;  sum g is replaced by P Q^T;  e_i = M_i - P Q^T / n.
-    Vectors, matrices that would not shrink to half, and those of which tensor-parallel ranks share some rows (keys and
-    values), which have to stay equal there, are summed as they are.
+
+    Some parameters are summed without compression: vectors; matrices whose factors are larger than half the matrix; and
+    matrices with rows that tensor-parallel ranks share (keys and values), because these rows must stay equal.
     """
 
     def __init__(self, rank: int, warmup: int) -> None:
@@ -32,23 +33,26 @@ class PowerSGD:
         self._errors: dict[Bucket, Tensor] = {}
 
     def is_active(self) -> bool:
-        """Whether warm-up is over."""
+        """Whether the warm-up is over."""
         return self.step >= self.warmup
 
     def reduce_(self, bucket: Bucket) -> int:
-        """Replace ``bucket.grads`` by their approximate sum."""
+        """Replace ``bucket.grads`` by their approximate sum; return the number of bytes that this rank sent."""
         errors, factors = self._state_of(bucket)
         group = bucket.dp_group
+        # Add the errors; sum the left factors.
         bucket.grads.add_(errors)
         matrices, rest = self._split(bucket)
         lefts = _sum_together([m @ q for m, q in zip(matrices, factors, strict=True)], group)
-        if not all(bool(left.isfinite().all()) for left in lefts):  # as on every rank: the step will be skipped
+        if not all(bool(left.isfinite().all()) for left in lefts):  # the same on every rank: the step will be skipped
             bucket.grads.fill_(torch.nan)
             return sum(left.nbytes for left in lefts)
+        # Orthogonalise the left factors; sum the right factors and the uncompressed parameters.
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         sent = sum(left.nbytes for left in lefts)
         rights = _sum_together([m.mT @ p for m, p in zip(matrices, lefts, strict=True)], group)
         plain = _sum_together(rest, group)
+        # Replace the gradients, and store the errors and factors for the next step.
         errors.copy_(bucket.grads)
         for matrix, error, left, right, factor in zip(
             matrices, self._split(bucket, errors)[0], lefts, rights, factors, strict=True
@@ -63,14 +67,14 @@ class PowerSGD:
         return sent + sum(tensor.nbytes for tensor in (*rights, *plain))
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """The errors of this rank, and the factors that all ranks share."""
+        """Yield the errors of this rank and the factors, which are equal on all ranks."""
         errors, factors = self._state_of(bucket)
         yield "error", errors, True
         for number, factor in enumerate(factors):
             yield f"factor{number}", factor, False
 
     def rescale(self, factor: float) -> None:
-        """As ``Compressor``."""
+        """See ``Compressor.rescale``."""
         _rescale(self._errors.values(), factor)
 
     def _state_of(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
@@ -84,7 +88,9 @@ class PowerSGD:
         return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
 
     def _split(self, bucket: Bucket, flat: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """The bucket's matrices that shrink, and everything else, as views of ``flat``, by default of ``grads``."""
+        """Return the compressible matrices of the bucket and the other parameters, as views of ``flat`` (default
+        ``grads``).
+        """
         matrices: list[Tensor] = []
         rest: list[Tensor] = []
         for parameter, at in zip(bucket.parameters, bucket.offsets, strict=True):
@@ -99,23 +105,25 @@ class PowerSGD:
 class OneBitAdam:
     """Tang et al. 2021, algorithm 1: after a warm-up Adam's variance is frozen and the signs of momenta are summed.
 
-    c_i = b1 m / n + (1 - b1) g_i + e_i travels as sign(c_i) |c_i| / sqrt(N); each rank sums its share of all ranks'
-    messages, compresses the sum with an error of its own, and gathers the others' shares: m'. Gradients become
-    (m' - b1 m) / (1 - b1), of which Adam makes the momentum m'.
+    c_i = b1 m / n + (1 - b1) g_i + e_i is sent as sign(c_i) |c_i| / sqrt(N). Each rank sums its share of all ranks'
+    messages, compresses the sum with a second error, and gathers the other ranks' shares: m'. Gradients become
+    (m' - b1 m) / (1 - b1), from which Adam computes the momentum m'.
     """
 
     def __init__(self, beta1: float, warmup: int) -> None:
         self.beta1, self.warmup, self.step = beta1, warmup, 0
         self.moments: dict[Bucket, dict[str, Tensor]] = {}
-        """Adam's state of each bucket, which the optimizer puts here."""
+        """Adam's state by bucket, set by the optimizer."""
         self._errors: dict[Bucket, tuple[Tensor, Tensor]] = {}
 
     def is_active(self) -> bool:
-        """Whether warm-up is over."""
+        """Whether the warm-up is over."""
         return self.step >= self.warmup
 
     def reduce_(self, bucket: Bucket) -> int:
-        """Replace ``bucket.grads`` by the gradient that leads to the summed momentum."""
+        """Replace ``bucket.grads`` by the gradient that leads to the summed momentum; return the bytes that this rank
+        sent.
+        """
         own, share = self._errors_of(bucket)
         group, size = bucket.dp_group, bucket.dp_group.size()
         momentum, variance = self.moments[bucket]["exp_avg"], self.moments[bucket]["exp_avg_sq"]
@@ -123,10 +131,10 @@ class OneBitAdam:
         bits, scale = _compressed(message, bucket.model_group)
         scales = scale.new_empty(size)
         all_gather_flat_(scales, scale.view(1), group)
-        if not bool(scales.isfinite().all()):  # all ranks see it, and skip the step: nothing may be remembered of it
+        if not bool(scales.isfinite().all()):  # the same on every rank: the step is skipped, so no error is stored
             bucket.grads.fill_(torch.nan)
             return scale.nbytes
-        trained = variance > 0  # padding has no gradient, so no sign, and no error that a checkpoint would have
+        trained = variance > 0  # padding has variance 0: no sign, and no error, since checkpoints do not contain one
         own.copy_(message - _decompressed(bits, scale)).mul_(trained)
         received = all_to_all_rows(bits.view(size, -1), [1] * size, [1] * size, group)
         total = share.clone()
@@ -143,13 +151,13 @@ class OneBitAdam:
         return bits.nbytes + share_bits.nbytes + 2 * scale.nbytes
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """The errors of this rank's messages and of its share of the sums."""
+        """Yield the errors of this rank's messages and of its share of the sums."""
         own, share = self._errors_of(bucket)
         yield "error", own, True
         yield "share_error", share, True
 
     def rescale(self, factor: float) -> None:
-        """As ``Compressor``."""
+        """See ``Compressor.rescale``."""
         _rescale(chain.from_iterable(self._errors.values()), factor)
 
     def _errors_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -165,7 +173,7 @@ def _rescale(errors: Iterable[Tensor], factor: float) -> None:
 
 
 def _sum_together(tensors: list[Tensor], group: Group) -> list[Tensor]:
-    """The sums of all tensors over the group, by one collective."""
+    """Return the sums of all tensors over the group, computed by one collective."""
     if not tensors:
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -175,8 +183,10 @@ def _sum_together(tensors: list[Tensor], group: Group) -> list[Tensor]:
 
 
 def _compressed(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """The signs of ``x`` [8 n] as bits [n], and the length that keeps its norm and those of the group's other ranks:
-    one for all, because some of their elements are copies and have to stay equal."""
+    """Return the signs of ``x`` [8 n] as bits [n], and the scale that preserves the norm over the group's ranks.
+
+    The scale is the same for the whole group because copies of elements on several ranks must stay equal.
+    """
     powers = 2 ** torch.arange(8, device=x.device)
     bits = ((x.view(-1, 8) >= 0) * powers).sum(-1).to(torch.uint8)
     mean = x.norm().square() / (x.numel() * group.size())

@@ -1,4 +1,4 @@
-"""How the parameters of a stage are divided into buckets."""
+"""Division of a stage's parameters into buckets."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,11 +12,11 @@ from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 
 SHARD_MULTIPLE = 8
-"""Elements of which a shard has a whole multiple, so that each begins at 16 bytes, which kernels read at once."""
+"""A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
 
 
 def in_order(kind: BucketKind, shards: int) -> Rule:
-    """One parameter after another, and shards that begin at 16 bytes."""
+    """Return the default rule: parameters in order, shards aligned to 16 bytes."""
     return InOrder(1, shards * SHARD_MULTIPLE)
 
 
@@ -35,11 +35,11 @@ def make_buckets(
 ) -> list[Bucket]:
     """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
 
-    Backward finishes the last layers first, so that the first buckets are complete first. ``units`` are the named
-    parameters of the stage's units (embedding, each layer, head); from ``zero_stage`` 2 on, where a unit is reduced,
-    gathered and freed as a whole, no bucket crosses the border of one. ``rule_of(kind, shards)`` says how buckets are
-    filled; by default parameters lie one after another. What is sharded and marked ``shared_embedding`` lies alone.
-    ``frozen``: the matrices that are not trained.
+    Backward finishes the last layers first, so the first buckets are complete first. ``units`` are the named parameters
+    of the stage's units (embedding, each layer, head). From ``zero_stage`` 2 on a unit is reduced, gathered and freed
+    as a whole, so no bucket contains parameters of two units. ``rule_of(kind, shards)`` returns the rule that fills
+    buckets; by default parameters are placed in order. From stage 1 on a parameter marked ``shared_embedding`` gets a
+    bucket of its own. With ``frozen``, return buckets of the matrices that are not trained.
     """
     packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
     ranks: dict[BucketKind, tuple[Group, Group]] = {}
@@ -69,11 +69,12 @@ def make_buckets(
                 make(kind, unit, *last)
         packers.clear()
 
+    # Visit units and parameters in reverse order, so that the first bucket is complete first in backward.
     number = 0
     for number, unit in reversed(list(enumerate(units))):
         for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad != frozen]):
             kind = BucketKind.of(parameter, groups)
-            if frozen and not kind.matrix:  # small, and maybe state that steps change (the bias of experts)
+            if frozen and not kind.matrix:  # vectors are small, and steps may change them (expert bias)
                 continue
             if kind not in packers:
                 axes = "-".join(kind.replica_axes)

@@ -1,7 +1,7 @@
-"""Gradients of which each rank has only a part: completed before they are reduced over data-parallel ranks.
+"""Completion of partial gradients before their reduction over data-parallel ranks.
 
-All sums here are linear, so that the data-parallel sum may come after them. It does: each rank then still has whole
-gradients, and nothing has to be assumed about which of their shards lie on which rank.
+All sums here are linear, so the data-parallel sum could also come first. It comes last: each rank then has whole
+gradients, and the code does not depend on the assignment of shards to ranks.
 """
 
 import torch
@@ -14,18 +14,18 @@ from megatron_core.parallel.sharding import Split, spec_of
 
 
 def complete_gradients(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum a bucket's partial gradients over the axes that its kind names."""
+    """Sum a bucket's partial gradients over the axes of its kind."""
     _sum_over_model_axes(bucket, bucket.grads, groups)
     complete_shared(bucket, groups)
 
 
 def complete_shard(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum what is summed element by element on the shard alone: ranks that share a bucket split it alike. # C10"""
+    """Sum element by element over the model axes on the shard alone: ranks with the same bucket shard it equally."""
     _sum_over_model_axes(bucket, bucket.grad_shard, groups)
 
 
 def complete_shared(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum the ranges that several ranks hold at different places; needs whole gradients."""
+    """Sum the ranges that several ranks hold at different offsets; requires whole gradients."""
     for parameter in bucket.parameters:
         for split in spec_of(parameter).splits:
             if split.axis in bucket.kind.shared_axes and split.shared:
@@ -41,7 +41,7 @@ def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGr
 
 
 def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:
-    """Sum the gradient's ranges that several ranks of ``group`` hold (keys and values) over their holders."""
+    """Sum the ranges of the gradient that several ranks of ``group`` hold (keys and values) over these ranks."""
     spec, grad, extent, start_of = spec_of(parameter), parameter.main_grad, 0, {}
     for start, stop in spec.all_shared_ranges(split):
         start_of[start, stop], extent = extent, extent + stop - start

@@ -1,8 +1,8 @@
-"""Weights gathered over data-parallel ranks in FP8: half the bytes of bfloat16, and the same products to the bit.
+"""Weight gather over data-parallel ranks in FP8: half the bytes of bfloat16, and bitwise the same products.
 
-Each rank quantises its shard with the scales that the layer would find for the whole weight: an amax is a maximum over
-all shards. What arrives is held in the weights' own dtype as data / scale; the layer, which quantises it again with the
-same scale, finds the same 8-bit numbers, because they lie much closer to those than half a step of the format.
+Each rank quantises its shard with the scales of the whole weight; the amax is a maximum over all shards. Received
+weights are stored in the weights' own dtype as data / scale. The layer quantises them again with the same scale and
+obtains the same 8-bit numbers, because the rounding error is much smaller than half a step of the format.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from megatron_core.parallel.groups import Group
 from megatron_core.tensor_parallel.fp8 import FP8Products
 
 Span = tuple[nn.Parameter, int, int, int]
-"""A parameter, the first and the last of its elements in a shard, and the offset of the first there."""
+"""Parameter, its first element in a shard, its end there, and the offset of the first element in the shard."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a parameter ``[E, O, I]`` or ``[O, I]``: E times some rows of blocks."""
+    """Blocks of a parameter ``[E, O, I]`` or ``[O, I]``: rows of blocks of E matrices."""
 
     parameter: nn.Parameter
     blocks: Blocks
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Grid:
-        """The blocks of a weight, which its layer has told it."""
+        """Return the grid of a weight, with the block size of its layer."""
         return cls(parameter, _layer_of(parameter).blocks("weight", 1))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scales."""
+        """Shape of the scales."""
         *experts, rows, columns = self.parameter.shape
         height, width = self.blocks.rows or rows, self.blocks.columns or columns
         return (*experts, -(-rows // height), -(-columns // width))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """For each row with some of the elements ``start ... stop - 1``: its row of blocks, over all matrices."""
+        """Return for each row with some of the elements ``start ... stop - 1`` its row of blocks, over all matrices."""
         height = self.parameter.shape[-2]
         row = torch.arange(start // self._width, -(-stop // self._width), device=self.parameter.device)
         return row // height * self.shape[-2] + row % height // (self.blocks.rows or height)
 
     def whole_rows(self, flat: Tensor, start: int) -> Tensor:
-        """``flat``, the elements from ``start`` on, as whole rows with zeros before and behind."""
+        """Return ``flat``, the elements from ``start`` on, as whole rows padded with zeros on both sides."""
         before = start % self._width
         after = -(before + flat.numel()) % self._width
         return torch.nn.functional.pad(flat, (before, after)).view(-1, self._width)
@@ -59,14 +59,14 @@ class Grid:
 
 
 class Arriving:
-    """The handle of a gather: ``wait`` fills ``weights`` with what has come."""
+    """Handle of a gather; ``wait`` writes the received data to ``weights``."""
 
     def __init__(self, works: Handle, full: Tensor, weights: Tensor, parts: Sequence[tuple[int, Grid, Tensor]]) -> None:
         self._works, self._full, self._weights, self._parts = works, full, weights, parts
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for all shards and widen them."""
+        """Wait for all shards and convert them to the dtype of ``weights``."""
         self._works.wait()
         for offset, grid, scale in self._parts:
             parameter = grid.parameter
@@ -80,9 +80,10 @@ class Arriving:
 def start_narrow_gather(
     weights: Tensor, shard: Tensor, spans: Sequence[Span], parameters: Sequence[tuple[int, nn.Parameter]], group: Group
 ) -> tuple[Arriving, int]:
-    """Begin to fill ``weights`` with every rank's ``shard``; the handle, and the bytes that this rank sends.
+    """Start to fill ``weights`` with every rank's ``shard``; return the handle and the number of bytes sent.
 
-    ``parameters`` are those of the bucket with their offsets in ``weights``, ``spans`` what the shard has of them.
+    ``parameters`` are the bucket's parameters with their offsets in ``weights``, ``spans`` the parts of them in the
+    shard.
     """
     grids = {parameter: Grid.of(parameter) for _, parameter in parameters}
     scales = _scales(shard, spans, grids, group)
@@ -103,7 +104,7 @@ def start_narrow_gather(
 def _scales(
     shard: Tensor, spans: Sequence[Span], grids: dict[nn.Parameter, Grid], group: Group
 ) -> dict[nn.Parameter, Tensor]:
-    """The scales of the whole weights, from what all ranks have of them."""
+    """Compute the scales of the whole weights from the shards of all ranks."""
     wide = torch.promote_types(shard.dtype, torch.float32)
     amax = {p: torch.zeros(grid.shape, dtype=wide, device=shard.device) for p, grid in grids.items()}
     for parameter, start, stop, at in spans:

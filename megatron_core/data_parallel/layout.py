@@ -1,6 +1,6 @@
-"""Where parameters lie in the flat buffers of data parallelism: which share a bucket, where each begins, what pads it.
+"""Layout of the flat buffers of data parallelism: the parameters of each bucket, their offsets, and padding.
 
-Numbers alone: no memory and no groups.
+It computes with sizes only, without memory or groups.
 """
 
 import math
@@ -12,50 +12,52 @@ Item = TypeVar("Item")
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is >= ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where the parameters of one bucket lie in it."""
+    """Offsets of the parameters in one bucket."""
 
     offsets: list[int]
     end: int
-    """Behind the last element."""
+    """End of the last parameter."""
     used: int
-    """Elements that are filled, or lie between parameters of a bucket in order."""
+    """Number of elements without padding; for a bucket in order, gaps between parameters included."""
     padded: int
-    """The length of the bucket, which divides evenly among its shards."""
+    """Length of the bucket, a multiple of the number of shards."""
 
 
 class Rule(Protocol):
-    """How a bucket is filled."""
+    """Rule that fills a bucket."""
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
-        """Whether parameters of these sizes fill a bucket, so that one of ``following`` elements begins the next."""
+        """Whether parameters of these sizes fill a bucket, so that a parameter of ``following`` elements starts the
+        next.
+        """
         ...
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
-        """Where they lie; ``costs`` is the work of their updates."""
+        """Return the layout of parameters of these sizes; ``costs`` is the cost of their updates."""
         ...
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """One after another; shards may cut parameters anywhere."""
+    """Rule that places parameters in order; shard boundaries may split parameters."""
 
     start_multiple: int = 1
-    """Of which each parameter's offset is a multiple."""
+    """Alignment of each parameter's offset, in elements."""
     end_multiple: int = 1
-    """Of which the bucket's length is."""
+    """The bucket's length is a multiple of this number."""
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
-        """When there are ``bucket_size`` elements."""
+        """Whether the bucket has at least ``bucket_size`` elements."""
         return self.place(sizes, ()).end >= bucket_size
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
-        """In the order given."""
+        """Place parameters in the given order."""
         offsets, end = [], 0
         for size in sizes:
             offsets.append(round_up(end, self.start_multiple))
@@ -64,16 +66,18 @@ class InOrder:
 
 
 def matrix_work(shape: Sequence[int]) -> int:
-    """What it costs to orthogonalise matrices ``[..., m, n]``, m n min(m, n) each; elements of other tensors."""
+    """Return the cost of an update: m n min(m, n) per matrix of ``[..., m, n]`` (orthogonalisation), else the
+    elements.
+    """
     return math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
 
 class WholeInShards:
-    """Each parameter whole in one shard, so that its update needs no other rank: for optimizers of whole matrices.
+    """Rule that places each parameter whole in one shard, so that its update is local (optimizers of whole matrices).
 
-    The most expensive first, to the shard with the least work in all buckets so far among those that stay below 1.3
-    times the mean size; if all are too full for it, to the shortest one. A bucket also takes what pads its shards
-    (longest processing time first: Graham 1969).
+    Parameters are placed in order of decreasing cost. Each goes to the shard with the least work in all buckets so far
+    among the shards that remain below 1.3 times the mean size; if there is none, to the shortest shard (longest
+    processing time first: Graham 1969). A bucket also accepts parameters that fit into the padding of its shards.
     """
 
     def __init__(self, shards: int, start_multiple: int = 1, shard_multiple: int = 1) -> None:
@@ -81,7 +85,11 @@ class WholeInShards:
         self.work = [0] * shards
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
-        """When there are ``bucket_size`` elements, or nearly the largest in each shard, and the next would grow it."""
+        """Whether the bucket is full.
+
+        It is full with ``bucket_size`` elements and at least 0.9 times the largest parameter per shard, if the next
+        parameter would lengthen it.
+        """
         if sum(sizes) < max(bucket_size, int(0.9 * self.shards * max(sizes))):
             return False
         ends = [0] * self.shards
@@ -91,7 +99,7 @@ class WholeInShards:
         return round_up(min(ends), self.start_multiple) + following > round_up(max(ends), self.shard_multiple)
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
-        """In equally long shards."""
+        """Place parameters in shards of equal length."""
         limit, ends, at = 1.3 * sum(sizes) / self.shards, [0] * self.shards, [(0, 0)] * len(sizes)
         for number in sorted(range(len(sizes)), key=lambda n: -costs[n]):
             starts = [round_up(end, self.start_multiple) for end in ends]
@@ -107,7 +115,7 @@ class WholeInShards:
 
 
 class Packer(Generic[Item]):
-    """Fills one bucket after another with what it is given, and hands out those that are full."""
+    """Fills buckets one after another and yields each full bucket."""
 
     def __init__(self, rule: Rule, bucket_size: int) -> None:
         self.rule, self.bucket_size = rule, bucket_size
@@ -116,7 +124,7 @@ class Packer(Generic[Item]):
     def add(
         self, item: Item, size: int, cost: int, *, alone: bool = False
     ) -> Iterator[tuple[list[Item], BucketLayout]]:
-        """Take a parameter; ``alone``: into a bucket of its own. Yields the buckets that are closed by that."""
+        """Add a parameter, with ``alone`` to a separate bucket; yield the buckets that this completes."""
         if self._items and (alone or self.rule.is_full(self._sizes(), size, self.bucket_size)):
             yield from self.close()
         self._items.append((item, size, cost))
@@ -124,7 +132,7 @@ class Packer(Generic[Item]):
             yield from self.close()
 
     def close(self) -> Iterator[tuple[list[Item], BucketLayout]]:
-        """The bucket that is not full, if there is one; its parameters in the order in which they lie in it."""
+        """Yield the unfinished bucket, if there is one, with its parameters in the order of their offsets."""
         if self._items:
             layout = self.rule.place(self._sizes(), [cost for _, _, cost in self._items])
             order = sorted(range(len(self._items)), key=layout.offsets.__getitem__)

@@ -1,8 +1,8 @@
-"""Where shards lie: on the device, in the host's memory, or in files that are mapped into memory.
+"""Placement of shards: on the device, in host memory, or in memory-mapped files.
 
-Optimizers update element by element, so that state on disk is updated a chunk at a time: while one is computed the
-kernel reads the next (``MADV_WILLNEED``), and what is done leaves its memory (``MADV_DONTNEED``; the file keeps it).
-Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
+Optimizers update element by element, so state on disk is updated in chunks: the kernel reads the next chunk during the
+computation of one (``MADV_WILLNEED``), and a finished chunk is removed from memory (``MADV_DONTNEED``; the file keeps
+it). Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
 """
 
 import mmap
@@ -18,11 +18,11 @@ from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
 
 CHUNK = 2**22
-"""Elements of a chunk: 16 MiB of each float32 tensor."""
+"""Elements per chunk: 16 MiB of each float32 tensor."""
 
 
 class Placement:
-    """Beside the weights, or with ``host`` in the host's memory."""
+    """Placement on the device of the weights, or with ``host`` in host memory."""
 
     def __init__(self, device: torch.device, *, host: bool = False) -> None:
         self.is_offloaded = host
@@ -30,19 +30,19 @@ class Placement:
         self.pinned = host and device.type == "cuda"
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros that stays there."""
+        """Return a tensor of zeros in this placement."""
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def chunks(self, numel: int) -> Iterator[slice]:
-        """The slices in which a shard is updated."""
+        """Yield the slices in which a shard is updated."""
         yield slice(0, numel)
 
 
 class DiskPlacement(Placement):
-    """In files of ``folder``, which are removed when they are open: they vanish with the process."""
+    """Placement in files of ``folder``, which are unlinked when opened and so disappear with the process."""
 
     def __init__(self, folder: Path, rank: int, setting: str) -> None:
-        """``setting`` is what named the folder."""
+        """Create ``folder``; ``setting`` is the name of its option, for error messages."""
         super().__init__(torch.device("cpu"))
         self.folder, self.rank, self.setting, self._maps = folder, rank, setting, list[tuple[mmap.mmap, int]]()
         try:
@@ -51,13 +51,13 @@ class DiskPlacement(Placement):
             raise ConfigError(f"{setting}={str(folder)!r} cannot be used: {error}; give another") from None
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros whose memory is a file."""
+        """Return a tensor of zeros in a memory-mapped file."""
         path = self.folder / f"rank{self.rank:05d}_{os.getpid()}_{len(self._maps)}_{name}"
         size = numel * dtype.itemsize
         try:
             with open(path, "w+b", opener=no_follow_new) as file:
                 path.unlink()
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows now, not as a bus error in a step
+                os.posix_fallocate(file.fileno(), 0, size)  # report a full disk now, not as SIGBUS in a step
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise ConfigError(
@@ -68,22 +68,24 @@ class DiskPlacement(Placement):
         return torch.frombuffer(mapped, dtype=dtype)
 
     def chunks(self, numel: int) -> Iterator[slice]:
-        """Slice after slice of the tensors that were made last for a shard of ``numel`` elements."""
+        """Yield slices of ``CHUNK`` elements for a shard of ``numel`` elements; prefetch the next and evict the
+        finished slice.
+        """
         for start in range(0, numel, CHUNK):
             self._advise(mmap.MADV_WILLNEED, start + CHUNK, start + 2 * CHUNK)
             yield slice(start, min(start + CHUNK, numel))
             self._advise(mmap.MADV_DONTNEED, start, start + CHUNK)
 
     def prefetch(self) -> None:
-        """Have the kernel read all of it."""
+        """Ask the kernel to read all files."""
         self._advise(mmap.MADV_WILLNEED, 0, sys.maxsize)
 
     def evict(self) -> None:
-        """Take all of it out of this process's memory."""
+        """Remove all files from this process's memory."""
         self._advise(mmap.MADV_DONTNEED, 0, sys.maxsize)
 
     def _advise(self, advice: int, start: int, stop: int) -> None:
         for mapped, itemsize in self._maps:
             first, last = min(start * itemsize, len(mapped)), min(stop * itemsize, len(mapped))
-            if first < last:  # CHUNK elements begin at a page
+            if first < last:  # the start of a chunk is aligned to a page
                 mapped.madvise(advice, first, last - first)

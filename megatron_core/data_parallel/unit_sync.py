@@ -1,9 +1,9 @@
 """ZeRO stages 2 and 3 on the units of a stage (Rajbhandari et al. 2020, section 5; Zhao et al. 2023, section 3).
 
-A unit is gathered when its forward begins, freed when the next one's begins, gathered again when its backward begins,
-and freed when the backward of the unit before it begins; then its gradients are reduced, too. Which unit is at work is
-all the state there is: memory follows from it, so that hooks may fire in any number and recomputed forwards may run
-inside a backward.
+A unit is gathered when its forward begins, freed when the forward of the next unit begins, gathered again when its
+backward begins, and freed when the backward of the previous unit begins; then its gradients are reduced, too. The
+active units are the only state and determine the memory, so hooks may run any number of times, and recomputed forwards
+may run inside a backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,32 +17,34 @@ from megatron_core.data_parallel.buffer import Bucket
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What is gathered, freed and reduced together."""
+    """Modules that are gathered, freed and reduced together."""
 
     number: int
     own: Sequence[Bucket]
-    """Buckets with the unit's parameters, which are reduced when its backward has ended."""
+    """Buckets with the unit's parameters; they are reduced after the unit's backward."""
     reads: Sequence[Bucket]
-    """Buckets whose weights its forward and backward read: its own, and those of tied weights of another unit."""
+    """Buckets whose weights the unit's forward and backward read: its own, and those with tied weights of another
+    unit.
+    """
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """When communication happens and what is kept; the results are the same to the bit."""
+    """Time of communication and lifetime of gathered weights; results are bitwise independent of them."""
 
     overlap_grad_reduce: bool = False
-    """A unit's gradients are on their way while the next unit's backward runs."""
+    """Whether a unit's gradients are reduced during the next unit's backward."""
     overlap_param_gather: bool = False
-    """The unit that follows is gathered while this one runs."""
+    """Whether the next unit is gathered during this unit's computation."""
     keep_after_forward: bool = False
-    """Weights stay from their first use to the end of the step."""
+    """Whether weights stay in memory from their first use to the end of the step."""
 
 
 class UnitSync:
-    """Gathers weights and reduces gradients of one pipeline stage, unit by unit, as the stage runs.
+    """Gathers weights and reduces gradients of one pipeline stage, unit by unit, during forward and backward.
 
-    ``reduce(bucket)`` begins to sum a bucket's gradients. All ranks that share a bucket run the same units in the same
-    order, so that their collectives meet.
+    ``reduce(bucket)`` starts to sum a bucket's gradients. All ranks that share a bucket run the same units in the same
+    order, so that their collectives match.
     """
 
     def __init__(
@@ -62,16 +64,18 @@ class UnitSync:
         self._forward: Unit | None = None
         self._backward: Unit | None = None
         self._weights: Unit | None = None
-        """The unit whose weight gradients a split backward computes."""
+        """Unit whose weight gradients a split backward computes."""
         self._entered: Unit | None = None
-        """The last unit of the last forward."""
+        """Last unit of the most recent forward."""
         self._kind = "B"
         self._whole: list[Bucket] = []
         self._reducing: list[Bucket] = []
         self._attach(root, modules)
 
     def _attach(self, root: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> None:
-        """Hook each unit's modules, and those inside that have parameters of their own: a model may call only them."""
+        """Register hooks on each unit's modules and their submodules with parameters: a model may call only
+        submodules.
+        """
         seen = {root}
         for unit, listed in zip(self.units, modules, strict=True):
             for module in listed:
@@ -91,14 +95,16 @@ class UnitSync:
             self._hold()
 
     def _leave_forward(self, output: Any) -> None:
-        """The stage has ended; what follows its last module's forward, such as the loss, belongs to the last unit."""
+        """End the stage's forward; operations after the last module's forward, such as the loss, belong to the last
+        unit.
+        """
         if self._entered is not None:
             self._watch(output, self._entered)
         self._forward = None
         self._hold()
 
     def _watch(self, output: Any, unit: Unit) -> None:
-        """Begin the unit's backward when the gradient of one of its outputs is known."""
+        """Enter the unit's backward when the gradient of one of its outputs is known."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _, unit=unit: self._enter_backward(unit))
@@ -106,11 +112,11 @@ class UnitSync:
     # Backward.
 
     def begin(self, kind: str) -> None:
-        """The backward that follows is whole (B), or computes input gradients (I) or weight gradients (W) alone."""
+        """Set the kind of the next backward: whole (B), input gradients only (I), or weight gradients only (W)."""
         self._kind = kind
 
     def end(self) -> None:
-        """A forward or backward of the stage has ended."""
+        """End a forward or backward of the stage."""
         for unit in reversed(self.units):
             if unit in (self._backward, self._weights):
                 self._reduce(unit)
@@ -122,20 +128,22 @@ class UnitSync:
         before, self._backward = self._backward, unit
         if before is unit:
             return
-        self._forward = None  # a recomputed forward of the unit before is over
+        self._forward = None  # the recomputed forward of the previous unit is over
         self._hold()
         if before is not None:
             self._reduce(before)
 
     def opened(self, bucket: Bucket) -> None:
-        """A gradient of ``bucket`` is about to be computed: in W that says which unit is at work."""
+        """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
         if self._kind == "W" and bucket in (unit := self.units[bucket.unit]).own and self._weights is not unit:
             if self._weights is not None:
                 self._reduce(self._weights)
             self._weights = unit
 
     def _reduce(self, unit: Unit) -> None:
-        """Reduce what the unit's backward has computed; a whole one all of it, so that ranks agree on what that is."""
+        """Reduce the gradients of the unit's backward; for a whole backward all buckets, so that ranks agree on the
+        list.
+        """
         self.finish_reduce()
         for bucket in unit.own:
             if self._kind == "B" and bucket.splits_grads:
@@ -147,19 +155,19 @@ class UnitSync:
             self.finish_reduce()
 
     def finish_reduce(self) -> None:
-        """Wait for the reductions that are under way."""
+        """Wait for the pending reductions."""
         while self._reducing:
             self._reducing.pop(0).finish_reduce()
 
     # Weights.
 
     def release(self) -> None:
-        """Free all weights: the shards are about to change."""
+        """Free all weights before the shards are updated."""
         self._forward = self._backward = None
         self._release_all_but([])
 
     def _hold(self) -> None:
-        """Have the weights of the units at work, with overlap begin with those of the next one, and free the others."""
+        """Gather the weights of the active units, with overlap start those of the next unit, and free the others."""
         if not self._splits_weights:
             return
         now = [bucket for unit in self._at_work() for bucket in unit.reads]
@@ -187,8 +195,10 @@ class UnitSync:
         return units[:1] if len(set(units)) == 1 else units
 
     def _ahead(self, distance: int) -> list[Bucket]:
-        """What the unit reads that follows the one at work, at ``distance`` 2 the one after; nothing while two are at
-        work, so that never more than two are whole."""
+        """Return the buckets of the next unit, or with ``distance`` 2 of the one after it.
+
+        The list is empty while two units are active, so that at most two units are in memory.
+        """
         if len(self._at_work()) != 1:
             return []
         number = self._at_work()[0].number + (distance if self._backward is None else -distance)
@@ -198,14 +208,14 @@ class UnitSync:
 def _buckets_of(
     number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """A unit's own buckets, and all that its modules' parameters lie in."""
+    """Return a unit's own buckets, and all buckets that contain parameters of its modules."""
     own = [bucket for bucket in buckets if bucket.unit == number]
     read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
     return own, list(dict.fromkeys(own + read))
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors among what a module returns."""
+    """Yield the tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""Gradients of all stages of a rank: accumulated, completed, and summed over data-parallel ranks."""
+"""Gradients of all stages of a rank: accumulation, completion, and summation over data-parallel ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -23,21 +23,25 @@ from megatron_core.schedules.actions import Action
 class DataParallel:
     """Keeps the gradients of ``stages`` in flat buckets and reduces them.
 
-    Losses are expected to be normalised by the whole global batch already, so that gradients are summed, never
-    averaged. ``zero_stage`` (Rajbhandari et al. 2020, section 5): 0 sums gradients on every rank, 1 leaves each rank
-    the sums of its shard, once a step; 2 reduces a unit's gradients whenever its backward ends and keeps the shard
-    alone, and 3 keeps a shard of the weights alone, too, matrices that are not trained included, and gathers a unit's
-    for its forward and backward.
+    Losses must already be normalised by the whole global batch: gradients are summed, never averaged. ``zero_stage``
+    (Rajbhandari et al. 2020, section 5):
 
-    With ``overlap_grad_reduce`` a bucket's sum begins as soon as the last micro-batch's backward (from stage 2 on:
-    each one's) has finished with its parameters; buckets whose gradients are partial wait for ``finish_grad_sync``.
-    With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, at stage 3 the next one
-    is gathered meanwhile: a parameter may be read only once the forward of a module of its unit has begun.
-    ``wire_dtype`` is the dtype in which gradients travel and are summed, by default their own; with ``sums_wide``
-    shards are summed in their own all the same. ``compressor`` sums them lossily.
-    ``keep_after_forward`` keeps the weights that stage 3 has gathered to the end of the step; in ``weights_folder`` lie
-    its shards, if it is given. ``rule_of`` says how buckets are filled (``make_buckets``). Parameters
-    on the meta device get memory on ``device``, a bucket at a time, and ``initialise`` fills it.
+    - 0: every rank gets the sum of all gradients.
+    - 1: each rank gets the sum of its shard, once per step.
+    - 2: a unit's gradients are reduced after each of its backwards, and only the shard is kept.
+    - 3: also only a shard of the weights is kept, frozen matrices included; a unit's weights are gathered for its
+      forward and backward.
+
+    With ``overlap_grad_reduce`` a bucket's sum starts as soon as the last micro-batch's backward (from stage 2 on: each
+    micro-batch's backward) has finished with its parameters; buckets with partial gradients wait for
+    ``finish_grad_sync``. With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, and
+    at stage 3 the next unit is gathered in the meantime; a parameter may be read only after the forward of a module of
+    its unit has begun. ``wire_dtype`` is the dtype in which gradients are sent and summed (default: their own dtype);
+    with ``sums_wide`` shards are still summed in their own dtype. ``compressor`` sums gradients lossily.
+    ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step; ``weights_folder``, if
+    given, is the folder for the weight shards of stage 3. ``rule_of`` returns the rule that fills buckets
+    (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time, initialised by
+    ``initialise``.
     """
 
     def __init__(
@@ -62,12 +66,13 @@ class DataParallel:
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []
-        """At stage 3 the matrices that are not trained, for which there are no gradients and no optimizer state."""
+        """Buckets of frozen matrices at stage 3, without gradients or optimizer state."""
         is_meta = device is not None and device.type == "meta"
 
         def on_disk() -> DiskPlacement:
             return DiskPlacement(weights_folder or Path(), groups.rank, "zero3_param_offload_dir")
 
+        # Make the buckets of each stage.
         for stage, module in stages.items():
             make = partial(
                 make_buckets,
@@ -83,19 +88,22 @@ class DataParallel:
             )
             self.buckets += make()
             self.frozen_buckets += make(frozen=True) if zero_stage == 3 else []
+        # Frozen parameters outside of buckets.
         self._bucket_of = {p: bucket for bucket in self.all_buckets for p in bucket.parameters}
         self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if p not in self._bucket_of]
-        """Parameters that are not trained and whole on every rank: all of them below stage 3, there vectors."""
+        """Frozen parameters that are whole on every rank: below stage 3 all of them, at stage 3 only vectors."""
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
+        # Set the communication options of the buckets.
         self.compressor = compressor
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
             bucket.sums_wide = sums_wide
             bucket.model_group = groups.group("etp" if "edp" in bucket.kind.replica_axes else "tp")
-        # A rank without parameters needs it, too: it takes part in collectives over all ranks.
+        # Ranks without parameters also need a device, for collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
+        # Register the hooks for gathering, accumulation and reduction.
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -112,32 +120,34 @@ class DataParallel:
 
     @property
     def all_buckets(self) -> list[Bucket]:
-        """Those that are trained, and those that are not."""
+        """Buckets of trained and of frozen parameters."""
         return self.buckets + self.frozen_buckets
 
     def zero_grad(self) -> None:
-        """Begin a new step."""
+        """Set the gradients of all buckets to zero, for a new step."""
         for bucket in self.buckets:
             bucket.zero_grad()
 
     def begin_action(self, action: Action) -> None:
-        """A forward (F) or backward (B, I, W) of a stage begins."""
+        """Called before a forward (F) or backward (B, I, W) of a stage."""
         if action.stage in self._sync:
             self._sync[action.stage].begin(action.kind)
 
     def end_action(self, action: Action) -> None:
-        """A forward or backward of a stage has ended."""
+        """Called after a forward or backward of a stage."""
         if action.stage in self._sync:
             self._sync[action.stage].end()
 
     def enable_grad_sync(self, stage: int) -> None:
-        """Announce that the next backward of ``stage`` is its last one in this step."""
+        """Announce that the next backward of ``stage`` is its last in this step."""
         if self.overlap_grad_reduce:
             self._waiting.update({b: len(b.parameters) for b in self._early(stage)})
 
     def start_grad_sync(self, stage: int) -> None:
-        """Begin to reduce the gradients of ``stage``, which are complete: for a last backward that is split, whose
-        parameters finish in no known order."""
+        """Start to reduce the complete gradients of ``stage``.
+
+        It is for a last backward that is split, because its parameters finish in no known order.
+        """
         if self.overlap_grad_reduce:
             for bucket in self._early(stage):
                 if not bucket.reduced:
@@ -159,9 +169,9 @@ class DataParallel:
             bucket.sum_over_instances()
 
     def start_param_sync(self) -> None:
-        """Begin to gather the weights that other ranks have updated; with overlap, they are waited for when needed.
+        """Start to gather the weights that other ranks have updated; with overlap, wait for them only before their use.
 
-        Stage 3 frees what is outdated, and gathers when a unit's forward begins.
+        Stage 3 frees outdated weights, and gathers when a unit's forward begins.
         """
         for sync in self._sync.values():
             sync.release()
@@ -172,12 +182,12 @@ class DataParallel:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all weights that are on their way."""
+        """Wait for all pending gathers."""
         for bucket in self.buckets:
             bucket.finish_gather()
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of the weights and gradients that stay, and of the most that is whole for a while besides."""
+        """Return the bytes of permanent weights and gradients, and the maximum of temporary whole units."""
         shards = {"weights": 0, "gradients": 0}
         units: dict[tuple[int, int], int] = {}
         for bucket in self.all_buckets:
@@ -192,9 +202,9 @@ class DataParallel:
         return shards | ({"units whole": max(pairs)} if max(pairs, default=0) else {})
 
     def reading(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Each of ``parameters`` while its weights are whole and up to date, which at stage 3 is one unit at a time.
+        """Yield each of ``parameters`` while its weights are whole and up to date; stage 3 gathers one unit at a time.
 
-        All ranks ask for the same ones of their stages.
+        All ranks must pass the same parameters of their stages.
         """
         self.finish_param_sync()
         gathered: list[Bucket] = []
@@ -213,7 +223,7 @@ class DataParallel:
             bucket.release_weights()
 
     def frozen_on_first_copy(self) -> list[tuple[str, nn.Parameter]]:
-        """``frozen`` on the first of the data-parallel ranks that have copies of them."""
+        """Return the parameters of ``frozen`` for which this rank is the first data-parallel rank with a copy."""
         axes = [(pair, "-".join(spec_of(pair[1]).replica_axes)) for pair in self.frozen]
         return [pair for pair, names in axes if self.groups.group(names).rank() == 0]
 
@@ -222,7 +232,7 @@ class DataParallel:
         return UnitSync(module, modules_of(module), own, self._bucket_of, options, self._start_reduce)
 
     def _start_reduce(self, bucket: Bucket) -> None:
-        """What has to be complete before a bucket is split is completed first."""
+        """Start a bucket's reduction after the sums that must precede it."""
         (complete_shared if bucket.splits_grads else complete_gradients)(bucket, self.groups)
         bucket.start_reduce()
 
@@ -234,12 +244,12 @@ class DataParallel:
         return open_grad
 
     def _early(self, stage: int) -> list[Bucket]:
-        """Buckets whose sums may begin before all gradients of the step are there."""
+        """Buckets whose sums may start before all gradients of the step are complete."""
         return [b for b in self.buckets if b.stage == stage and not b.kind.is_partial and not b.splits_grads]
 
     def _accumulator(self, bucket: Bucket):
         def accumulate(parameter: nn.Parameter) -> None:
-            # Linear layers have added to main_grad themselves and leave no grad; the hook runs all the same.
+            # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
                 bucket.open_grads()
                 parameter.main_grad.add_(parameter.grad)
@@ -251,7 +261,7 @@ class DataParallel:
         return accumulate
 
     def _reduce_ready(self, stage: int) -> None:
-        """Start complete buckets, never one before its predecessor: all ranks must start them in the same order."""
+        """Start complete buckets in order, none before its predecessor: all ranks must start them in the same order."""
         for bucket in self._early(stage):
             if bucket.reduced:
                 continue
@@ -260,7 +270,7 @@ class DataParallel:
             bucket.start_reduce()
 
     def _wait_before_forward(self, root: nn.Module) -> None:
-        """Wait for a unit's weights when the first of its modules is called: the others may never be."""
+        """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""
         for modules in modules_of(root):
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
             for module in dict.fromkeys(inner for each in modules for inner in each.modules()):
@@ -277,18 +287,18 @@ def _waiter(buckets: list[Bucket]):
 
 
 def modules_of(module: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a stage's units: what its ``units()`` lists, or else each child; without any the stage itself."""
+    """Return the modules of a stage's units: the list of its ``units()``, else each child, else the stage itself."""
     declared: Any = getattr(module, "units", None)
     units = [[child] for child in module.children()] if declared is None else declared()
     return units or [[module]]
 
 
 def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, nn.Parameter]]]:
-    """The named parameters of a stage by unit: what the module's ``units()`` lists, or else each of its children.
+    """Return a stage's named parameters by unit (see ``modules_of``).
 
-    A parameter in no unit is a part of the first one, a parameter in several of the first of them. Parameters without a
-    ``ShardSpec`` get that of a tensor which is whole on every rank; ``allreduce=False`` marks those of experts, which
-    only expert-data-parallel ranks share.
+    A parameter in no unit belongs to the first unit, and a parameter in several units to the first of them. Parameters
+    without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
+    of experts, which only expert-data-parallel ranks share.
     """
     units = modules_of(module)
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
@@ -304,6 +314,6 @@ def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, 
 
 
 def _named(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Global names where the model knows them."""
+    """Return the parameters by global name if the model has global names."""
     named = getattr(module, "named_global_parameters", module.named_parameters)
     return named()
