@@ -10,7 +10,7 @@ from megatron_core.parallel.sharding import ShardSpec, spec_of
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorBox:
     """A box of a global tensor and the memory of this rank that holds it."""
 
     name: str
@@ -22,7 +22,7 @@ class Piece:
     """Whether this rank is the one that saves the box."""
 
 
-def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
+def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[TensorBox]:
     """Pieces of whole parameters, as ``model.NAME``."""
     for name, parameter in named:
         shape, numel = tuple(parameter.shape), parameter.numel()
@@ -31,7 +31,7 @@ def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Piec
 
 def pieces_of(
     name: str, spec: ShardSpec, local_shape: tuple[int, ...], start: int, stop: int, flat: Tensor
-) -> Iterator[Piece]:
+) -> Iterator[TensorBox]:
     """Pieces of ``flat``: the elements ``start ... stop - 1`` of this rank's part of the tensor ``name``."""
     for local, number in flat_boxes(local_shape, start, stop):
         memory = flat[number - start : number - start + local.numel].view(local.shape)
@@ -39,4 +39,6 @@ def pieces_of(
             common = part.local.intersect(local)
             if common is not None:  # padding is in no part
                 offset = tuple(b - a for a, b in zip(part.local.start, part.whole.start, strict=True))
-                yield Piece(name, spec.global_shape, common.shifted(offset), memory[common.within(local)], part.owned)
+                yield TensorBox(
+                    name, spec.global_shape, common.shifted(offset), memory[common.within(local)], part.owned
+                )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Piece
+from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file, remove, remove_hidden
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.hosts import Hosts
@@ -24,7 +24,7 @@ from megatron_core.parallel.texts import tell_all, tell_from
 
 def save_copies(
     save: Save,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorBox],
     hosts: Hosts,
     agree: Agree,
     device: torch.device,
@@ -60,7 +60,7 @@ def save_copies(
         remove_hidden(save.folder)
 
 
-def _write(save: Save, pieces: Iterable[Piece]) -> str:
+def _write(save: Save, pieces: Iterable[TensorBox]) -> str:
     save.write(pieces)
     return save.report.read_text()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Box, Piece
+from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
@@ -84,7 +84,7 @@ class CheckpointReader:
             )
 
     @torch.no_grad()
-    def fill(self, pieces: Iterable[Piece]) -> None:
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the stored values into the memory of every piece; dtypes are converted.
 
         Weights come from the stored main weights where there are some, and main weights from weights where not.
@@ -113,7 +113,7 @@ class CheckpointReader:
             return "model." + name.removeprefix("optimizer.main.")
         return name
 
-    def _tensor(self, piece: Piece) -> StoredTensor:
+    def _tensor(self, piece: TensorBox) -> StoredTensor:
         tensor = self.manifest.tensors.get(self._source(piece.name))
         if tensor is None:
             raise CheckpointError(

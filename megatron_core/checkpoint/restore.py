@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_core.checkpoint.boxes import Piece
+from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import (
     complete_iterations,
     delete,
@@ -57,7 +57,7 @@ class CopiesReader(CheckpointReader):
             if self._hosts.is_first:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def fetch(self, pieces: Iterable[Piece]) -> None:
+    def fetch(self, pieces: Iterable[TensorBox]) -> None:
         """Let this host be sent the boxes that ``pieces`` need and that it does not hold. All ranks call this together.
 
         Errors: ``CheckpointError`` on all ranks.

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Box, Piece
+from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.folder import (
     delete,
     drop_old,
@@ -88,7 +88,7 @@ class Save:
         self.partial.mkdir(parents=True)
         (self.partial / "save_id").write_text(save_id or uuid.uuid4().hex)
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: Iterable[TensorBox]) -> None:
         """Write this rank's owned pieces, and report."""
         owned = [piece for piece in pieces if piece.owned]
         entries = [(box_key(piece.name, piece.box), piece.memory.dtype, piece.box.shape) for piece in owned]
@@ -172,7 +172,7 @@ class Save:
         delete(self.partial)
 
 
-def save_checkpoint(save: Save, pieces: Iterable[Piece], agree: Agree) -> Path:
+def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:
     """Write the owned ``pieces`` of every rank and return the checkpoint's folder.
 
     ``agree`` tells all ranks whether all of them succeeded; it is where they wait for each other. Nothing under the
@@ -198,14 +198,14 @@ class BackgroundSave:
     report of another rank. All ranks construct it together, and call ``finish`` together.
     """
 
-    def __init__(self, save: Save, snapshot: tuple[list[Piece], Callable[[], None]], agree: Agree, seconds: float):
+    def __init__(self, save: Save, snapshot: tuple[list[TensorBox], Callable[[], None]], agree: Agree, seconds: float):
         self._save, self._agree, self._problem = save, agree, ""
         self._copied = Event()
         together(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
         self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, pieces: list[Piece], complete: Callable[[], None], seconds: float) -> None:
+    def _run(self, pieces: list[TensorBox], complete: Callable[[], None], seconds: float) -> None:
         try:
             try:
                 complete()
@@ -248,7 +248,9 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, later: Iterable[Piece], now: Iterable[Piece] = ()) -> tuple[list[Piece], Callable[[], None]]:
+    def take(
+        self, later: Iterable[TensorBox], now: Iterable[TensorBox] = ()
+    ) -> tuple[list[TensorBox], Callable[[], None]]:
         """The owned pieces with memory of their own, and what copies those of ``later``, in any thread.
 
         Until that has returned, ``later`` must not change; ``now`` are copied at once.
@@ -279,7 +281,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def _copy(pieces: Iterable[Piece], copies: Iterable[Piece]) -> None:
+def _copy(pieces: Iterable[TensorBox], copies: Iterable[TensorBox]) -> None:
     for piece, copy in zip(pieces, copies, strict=False):
         copy.memory.copy_(piece.memory, non_blocking=True)
 

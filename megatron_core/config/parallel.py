@@ -7,7 +7,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Literal
 
 from megatron_core.schedules import SCHEDULES, TRAINING
-from megatron_core.schedules.pipeline_layout import parse_layout
+from megatron_core.schedules.stage_notation import parse_layout
 
 if TYPE_CHECKING:
     PipelineSchedule = str

@@ -13,8 +13,8 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
-from megatron_core.schedules.pipeline_layout import parse_layout
 from megatron_core.schedules.plan_file import read_plan
+from megatron_core.schedules.stage_notation import parse_layout
 
 CHUNKS = "num_virtual_stages_per_pipeline_rank"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.rules_layout import uneven
+from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_core.config.parallel import SHARDING_STRATEGIES
-from megatron_core.config.rules_layout import divisors, leaves_rest
+from megatron_core.config.rules_parallel import divisors, leaves_rest
 from megatron_core.config.rules_ranges import exclusive, unused
 from megatron_core.config.run import RunConfig
 

@@ -4,11 +4,11 @@ schedule."""
 from collections.abc import Iterable, Iterator
 
 from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.rules_layout import divisors, leaves_rest
+from megatron_core.config.rules_parallel import divisors, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.schedules import SCHEDULES, TRAINING
-from megatron_core.schedules.pipeline_layout import parse_layout
+from megatron_core.schedules.stage_notation import parse_layout
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 CHUNKS = "num_virtual_stages_per_pipeline_rank"

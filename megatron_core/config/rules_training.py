@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
-from megatron_core.config.rules_layout import leaves_rest, nearest_multiples, sequence_unit
+from megatron_core.config.rules_parallel import leaves_rest, nearest_multiples, sequence_unit
 from megatron_core.config.rules_ranges import exclusive, unused
 from megatron_core.config.run import RunConfig
 

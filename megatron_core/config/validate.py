@@ -7,9 +7,9 @@ from megatron_core.config.resilience import resilience_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
 from megatron_core.config.rules_fp8 import fp8_problems
-from megatron_core.config.rules_layout import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_monitor import monitor_problems
+from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_ranges import range_problems, unused_problems
 from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_stages import schedule_problems, stage_problems

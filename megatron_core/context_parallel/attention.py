@@ -13,7 +13,7 @@ from megatron_core.parallel.micro_batch import zigzag
 
 
 @dataclass(frozen=True)
-class SharedSequence:
+class SplitSequence:
     """A sequence of ``length`` tokens, split in a zig-zag over the ranks of ``exchange.group``, and its masking."""
 
     length: int
@@ -36,7 +36,7 @@ class SharedSequence:
         return tiles(queries, keys, self.documents, self.window)
 
 
-def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SharedSequence) -> Tensor:
+def split_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SplitSequence) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V over all visible keys on all ranks.
 
     ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is the length of this
@@ -44,10 +44,10 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, sequence: Shared
     Backward saves only query, key, value, output and log-sum-exp of this rank. The parts of a softmax are merged in
     float32 or wider.
     """
-    return _SharedAttention.apply(query, key, value, sequence)
+    return _SplitAttention.apply(query, key, value, sequence)
 
 
-class _SharedAttention(torch.autograd.Function):
+class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sequence):
         own = torch.cat((key, value), dim=-1)  # one message

@@ -33,7 +33,7 @@ class Exchange(Protocol):
         ...
 
 
-class AllGather:
+class AllGatherExchange:
     """Gathers all blocks at once. A rank receives (p-1)/p of all bytes in forward and the same again in backward, and
     sends the same number of elements of gradients. Source: Dubey et al. 2024 (Llama 3), section 3.3.2."""
 
@@ -55,7 +55,7 @@ class AllGather:
         return total[0]
 
 
-class Ring:
+class RingExchange:
     """Sends blocks from each rank to the next, overlapped with the computation on the previous block.
 
     In forward a rank sends p-1 blocks; in backward it sends p-1 blocks and p gradients. The gradient of a block follows

@@ -52,17 +52,17 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PositionRange:
     """A range of positions and the local index of its first token."""
 
     start: int
     stop: int
     at: int
 
-    def cut(self, start: int, stop: int) -> _Piece:
+    def cut(self, start: int, stop: int) -> _PositionRange:
         """The intersection with a range of positions."""
         start, stop = max(start, self.start), min(stop, self.stop)
-        return _Piece(start, stop, self.at + start - self.start)
+        return _PositionRange(start, stop, self.at + start - self.start)
 
     @property
     def local(self) -> Range:
@@ -92,18 +92,18 @@ def tiles(
     return tuple(_joined(found))
 
 
-def _pieces(runs: tuple[Range, ...], span: Range) -> list[_Piece]:
+def _pieces(runs: tuple[Range, ...], span: Range) -> list[_PositionRange]:
     """The intersection of each run with the positions in ``span``."""
     pieces, at = [], 0
     for start, stop in runs:
-        piece = _Piece(start, stop, at).cut(*span)
+        piece = _PositionRange(start, stop, at).cut(*span)
         if piece.start < piece.stop:
             pieces.append(piece)
         at += stop - start
     return pieces
 
 
-def _of_document(queries: list[_Piece], keys: list[_Piece], window: int | None) -> Iterator[Tile]:
+def _of_document(queries: list[_PositionRange], keys: list[_PositionRange], window: int | None) -> Iterator[Tile]:
     if queries and queries == keys and window is None:  # one triangle: local indices are in the order of positions
         local = queries[0].local[0], queries[-1].local[1]
         yield Tile(None, local, local, (0, _size(local)))
@@ -113,7 +113,7 @@ def _of_document(queries: list[_Piece], keys: list[_Piece], window: int | None) 
             yield from _of_pieces(query, key, window)
 
 
-def _of_pieces(query: _Piece, key: _Piece, window: int | None) -> Iterator[Tile]:
+def _of_pieces(query: _PositionRange, key: _PositionRange, window: int | None) -> Iterator[Tile]:
     if window is not None:
         yield from _with_window(query, key, window)
     elif key.stop <= query.start:
@@ -122,7 +122,7 @@ def _of_pieces(query: _Piece, key: _Piece, window: int | None) -> Iterator[Tile]
         yield Tile(None, query.local, key.local, (0, _size(query.local)))
 
 
-def _with_window(query: _Piece, key: _Piece, window: int) -> Iterator[Tile]:
+def _with_window(query: _PositionRange, key: _PositionRange, window: int) -> Iterator[Tile]:
     """Split queries into parts, each of which reads at most twice its window of keys, so that masks are small."""
     most = max(window, LEAST_BAND)
     for first in range(query.start, query.stop, most):

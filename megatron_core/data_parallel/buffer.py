@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
-from megatron_core.data_parallel.layout import BucketLayout
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.collectives import (
     Done,

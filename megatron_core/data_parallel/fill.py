@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, matrix_work
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
-from megatron_core.data_parallel.layout import BucketLayout, InOrder, Packer, Rule, matrix_work
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import spec_of

@@ -23,14 +23,14 @@ Span = tuple[nn.Parameter, int, int, int]
 
 
 @dataclass(frozen=True)
-class Grid:
+class QuantizationBlocks:
     """Blocks of a parameter ``[E, O, I]`` or ``[O, I]``: rows of blocks of E matrices."""
 
     parameter: nn.Parameter
     blocks: Blocks
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> Grid:
+    def of(cls, parameter: nn.Parameter) -> QuantizationBlocks:
         """Return the grid of a weight, with the block size of its layer."""
         return cls(parameter, _layer_of(parameter).blocks("weight", 1))
 
@@ -61,7 +61,9 @@ class Grid:
 class Arriving:
     """Handle of a gather; ``wait`` writes the received data to ``weights``."""
 
-    def __init__(self, works: Handle, full: Tensor, weights: Tensor, parts: Sequence[tuple[int, Grid, Tensor]]) -> None:
+    def __init__(
+        self, works: Handle, full: Tensor, weights: Tensor, parts: Sequence[tuple[int, QuantizationBlocks, Tensor]]
+    ) -> None:
         self._works, self._full, self._weights, self._parts = works, full, weights, parts
 
     @torch.no_grad()
@@ -85,7 +87,7 @@ def start_narrow_gather(
     ``parameters`` are the bucket's parameters with their offsets in ``weights``, ``spans`` the parts of them in the
     shard.
     """
-    grids = {parameter: Grid.of(parameter) for _, parameter in parameters}
+    grids = {parameter: QuantizationBlocks.of(parameter) for _, parameter in parameters}
     scales = _scales(shard, spans, grids, group)
     sent = torch.zeros(shard.numel(), dtype=torch.uint8, device=shard.device)
     for parameter, start, stop, at in spans:
@@ -102,7 +104,7 @@ def start_narrow_gather(
 
 
 def _scales(
-    shard: Tensor, spans: Sequence[Span], grids: dict[nn.Parameter, Grid], group: Group
+    shard: Tensor, spans: Sequence[Span], grids: dict[nn.Parameter, QuantizationBlocks], group: Group
 ) -> dict[nn.Parameter, Tensor]:
     """Compute the scales of the whole weights from the shards of all ranks."""
     wide = torch.promote_types(shard.dtype, torch.float32)

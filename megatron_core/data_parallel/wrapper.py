@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Compressor, Initialise, materialise
 from megatron_core.data_parallel.fill import in_order, make_buckets
 from megatron_core.data_parallel.finalize import complete_gradients, complete_shard, complete_shared
-from megatron_core.data_parallel.layout import Rule
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.groups import ParallelGroups

@@ -14,7 +14,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.rules_layout import parallel_problems
+from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.inference.kv_cache import KVCache
 from megatron_core.models import GPTModel
@@ -23,7 +23,7 @@ from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
 from megatron_core.parallel.collectives import broadcast_
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 
@@ -42,7 +42,7 @@ class Generator:
     def __post_init__(self) -> None:
         pipeline = self.groups.size("pp")
         self._stage_to_rank = round_robin_stages(pipeline, self.num_stages // pipeline)
-        self._links = Links(self.groups)
+        self._p2p = PipelineP2P(self.groups)
 
     @classmethod
     def load(
@@ -101,7 +101,7 @@ class Generator:
         logit_positions: Tensor | None,
     ) -> Tensor | None:
         """Run ``ids`` through this rank's stages -> logits, None on ranks without the last stage."""
-        own, hidden, logits = self._links.index, None, None
+        own, hidden, logits = self._p2p.index, None, None
         for stage, rank in enumerate(self._stage_to_rank):
             if rank != own:
                 continue
@@ -118,7 +118,7 @@ class Generator:
             if stage == self.num_stages - 1:
                 logits = output
             elif self._stage_to_rank[stage + 1] != rank:
-                self._links.send(output.contiguous(), self._stage_to_rank[stage + 1]).wait()
+                self._p2p.send(output.contiguous(), self._stage_to_rank[stage + 1]).wait()
             else:
                 hidden = output
         cache.end()
@@ -132,7 +132,7 @@ class Generator:
     def _receive(self, ids: Tensor, sender: int) -> Tensor:
         shape = (ids.shape[1], ids.shape[0], self.config.model.hidden_size)
         dtype = getattr(torch, self.config.training.compute_dtype)
-        hidden, handle = self._links.receive(shape, dtype, self.device, sender)
+        hidden, handle = self._p2p.receive(shape, dtype, self.device, sender)
         handle.wait()
         return hidden
 

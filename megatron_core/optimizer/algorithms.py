@@ -11,7 +11,7 @@ from megatron_core.ops import Backend, adamw_
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ShardSlice:
     """A slice of a shard: flat tensors of equal length."""
 
     grad: Tensor
@@ -45,7 +45,7 @@ class AdamW:
         """``frozen_after``: the last step that updates the variance, for compressed momenta (1-bit Adam)."""
         self.config, self.backend, self.frozen_after = config, backend, frozen_after
 
-    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update all parts in one launch."""
         if self.frozen_after is not None and rates.step > self.frozen_after:
             self._update_frozen(parts, rates, self.frozen_after)
@@ -65,7 +65,7 @@ class AdamW:
             backend=self.backend,
         )
 
-    def _update_frozen(self, parts: Sequence[Part], rates: Rates, frozen: int) -> None:
+    def _update_frozen(self, parts: Sequence[ShardSlice], rates: Rates, frozen: int) -> None:
         """m = b1 m + (1 - b1) g;  w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^frozen)) + eps)."""
         beta1, correction = self.config.adam_beta1, 1.0 - self.config.adam_beta2 ** max(frozen, 1)
         for part in parts:
@@ -85,7 +85,7 @@ class SGD:
     def __init__(self, config: OptimizerConfig) -> None:
         self.momentum = config.sgd_momentum
 
-    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         for part in parts:
             momentum = part.state["momentum_buffer"]
@@ -104,7 +104,7 @@ class Lion:
     def __init__(self, config: OptimizerConfig) -> None:
         self.betas = config.lion_beta1, config.lion_beta2
 
-    def update(self, parts: Sequence[Part], rates: Rates) -> None:
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         beta1, beta2 = self.betas
         for part in parts:
@@ -116,7 +116,7 @@ class Lion:
             write_copy(part)
 
 
-def write_copy(part: Part) -> None:
+def write_copy(part: ShardSlice) -> None:
     """Copy the main weights to the weights of the model, with rounding to their dtype."""
     if part.copy is not None:
         part.copy.copy_(part.main)

@@ -15,10 +15,10 @@ from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.bucket_layout import Rule, WholeInShards
 from megatron_core.data_parallel.buffer import BucketKind
 from megatron_core.data_parallel.fill import SHARD_MULTIPLE, in_order
-from megatron_core.data_parallel.layout import Rule, WholeInShards
-from megatron_core.optimizer.algorithms import Part, Rates, write_copy
+from megatron_core.optimizer.algorithms import Rates, ShardSlice, write_copy
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
@@ -73,7 +73,7 @@ class Muon:
         """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
         return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
 
-    def update_bucket(self, bucket: Bucket, part: Part, rates: Rates) -> None:
+    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
         """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
         momentum = part.state["momentum_buffer"]
         grad = part.grad.mul_(rates.factor).to(momentum.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel import Bucket
-from megatron_core.optimizer.algorithms import Part, Rates
+from megatron_core.optimizer.algorithms import Rates, ShardSlice
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import spec_of
 
@@ -21,10 +21,12 @@ CHUNK = 2**20
 
 
 def update_rounded(
-    bucket: Bucket, at: slice, part: Part, rates: Rates, seed: int, update: Callable[[Part], None]
+    bucket: Bucket, at: slice, part: ShardSlice, rates: Rates, seed: int, update: Callable[[ShardSlice], None]
 ) -> None:
     """Apply ``update`` to float32 values of ``part``, the slice ``at`` of the bucket's shard, and round them."""
-    wide = Part(part.grad, part.main.float(), part.copy, {name: held.float() for name, held in part.state.items()})
+    wide = ShardSlice(
+        part.grad, part.main.float(), part.copy, {name: held.float() for name, held in part.state.items()}
+    )
     update(wide)
     pairs = {"main": (part.main, wide.main)} | {name: (part.state[name], wide.state[name]) for name in part.state}
     for name, (stored, values) in pairs.items():

@@ -20,7 +20,7 @@ from megatron_core.data_parallel.compression import OneBitAdam
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Part, Rates
+from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Rates, ShardSlice
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.muon import Muon
@@ -93,10 +93,10 @@ class Shard:
         """Whether the state or the weights are stored on disk."""
         return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
 
-    def part(self, at: slice, grad: Tensor) -> Part:
+    def part(self, at: slice, grad: Tensor) -> ShardSlice:
         """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
         copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
-        return Part(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
+        return ShardSlice(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
 
 
 class Optimizer:
@@ -264,7 +264,9 @@ class Optimizer:
             shard.placement.evict()
         bucket.evict_weights()
 
-    def _update_part(self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[Part], None]) -> None:
+    def _update_part(
+        self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[ShardSlice], None]
+    ) -> None:
         part = shard.part(at, grad)
         if shard.is_rounded:
             update_rounded(shard.bucket, at, part, rates, self.seed, update)

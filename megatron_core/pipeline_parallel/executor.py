@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.meter import METER
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.schedules.actions import Action, Plan
 
@@ -66,7 +66,7 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        links: Links,
+        p2p: PipelineP2P,
         message: MessageFormat,
         forward: ForwardStep,
         *,
@@ -74,7 +74,7 @@ class Executor:
         overlap: bool = True,
         listener: Listener = Listener(),
     ) -> None:
-        self.plan, self.links, self.message, self.forward = plan, links, message, forward
+        self.plan, self.p2p, self.message, self.forward = plan, p2p, message, forward
         self.overlap, self.listener = overlap, listener
         # With overlap any lookahead is safe; 1 overlaps a message with an action.
         self._receive_lookahead = 1 if overlap else plan.receive_lookahead
@@ -83,13 +83,13 @@ class Executor:
                 "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
                 "only when they are needed: the ranks could lock. Turn it on, or give the lengths of all micro-batches"
             )
-        self.actions = plan.ranks[links.index]
+        self.actions = plan.ranks[p2p.index]
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
         self._parameters = list(parameters) if any(a.kind == "W" for a in self.actions) else []
         self._queue = WeightGradQueue()
-        senders = set(plan.stage_to_rank) - {links.index}
-        self._unposted = {sender: deque(plan.messages(sender, links.index)) for sender in senders}
+        senders = set(plan.stage_to_rank) - {p2p.index}
+        self._unposted = {sender: deque(plan.messages(sender, p2p.index)) for sender in senders}
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Action, Tensor] = {}
         self._inputs: dict[Action, Tensor | None] = {}
@@ -174,8 +174,8 @@ class Executor:
     def _receive(self, coming: Action, sender: int) -> tuple[Tensor, dist.Work]:
         message = self.message
         if message.variable:
-            return self.links.receive_with_shape(len(message.shape), message.dtype, message.device, sender)
-        return self.links.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
+            return self.p2p.receive_with_shape(len(message.shape), message.dtype, message.device, sender)
+        return self.p2p.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
 
     def _take_input(self, action: Action) -> Tensor | None:
         """Return the input of ``action`` from another stage, on this or another rank; None if it has no such input."""
@@ -198,9 +198,9 @@ class Executor:
         self._check_format(action, tensor)
         tensor = tensor.contiguous()
         if self.message.variable:
-            self._sent += [(tensor, handle) for handle in self.links.send_with_shape(tensor, receiver)]
+            self._sent += [(tensor, handle) for handle in self.p2p.send_with_shape(tensor, receiver)]
         else:
-            self._sent.append((tensor, self.links.send(tensor, receiver)))
+            self._sent.append((tensor, self.p2p.send(tensor, receiver)))
 
     def _release_sends(self, *, wait: bool) -> None:
         """Free the messages that have been sent; with ``wait`` first wait for all of them."""

@@ -12,7 +12,7 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import forward_only as forward_only_plan
 from megatron_core.schedules import interleaved
 from megatron_core.schedules.actions import round_robin_stages
@@ -111,9 +111,9 @@ class _Step:
             self._suspend_sync()
             self._scale_auxiliary_losses()
         message = self._message(seq_length, micro_batch_size)
-        links = Links(self.groups)
-        links.warm_up(self.device, self.stage_to_rank)
-        Executor(plan, links, message, self.forward, listener=Listener(on_last_backward=self._resume_sync)).run()
+        p2p = PipelineP2P(self.groups)
+        p2p.warm_up(self.device, self.stage_to_rank)
+        Executor(plan, p2p, message, self.forward, listener=Listener(on_last_backward=self._resume_sync)).run()
         finalize = self._setting("finalize_model_grads_func")
         if finalize is not None and not self.forward_only:
             finalize(self.chunks, self.tokens if self._setting("calculate_per_token_loss") else None)

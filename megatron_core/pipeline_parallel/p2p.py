@@ -12,7 +12,7 @@ from megatron_core.parallel.groups import ParallelGroups, process_group
 from megatron_core.parallel.meter import METER
 
 
-class Links:
+class PipelineP2P:
     """Sends and receives between this pipeline rank and the others.
 
     Messages to higher ranks and messages to lower ranks use two groups, so that each communicator carries only one

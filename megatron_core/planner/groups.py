@@ -10,7 +10,7 @@ from megatron_core.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Ring:
+class GroupBandwidth:
     """A group of ranks on a machine."""
 
     size: int
@@ -23,7 +23,7 @@ class Ring:
     """Bytes per second from a rank to other nodes."""
 
     @classmethod
-    def of(cls, hardware: Hardware, size: int, stride: int) -> Ring:
+    def of(cls, hardware: Hardware, size: int, stride: int) -> GroupBandwidth:
         """A group of ranks at a distance of ``stride``. Its members on a node use all their links to other nodes."""
         local = min(size, max(hardware.devices_per_node // stride, 1))
         if local == size:
@@ -68,19 +68,19 @@ class Rings:
     hardware: Hardware
     parallel: ParallelConfig
     world_size: int
-    _found: dict[tuple[str, ...], Ring] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[tuple[str, ...], GroupBandwidth] = field(default_factory=dict, repr=False, compare=False)
 
-    def ring(self, *axes: str) -> Ring:
+    def ring(self, *axes: str) -> GroupBandwidth:
         """The group over adjacent axes: ``tp``, ``cp``, ``dp``, ``pp``, or ``etp``, ``ep``, ``edp``."""
         if axes not in self._found:
             self._found[axes] = self._make(axes)
         return self._found[axes]
 
-    def _make(self, axes: tuple[str, ...]) -> Ring:
+    def _make(self, axes: tuple[str, ...]) -> GroupBandwidth:
         sizes = self._sizes(experts=any(axis in ("etp", "ep", "edp") for axis in axes))
         order = list(sizes)
         stride = prod(sizes[axis] for axis in order[: min(order.index(axis) for axis in axes)])
-        return Ring.of(self.hardware, prod(sizes[axis] for axis in axes), stride)
+        return GroupBandwidth.of(self.hardware, prod(sizes[axis] for axis in axes), stride)
 
     def _sizes(self, *, experts: bool) -> dict[str, int]:
         """Sizes of the axes in the order of the rank number, fastest-varying axis first."""

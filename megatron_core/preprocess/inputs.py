@@ -33,7 +33,7 @@ class DamagedFileError(DataError):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """One input file.
 
     kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
@@ -58,7 +58,7 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
     return [path for pattern in patterns for path in _files(pattern, own)]
 
 
-def describe(path: Path) -> Source:
+def describe(path: Path) -> InputFile:
     """Return the file's kind, from its suffixes, and its size; DataError for a pipe or a device."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
@@ -74,7 +74,7 @@ def describe(path: Path) -> Source:
             f"--input {path} is no file but a pipe or a device, which cannot be read in parts or a second time; write "
             "its content to a file (.gz and .zst are read as they are)"
         )
-    return Source(str(path), kind, compression, status.st_size, status.st_mtime_ns)
+    return InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns)
 
 
 def _files(pattern: str, own: Collection[str]) -> list[Path]:
@@ -112,7 +112,7 @@ class Stream:
     position: index of the next byte. raw: number of bytes read from disk.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputFile) -> None:
         self._source = source
         self.position = 0
         with self._naming_damage():

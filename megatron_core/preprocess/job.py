@@ -20,13 +20,13 @@ from megatron_core.datasets.header import DatasetHeader, check_header_path, get_
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
-from megatron_core.preprocess.inputs import DamagedFileError, Source, describe, find_inputs
+from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe, find_inputs
 from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron_core.preprocess.readers import read_blocks
 from megatron_core.preprocess.report import Interval, Progress, backend_sentence, counted, summary
 from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_settings
-from megatron_core.preprocess.worker import Layout, Piece, Worker, sentence_splitter
+from megatron_core.preprocess.worker import InputRange, TokenFormat, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 
@@ -65,7 +65,7 @@ class _Job:
     """One run in its work folder."""
 
     def __init__(
-        self, settings: PreprocessSettings, sources: Sequence[Source], limits: Limits, work: WorkFolder
+        self, settings: PreprocessSettings, sources: Sequence[InputFile], limits: Limits, work: WorkFolder
     ) -> None:
         self._settings = settings
         self._sources = sources
@@ -162,18 +162,18 @@ class _Job:
             self._work.remove()
 
 
-def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> Layout:
+def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> TokenFormat:
     """Return the storage format of tokens; ConfigError if the tokenizer or a package does not support the settings."""
     if settings.append_eod and tokenizer.eod is None:
         raise ConfigError("--append-eod: the tokenizer has no end-of-document token; leave the flag out")
     if settings.split_sentences:
         sentence_splitter(settings.keep_newlines)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    return Layout(dtype.__name__, tokenizer.vocab_size, tokenizer.eod if settings.append_eod else None)
+    return TokenFormat(dtype.__name__, tokenizer.vocab_size, tokenizer.eod if settings.append_eod else None)
 
 
 def choose_backend(
-    settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[Source], folder: Path
+    settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[InputFile], folder: Path
 ) -> tuple[Backend, str]:
     """Return gigatoken if it is available and gives the tokenizer's ids on a sample; else the tokenizer, and why."""
     backend, reason = load_backend(tokenizer, settings.tokenization_backend)
@@ -190,7 +190,7 @@ def choose_backend(
     return TokenizerBackend(tokenizer), reason
 
 
-def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder: Path) -> list[str]:
+def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], folder: Path) -> list[str]:
     """Return the beginnings of texts at 16 positions spread over the files, 16 thousand characters in total."""
     total = sum(source.size for source in sources)
     starts = [total * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
@@ -217,12 +217,12 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[Source], folder
 
 def read_pieces(
     settings: PreprocessSettings,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     limits: Limits,
     folder: Path,
     size: int,
     position: tuple[int, int],
-) -> Iterator[Piece]:
+) -> Iterator[InputRange]:
     """Yield the pieces of all files from a position on; this process reads files that can only be read sequentially.
 
     size: bytes of the ranges into which a plain JSON Lines file is divided.
@@ -233,21 +233,21 @@ def read_pieces(
         if source.kind == "jsonl" and source.compression is None:
             for begin in range(start, source.size, size):
                 end = begin + size
-                yield Piece(number, begin, end if end < source.size else None, raw=min(end, source.size))
+                yield InputRange(number, begin, end if end < source.size else None, raw=min(end, source.size))
         elif source.kind == "text" and settings.separator is None:
-            yield Piece(number, raw=source.size)
+            yield InputRange(number, raw=source.size)
         else:
             try:
                 for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
-                    yield Piece(number, start, block.end, block=block)
+                    yield InputRange(number, start, block.end, block=block)
             except DamagedFileError as error:
-                yield Piece(number, damage=str(error))
+                yield InputRange(number, damage=str(error))
         start = 0
 
 
-def grouped(pieces: Iterable[Piece], sources: Sequence[Source], size: int) -> Iterator[list[Piece]]:
+def grouped(pieces: Iterable[InputRange], sources: Sequence[InputFile], size: int) -> Iterator[list[InputRange]]:
     """Group pieces into tasks of `size` bytes or slightly more, so that many small files make few tasks."""
-    group: list[Piece] = []
+    group: list[InputRange] = []
     held = 0
     for piece in pieces:
         group.append(piece)

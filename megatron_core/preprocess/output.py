@@ -23,10 +23,10 @@ from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
 from megatron_core.errors import DataError
 from megatron_core.output_file import make_folder, no_follow
-from megatron_core.preprocess.inputs import DamagedFileError, Source
+from megatron_core.preprocess.inputs import DamagedFileError, InputFile
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings
-from megatron_core.preprocess.worker import Part
+from megatron_core.preprocess.worker import EncodedPart
 
 SHOWN = 5
 _OWN = re.compile(r"lock|(run|progress)\.json|[0-9a-f]{64}\.parquet|.*\.partial")
@@ -180,7 +180,7 @@ def work_path(output_prefix: str) -> Path:
     return Path(f"{output_prefix}.work")
 
 
-def identity(settings: PreprocessSettings, sources: Sequence[Source], fingerprint: str) -> dict[str, Any]:
+def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerprint: str) -> dict[str, Any]:
     """Return the settings and input files that determine the output of a run, by flag name."""
     return {
         "--json-keys": list(settings.json_keys),
@@ -213,7 +213,7 @@ class Output:
     """Appends parts to the token files of every key and to the list of broken and empty documents."""
 
     def __init__(
-        self, work: WorkFolder, sources: Sequence[Source], settings: PreprocessSettings, remarks: Path, dtype: str
+        self, work: WorkFolder, sources: Sequence[InputFile], settings: PreprocessSettings, remarks: Path, dtype: str
     ) -> None:
         self._work = work
         self._sources = sources
@@ -256,7 +256,7 @@ class Output:
             self._before = (number + 1, size + self._sources[number].size)
         return self._before[1] + self.state.raw
 
-    def append(self, part: Part) -> None:
+    def append(self, part: EncodedPart) -> None:
         """Append a part.
 
         BrokenDocumentError: the first broken document with --strict. DamagedFileError: the file of the part is damaged;

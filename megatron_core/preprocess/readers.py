@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from megatron_core.datasets.atomic_write import naming_full_disk, sync_file
-from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, Source, Stream, describe
+from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
@@ -53,7 +53,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Block:
+class ContentBlock:
     """A part of a file: unparsed whole lines of JSON, or documents.
 
     end: start of the next block, in bytes of content (Parquet: rows). raw: bytes of the file read up to its end.
@@ -75,14 +75,14 @@ class Block:
 
 
 def read_blocks(
-    source: Source,
+    source: InputFile,
     keys: Sequence[str],
     separator: str | None,
     limits: Limits,
     folder: Path,
     start: int = 0,
     stop: int | None = None,
-) -> Iterator[Block]:
+) -> Iterator[ContentBlock]:
     """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet from row `start` on.
 
     folder: place of the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its
@@ -121,7 +121,7 @@ def read_texts(
 # JSON Lines
 
 
-def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, path: str) -> Iterator[Block]:
+def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, path: str) -> Iterator[ContentBlock]:
     """Yield blocks of the lines that begin in [start, stop); a line longer than the limit is a broken document.
 
     DamagedFileError: the file is one JSON array.
@@ -147,11 +147,11 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
                 f"jq -c '.[]' {path} > {Path(path).stem}.jsonl"
             )
         if lines:
-            yield Block(lines, stream.position, stream.raw)
+            yield ContentBlock(lines, stream.position, stream.raw)
         if long:
             if not tail.endswith(b"\n"):
                 _skip_line(stream)
-            yield Block(Batch(lines=1, broken=[(1, too_long(limits))]), stream.position, stream.raw)
+            yield ContentBlock(Batch(lines=1, broken=[(1, too_long(limits))]), stream.position, stream.raw)
 
 
 def _skip_line(stream: Stream, stop: int | None = None) -> None:
@@ -242,7 +242,7 @@ def _kind(value: Any) -> str:
 # Plain text
 
 
-def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, limits: Limits) -> Iterator[Block]:
+def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, limits: Limits) -> Iterator[ContentBlock]:
     """Yield blocks of documents separated by `separator`; without a separator the file is one document.
 
     An empty text after the last separator is not a document. A byte-order mark at the beginning of the file is removed.
@@ -267,12 +267,12 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
         first = False
         if batch.size >= limits.batch_bytes:
             batch.texts = [texts] * keys
-            yield Block(batch, end, stream.raw)
+            yield ContentBlock(batch, end, stream.raw)
             texts, numbers = [], []
             batch = Batch(numbers=numbers)
     if batch.lines:
         batch.texts = [texts] * keys
-        yield Block(batch, end, stream.raw)
+        yield ContentBlock(batch, end, stream.raw)
 
 
 def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[int, bytes | None]]:
@@ -307,8 +307,8 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
 
 
 def parquet_blocks(
-    source: Source, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0
-) -> Iterator[Block]:
+    source: InputFile, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0
+) -> Iterator[ContentBlock]:
     """Yield blocks of the rows from `start` on; a null is an empty text, as in JSON."""
     # Imported here, because the import takes 0.1 s and is needed only for Parquet files.
     import pyarrow.lib
@@ -341,7 +341,7 @@ def parquet_blocks(
                     row, skipped = row + table.num_rows, max(0, start - row)
                     if skipped < table.num_rows:
                         batch = rows_of([table.column(key).slice(skipped) for key in keys], limits)
-                        yield Block(batch, row, source.size * row // file.metadata.num_rows)
+                        yield ContentBlock(batch, row, source.size * row // file.metadata.num_rows)
             except damaged as error:
                 raise DamagedFileError(
                     f"{source.path} is damaged in row group {group}, behind row {row:,} ({error}); make it again"
@@ -377,7 +377,7 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
     return Batch(len(values[0]), size, numbers, list(zip(*found, strict=True)), broken)
 
 
-def decompressed(source: Source, folder: Path) -> Path:
+def decompressed(source: InputFile, folder: Path) -> Path:
     """Return the path of the file or of its decompressed copy in the folder, because Parquet is read from its end."""
     if source.compression is None:
         return Path(source.path)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_core.errors import ConfigError, DataError, MegatronError
-from megatron_core.preprocess.inputs import DamagedFileError, Source
-from megatron_core.preprocess.readers import Batch, Block, read_blocks
+from megatron_core.preprocess.inputs import DamagedFileError, InputFile
+from megatron_core.preprocess.readers import Batch, ContentBlock, read_blocks
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
 from megatron_core.tokenizers import Tokenizer, dropped_bytes
 from megatron_core.tokenizers.byte_symbols import count_bytes
@@ -23,7 +23,7 @@ Splitter = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenFormat:
     """Storage format of tokens.
 
     dtype: dtype of a token. vocab_size: one more than the largest id. eod: the id after each document; None: no id.
@@ -43,7 +43,7 @@ class Encoded:
     counts: np.ndarray
 
 
-def encode(texts: Sequence[str], backend: Backend, layout: Layout, splitter: Splitter | None = None) -> Encoded:
+def encode(texts: Sequence[str], backend: Backend, layout: TokenFormat, splitter: Splitter | None = None) -> Encoded:
     """Tokenize documents; an empty document has no sequence and no end-of-document id, as in Megatron's files."""
     sentences = [splitter(text) for text in texts] if splitter else None
     ids, lengths = backend.encode(list(chain.from_iterable(sentences)) if sentences is not None else texts)
@@ -119,7 +119,7 @@ PROBE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputRange:
     """A range of one input file; pieces are in the order of the files and of their content.
 
     source: index of the file. start: start of the piece, in bytes of content (Parquet: rows). end: start of the next
@@ -131,19 +131,19 @@ class Piece:
     start: int = 0
     end: int | None = None
     raw: int = 0
-    block: Block | None = None
+    block: ContentBlock | None = None
     damage: str = ""
 
 
 @dataclass
-class Part:
+class EncodedPart:
     """Result of a piece: `Encoded` for each key of each batch, and counts over all batches.
 
     raw: bytes of the file read from disk up to the end of the piece. size: bytes of text. remarks: line, kind
     ("broken", "empty") and sentence for documents with problems. dropped: bytes without a token.
     """
 
-    piece: Piece
+    piece: InputRange
     raw: int = 0
     size: int = 0
     lines: int = 0
@@ -161,23 +161,23 @@ class Worker:
     """
 
     settings: PreprocessSettings
-    sources: Sequence[Source]
+    sources: Sequence[InputFile]
     limits: Limits
     folder: Path
     backend: Backend
     tokenizer: Tokenizer
-    layout: Layout
+    layout: TokenFormat
 
     def __post_init__(self) -> None:
         self._dropped = dropped_bytes(self.tokenizer)
         self._splitter = sentence_splitter(self.settings.keep_newlines) if self.settings.split_sentences else None
 
-    def run(self, pieces: Sequence[Piece]) -> list[Part]:
+    def run(self, pieces: Sequence[InputRange]) -> list[EncodedPart]:
         """Return a part for each piece; DataError if the backend gives other ids than the tokenizer."""
         compared = self.backend.name == TokenizerBackend.name
         parts = []
         for piece in pieces:
-            part = Part(replace(piece, block=None), raw=piece.raw)
+            part = EncodedPart(replace(piece, block=None), raw=piece.raw)
             try:
                 for block in self._blocks(piece):
                     batch, encoded = self._encode(block.batch(self.settings.json_keys))
@@ -188,7 +188,7 @@ class Worker:
             parts.append(part)
         return parts
 
-    def _blocks(self, piece: Piece) -> Iterable[Block]:
+    def _blocks(self, piece: InputRange) -> Iterable[ContentBlock]:
         if piece.damage or piece.block:
             return [piece.block] if piece.block else []
         keys, separator = self.settings.json_keys, self.settings.separator
@@ -215,7 +215,7 @@ class Worker:
         batch = replace(batch, numbers=[batch.numbers[n] for n in kept], texts=left, broken=sorted(broken))
         return batch, all_keys(batch)
 
-    def _add(self, part: Part, block: Block, batch: Batch, encoded: list[Encoded]) -> None:
+    def _add(self, part: EncodedPart, block: ContentBlock, batch: Batch, encoded: list[Encoded]) -> None:
         remarks = [(number, "broken", sentence) for number, sentence in batch.broken]
         for key, found in zip(self.settings.json_keys, encoded, strict=True):
             empty = np.flatnonzero(found.counts == 0).tolist()

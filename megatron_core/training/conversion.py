@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, open_newest, parameter_pieces
+from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, open_newest, parameter_pieces
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
@@ -298,7 +298,7 @@ def read_whole(
 ) -> Tensor:
     """One tensor, whole."""
     tensor = torch.empty(shape, dtype=dtype)
-    reader.fill([Piece(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
+    reader.fill([TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
     return tensor
 
 

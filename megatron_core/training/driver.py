@@ -19,7 +19,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener, MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
@@ -31,7 +31,7 @@ class Trainable:
 
     groups: ParallelGroups
     split: SequenceSplit
-    links: Links
+    p2p: PipelineP2P
     message: MessageFormat
     """Shape, dtype and device of messages between stages; lengths that vary by micro-batch are passed separately."""
     data_parallel: DataParallel
@@ -200,7 +200,7 @@ def run_plan(
     message = replace(model.message, lengths=lengths or {})
     executor = Executor(
         plan,
-        model.links,
+        model.p2p,
         message,
         forward,
         parameters=model.deferrable,

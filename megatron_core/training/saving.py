@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint import BackgroundSave, FolderLock, Piece, Save, Snapshot, save_checkpoint
+from megatron_core.checkpoint import BackgroundSave, FolderLock, Save, Snapshot, TensorBox, save_checkpoint
 from megatron_core.checkpoint.copies import save_copies
 from megatron_core.checkpoint.folder import (
     CONFIG,
@@ -224,7 +224,7 @@ class CheckpointSaver:
             save_checkpoint(save, chain(updated, others), self._agree)
         self._replaced = self._replaced if temporary else ()
 
-    def _save_copies(self, save: Save, pieces: Iterable[Piece], hosts: Hosts) -> None:
+    def _save_copies(self, save: Save, pieces: Iterable[TensorBox], hosts: Hosts) -> None:
         """Write a checkpoint into the memory of all hosts, instead of into the folder of ``save``."""
         settings = self.config.checkpoint
         assert settings.local_folder is not None, "hosts meet there"

@@ -28,7 +28,7 @@ from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
@@ -202,11 +202,11 @@ def _check_data(splits: Splits, *, skip_train: bool) -> None:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
 
 
-def _links_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Links:
+def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
     """Point-to-point messages between the stages, with their connections warmed up."""
-    links = Links(groups)
-    links.warm_up(device, plans.stage_to_rank)
-    return links
+    p2p = PipelineP2P(groups)
+    p2p.warm_up(device, plans.stage_to_rank)
+    return p2p
 
 
 def set_up(
@@ -273,7 +273,7 @@ def set_up(
         auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
-        links=_links_of(groups, world.device, plans),
+        p2p=_p2p_of(groups, world.device, plans),
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import Box, CheckpointReader, Piece, open_newest, parameter_pieces, pieces_of
+from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, open_newest, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
@@ -55,19 +55,19 @@ class TrainState:
     """Records of the files that the run reads, as ``datasets.sources`` makes them."""
 
 
-def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[Piece]:
+def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[TensorBox]:
     """Pieces of the weights in this rank's shard, or in ``span`` of it."""
     yield from shard_pieces(bucket, "model", bucket.weight_shard, span)
 
 
-def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[Piece]:
+def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[TensorBox]:
     """Pieces of main weights and moments in this rank's shards; ``saved``: in the parts that it saves."""
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
 
 
-def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[Piece]:
+def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """Pieces of a checkpoint that change only in the optimizer's update; without ``optimizer``, only weights.
 
     The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
@@ -77,7 +77,7 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
         yield from optimizer_pieces(optimizer, saved=True)
 
 
-def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
+def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
     yield from parameter_pieces(data.frozen_on_first_copy())
     if optimizer is not None:
@@ -86,7 +86,7 @@ def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHisto
             yield from fp8_pieces(fp8, fp8.histories())
 
 
-def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[Piece]:
+def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[TensorBox]:
     """Pieces ``PREFIX.NAME`` of ``flat``, which has the layout of this rank's shard; ``span``: only this part of the
     bucket, within the shard."""
     span = span or bucket.shard
@@ -96,7 +96,7 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | 
         yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
 
 
-def compression_pieces(data: DataParallel) -> Iterator[Piece]:
+def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
     """Pieces of the state of gradient compression: errors of each data-parallel rank, and factors."""
     for bucket in data.buckets if data.compressor is not None else ():
         assert data.compressor is not None
@@ -117,14 +117,14 @@ def compression_pieces(data: DataParallel) -> Iterator[Piece]:
                 name, shape = f"compression.{kind}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
                 # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
                 owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
-                yield Piece(name, shape, Box((0,) * len(shape), shape), tensor, owned)
+                yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)
 
 
-def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[TensorBox]:
     """Pieces of amax ``histories``; every rank with the layer has the complete history."""
     for name, history in histories.items():
         shape = tuple(history.shape)
-        yield Piece(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
+        yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
 def open_checkpoint(
@@ -248,7 +248,7 @@ def load_state(
         return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
 
 
-def _held_weights(data: DataParallel) -> Iterator[Piece]:
+def _held_weights(data: DataParallel) -> Iterator[TensorBox]:
     """All weights of this rank; for a bucket with split weights, this rank's shard."""
     yield from parameter_pieces(data.frozen)
     for bucket in data.all_buckets:
@@ -256,7 +256,7 @@ def _held_weights(data: DataParallel) -> Iterator[Piece]:
         yield from weight_pieces(bucket) if bucket.splits_weights else whole
 
 
-def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[Piece]:
+def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """All pieces that this rank may load."""
     yield from _held_weights(data)
     yield from () if optimizer is None else optimizer_pieces(optimizer)
@@ -304,7 +304,7 @@ def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
     layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
     if data.compressor is None:
         return
-    kinds: dict[bool, list[Piece]] = {True: [], False: []}
+    kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
     for piece in compression_pieces(data):
         kinds[piece.name.startswith("compression.factor")].append(piece)
     factors, errors = kinds[True], kinds[False]

@@ -9,11 +9,11 @@ from torch import nn
 from megatron_core.config import ModelConfig
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.context_parallel_attention import core_attention_of
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, Norm
-from megatron_core.transformer.sharded_attention import core_attention_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
@@ -119,12 +119,12 @@ class _Training:
             bucket_size=3000,
             device=self.device,
         )
-        links = Links(groups)
-        links.warm_up(self.device, stage_to_rank)
+        p2p = PipelineP2P(groups)
+        p2p.warm_up(self.device, stage_to_rank)
         self.trainable = Trainable(
             groups=groups,
             split=split,
-            links=links,
+            p2p=p2p,
             message=MessageFormat(self._message_shape(split), self.dtype, self.device),
             data_parallel=data_parallel,
             optimizer=Optimizer(data_parallel, OPTIMIZER, groups, ConstantLossScale(1.0)),

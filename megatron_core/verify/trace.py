@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megatron_core.checkpoint import Piece, parameter_pieces, pieces_of
+from megatron_core.checkpoint import TensorBox, parameter_pieces, pieces_of
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.parallel.sharding import spec_of
 
@@ -45,14 +45,14 @@ class RankTrace:
             values = np.array(numbers, dtype=np.float64)
             self.parts.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
 
-    def _add(self, label: str, pieces: Iterable[Piece]) -> None:
+    def _add(self, label: str, pieces: Iterable[TensorBox]) -> None:
         for piece in pieces:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
             values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
             self.parts.append((f"{label}.{piece.name.removeprefix('model.')}", piece.global_shape, box, values))
 
 
-def _gradient_pieces(bucket: Bucket) -> Iterable[Piece]:
+def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:
     for name, parameter, start, stop, at in bucket.pieces():
         flat = bucket.grad_shard[at : at + stop - start]
         yield from pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-from megatron_core.checkpoint import Piece, parameter_pieces
+from megatron_core.checkpoint import TensorBox, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel import World
@@ -72,7 +72,7 @@ def save_run(run: Run) -> Path:
     return Path(run.config.checkpoint.save) / f"iter_{run.state.iteration:07d}"
 
 
-def pieces(run: Run) -> Iterator[Piece]:
+def pieces(run: Run) -> Iterator[TensorBox]:
     """Everything that this rank holds: its parameters whole, its shard of the weights, its optimizer state."""
     for stage in run.stages.values():
         named = list(stage.named_global_parameters())

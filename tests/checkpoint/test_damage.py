@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import Box, CheckpointReader, Piece, Save, find_checkpoint, save_checkpoint, writer
+from megatron_core.checkpoint import Box, CheckpointReader, Save, TensorBox, find_checkpoint, save_checkpoint, writer
 from megatron_core.checkpoint.hashes import StoredFile
 from megatron_core.errors import CheckpointError
 from megatron_core.training.pretrain import notes
@@ -128,8 +128,8 @@ def test_files_hold_numbers_and_text_alone(saved: Path) -> None:
 # From here on: the writer alone, with a tensor whose elements all are the number of the save.
 
 
-def piece(value: float, numel: int = 64) -> Piece:
-    return Piece("w", (numel,), Box((0,), (numel,)), torch.full((numel,), value), owned=True)
+def piece(value: float, numel: int = 64) -> TensorBox:
+    return TensorBox("w", (numel,), Box((0,), (numel,)), torch.full((numel,), value), owned=True)
 
 
 def write(root: Path, iteration: int, value: float, numel: int = 64, **settings: object) -> Path:
@@ -183,7 +183,7 @@ def test_files_of_the_tokenizer_go_along(tmp_path: Path) -> None:
 
 
 def test_tensor_that_nobody_wrote_whole(tmp_path: Path) -> None:
-    half = Piece("w", (4,), Box((0,), (2,)), torch.zeros(2), owned=True)
+    half = TensorBox("w", (4,), Box((0,), (2,)), torch.zeros(2), owned=True)
     with pytest.raises(CheckpointError, match="w has 4 elements, but the ranks wrote 2"):
         save_checkpoint(Save(tmp_path, 1, {}), [half], lambda ok: ok)
     assert find_checkpoint(str(tmp_path)) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.checkpoint import Box, Piece, Save, save_checkpoint, writer
+from megatron_core.checkpoint import Box, Save, TensorBox, save_checkpoint, writer
 from megatron_core.config import RunConfig
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
@@ -112,9 +112,9 @@ def test_saving_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wide = torch.arange(2**24, dtype=torch.float32).view(4096, 4096)
     columns, half = wide[:, 1024:3072], torch.ones((), dtype=torch.bfloat16)
     pieces = [
-        Piece("columns", (4096, 2048), Box((0, 0), (4096, 2048)), columns, owned=True),
-        Piece("half", (), Box((), ()), half, owned=True),
-        Piece("rows", (4096, 4096), Box((0, 0), (4096, 4096)), wide, owned=True),
+        TensorBox("columns", (4096, 2048), Box((0, 0), (4096, 2048)), columns, owned=True),
+        TensorBox("half", (), Box((), ()), half, owned=True),
+        TensorBox("rows", (4096, 4096), Box((0, 0), (4096, 4096)), wide, owned=True),
     ]
     write = partial(save_checkpoint, Save(tmp_path, 1, {}), pieces, lambda ok: ok)
     assert _peak_growth(write) < 16 * 2**20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
 from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.rules_layout import tensor_parallel_sizes
+from megatron_core.config.rules_parallel import tensor_parallel_sizes
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 from tests.config.faults import FAULTS

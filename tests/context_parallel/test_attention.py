@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.context_parallel import HeadExchange, Products, SharedSequence, Unfused, shared_attention
+from megatron_core.context_parallel import HeadExchange, Products, SplitSequence, Unfused, split_attention
 from megatron_core.context_parallel.products import FusedOnCPU, merge_
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.sharded_attention import SharedCoreAttention
 from tests.context_parallel.test_tiles import lengths_of, seen
 from tests.defects.plant import planted
 
@@ -80,7 +80,7 @@ def test_output_and_gradients(case: str, size: int, products: Products, dtype: t
     bound = 1e-12 if dtype == torch.float64 else 3e-2
     for rank, at in enumerate(where):
         exchange = Simulated(LocalGroup(size, rank), blocks, gradients)
-        out = shared_attention(*parts[rank], SharedSequence(length, exchange, products, documents, window))
+        out = split_attention(*parts[rank], SplitSequence(length, exchange, products, documents, window))
         assert out.dtype == dtype
         out.backward(grad[:, :, at])
         torch.testing.assert_close(out.double(), expected[:, :, at], rtol=bound, atol=bound)
@@ -118,7 +118,7 @@ def test_a_mask_of_ones_own(case: str, backend: str, dtype: torch.dtype) -> None
     bound = 1e-12 if dtype == torch.float64 else 3e-2
     for rank, at in enumerate(where):
         exchange = Simulated(LocalGroup(size, rank), blocks, gradients)
-        core = SharedCoreAttention(layers, 0, exchange=exchange, window_size=window)
+        core = ContextParallelAttention(layers, 0, exchange=exchange, window_size=window)
         out = core(*parts[rank], context)
         out.backward(grad[at])
         torch.testing.assert_close(out.double(), expected[at], rtol=bound, atol=bound)
@@ -130,7 +130,10 @@ def test_a_mask_of_ones_own(case: str, backend: str, dtype: torch.dtype) -> None
         core(*parts[-1], SequenceContext(attention_mask=masked[:, :, :24]))
 
 
-MASK, SHARED = "transformer.sharded_attention:SharedCoreAttention._mask", "context_parallel.products:FusedOnCPU"
+MASK, SHARED = (
+    "transformer.context_parallel_attention:ContextParallelAttention._mask",
+    "context_parallel.products:FusedOnCPU",
+)
 DEFECTS = {
     "keys of another rank are hidden as its own are": (
         *("mask", MASK),
@@ -146,15 +149,15 @@ DEFECTS = {
         *("tile.rows if len(local) > 1 else slice(None)", "slice(0, 1)"),
     ),
     "a mask comes on top of causality": (
-        *("mask", "context_parallel.attention:SharedSequence.tiles_with"),
+        *("mask", "context_parallel.attention:SplitSequence.tiles_with"),
         *("if not self.causal:", "if False:"),
     ),
     "a mask takes the place of documents": (
-        *("documents", "transformer.sharded_attention:SharedCoreAttention.forward"),
+        *("documents", "transformer.context_parallel_attention:ContextParallelAttention.forward"),
         *(" or documents is not None", ""),
     ),
     "a mask takes the place of a window": (
-        *("window", "transformer.sharded_attention:SharedCoreAttention.forward"),
+        *("window", "transformer.context_parallel_attention:ContextParallelAttention.forward"),
         *(" or self.window is not None", ""),
     ),
     "a query that sees nothing on a rank is averaged there": (

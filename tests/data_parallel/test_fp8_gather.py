@@ -93,7 +93,7 @@ def test_casts_run_on_the_backend_of_the_layer(
     ("target", "old", "new"),
     [
         ("data_parallel.fp8_gather:_scales", "all_reduce_(flat, group, maximum=True)", "pass"),
-        ("data_parallel.fp8_gather:Grid.rows", "row % height // (self.blocks.rows or height)", "0"),
+        ("data_parallel.fp8_gather:QuantizationBlocks.rows", "row % height // (self.blocks.rows or height)", "0"),
         ("data_parallel.fp8_gather:_scales", "record=True", "record=False"),
     ],
 )

@@ -73,7 +73,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "attention crosses documents",
-        "context_parallel.attention:SharedSequence.tiles_with",
+        "context_parallel.attention:SplitSequence.tiles_with",
         "self.documents",
         "None",
         "cp2 p2p, packed",
@@ -81,7 +81,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "the window is that of a rank's own tokens",
-        "context_parallel.attention:SharedSequence.tiles_with",
+        "context_parallel.attention:SplitSequence.tiles_with",
         "self.window",
         "self.window if owner == rank else None",
         "cp2 p2p, window",
@@ -112,7 +112,7 @@ IN_CONTEXT = (
     ),
     Defect(  # Transformer Engine's issue 1557
         "backward of a part takes the part's own softmax",
-        "context_parallel.attention:_SharedAttention.backward",
+        "context_parallel.attention:_SplitAttention.backward",
         "out[at], lse[at]",
         "*sequence.products.forward(query[at], keys[of], values[of], tile, owner)",
         "cp2 p2p, fused",
@@ -120,7 +120,7 @@ IN_CONTEXT = (
     ),
     Defect(  # diffusers' issue 14265
         "backward begins with the keys that came last",
-        "context_parallel.attention:_SharedAttention.forward",
+        "context_parallel.attention:_SplitAttention.forward",
         "ctx.save_for_backward(query, own,",
         "ctx.save_for_backward(query, block,",
         "cp2 p2p, fused",
@@ -136,7 +136,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients of keys do not go the last step home",
-        "context_parallel.exchange:Ring.backward",
+        "context_parallel.exchange:RingExchange.backward",
         "return total",
         "return part",
         "cp2 p2p, fused",
@@ -144,7 +144,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients of keys forget the ranks before",
-        "context_parallel.exchange:Ring.backward",
+        "context_parallel.exchange:RingExchange.backward",
         "part += total",
         "pass",
         "cp4 p2p, fused, 2 groups",
@@ -152,7 +152,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients of gathered keys are each rank's own part",
-        "context_parallel.exchange:AllGather.backward",
+        "context_parallel.exchange:AllGatherExchange.backward",
         "start_reduce_scatter_sequence(gradients, self.group)",
         "gradients[self.group.rank()][None], Done()",
         "cp2 all_gather",
@@ -194,7 +194,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "weights are dropped as if all keys were the rank's own",
-        "transformer.sharded_attention:SharedCoreAttention._products",
+        "transformer.context_parallel_attention:ContextParallelAttention._products",
         "self._positions(owner, length, weights.device)",
         "self._positions(self.exchange.group.rank(), length, weights.device)",
         "cp2 p2p",

@@ -63,7 +63,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C8 C51
         "probabilities are gathered without a gradient",
-        "transformer.moe.dispatch:AllGather.dispatch",
+        "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
         "gathered(routing.probs)",
         "gathered(routing.probs.detach())",
         "experts, etp2, allgather",
@@ -116,7 +116,7 @@ IN_EXPERTS = (
     ),
     Defect(
         "a token's outputs are added by the first rank that shares an expert alone",
-        "transformer.moe.dispatch:AllGather.dispatch",
+        "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
         "return reduce_scatter_to_sequence(total, self.group)[:own]",
         "return total[self.group.rank() * (own + missing) :][:own]",
         "experts, etp2, allgather",

@@ -17,7 +17,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.checks import check
 from megatron_core.schedules.plan_file import plan_from_text
@@ -50,12 +50,12 @@ def _run(name: str, ranks: int, micros: int) -> None:
     plan = make_plan(name, ranks, 1, micros)
     whole = Chain(plan)
     losses = whole.reference()
-    links = Links(ParallelGroups(Grid(pp=ranks), dist.get_rank()))
-    found, chain = run_chain(plan, links)
-    assert found.keys() == (losses.keys() if links.index == ranks - 1 else set())
+    p2p = PipelineP2P(ParallelGroups(Grid(pp=ranks), dist.get_rank()))
+    found, chain = run_chain(plan, p2p)
+    assert found.keys() == (losses.keys() if p2p.index == ranks - 1 else set())
     for micro, loss in found.items():
         torch.testing.assert_close(loss, losses[micro])
-    torch.testing.assert_close(chain.weights[links.index].grad, whole.weights[links.index].grad)
+    torch.testing.assert_close(chain.weights[p2p.index].grad, whole.weights[p2p.index].grad)
 
 
 def test_the_worked_example(example: ModuleType) -> None:

@@ -27,7 +27,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.param_layout import BufferKey
 from megatron_core import parallel_state
 from megatron_core.data_parallel import DataParallel
-from megatron_core.data_parallel.layout import InOrder, Packer, WholeInShards
+from megatron_core.data_parallel.bucket_layout import InOrder, Packer, WholeInShards
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.verify.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
-from megatron_core.checkpoint import Box, Piece, parameter_pieces
+from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
@@ -104,7 +104,7 @@ def test_each_rank_reads_its_part(name: str, tmp_path: Path) -> None:
             for piece in pieces:
                 whole = torch.empty(piece.global_shape)
                 box = Box((0,) * whole.dim(), piece.global_shape)
-                reader.fill([Piece(piece.name, piece.global_shape, box, whole, owned=True)])
+                reader.fill([TensorBox(piece.name, piece.global_shape, box, whole, owned=True)])
                 assert torch.equal(piece.memory, whole[piece.box.index])
 
 

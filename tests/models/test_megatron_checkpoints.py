@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, Piece, find_checkpoint, parameter_pieces
+from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, parameter_pieces
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
@@ -238,5 +238,5 @@ def test_a_box_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     box = Box((40, 3), (90, 20))
     memory = torch.empty(box.shape)
     with MegatronReader(tmp_path) as reader:
-        reader.fill([Piece("model.decoder.layers.2.mlp.linear_fc1.weight", tuple(whole.shape), box, memory, True)])
+        reader.fill([TensorBox("model.decoder.layers.2.mlp.linear_fc1.weight", tuple(whole.shape), box, memory, True)])
     assert torch.equal(memory, whole[box.index])

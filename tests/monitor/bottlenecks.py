@@ -133,13 +133,13 @@ def plant(run: Run, fault: str) -> None:
 
         METER.run = run_slowly  # type: ignore[method-assign]
     elif fault == "messages":
-        receive = run.links.receive
+        receive = run.p2p.receive
 
         def receive_slowly(*args: Any) -> tuple[torch.Tensor, Any]:
             tensor, handle = receive(*args)
             return tensor, _Late(handle)
 
-        run.links.receive = receive_slowly  # type: ignore[method-assign]
+        run.p2p.receive = receive_slowly  # type: ignore[method-assign]
     elif fault == "reading":
         run.train_loader.dataset = SlowReading(run.train_loader.dataset)
     elif fault == "disk":

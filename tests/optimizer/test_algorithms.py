@@ -9,7 +9,7 @@ import torch
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import placement
-from megatron_core.optimizer.algorithms import SGD, Lion, Part, Rates
+from megatron_core.optimizer.algorithms import SGD, Lion, Rates, ShardSlice
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.memory import give_back, needs_proc, resident, start_anew
@@ -25,10 +25,10 @@ ROUNDED = {
 ROUNDED_MUON = ROUNDED | {"optimizer": "muon", "main_params_dtype": "fp32"}
 
 
-def _parts(names: tuple[str, ...]) -> tuple[Part, torch.Tensor]:
+def _parts(names: tuple[str, ...]) -> tuple[ShardSlice, torch.Tensor]:
     torch.manual_seed(3)
     main = torch.randn(50, dtype=torch.float64)
-    part = Part(torch.zeros_like(main), main.clone(), None, {name: torch.zeros_like(main) for name in names})
+    part = ShardSlice(torch.zeros_like(main), main.clone(), None, {name: torch.zeros_like(main) for name in names})
     return part, main
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.optimizer.algorithms import AdamW, Part, Rates
+from megatron_core.optimizer.algorithms import AdamW, Rates, ShardSlice
 from megatron_core.optimizer.rounding import round_stochastically
 from megatron_core.parallel.sharding import ShardSpec, split, split_fused, split_qkv
 from megatron_core.training.step import train_step
@@ -63,7 +63,7 @@ def test_second_moments_decay_on_average() -> None:
         wide = moments.float()
         zeros = torch.zeros_like(wide)
         algorithm.update(
-            [Part(zeros, zeros.clone(), None, {"exp_avg": zeros.clone(), "exp_avg_sq": wide})],
+            [ShardSlice(zeros, zeros.clone(), None, {"exp_avg": zeros.clone(), "exp_avg_sq": wide})],
             Rates(step, 0.0, 0.0, 1.0),
         )
         moments = round_stochastically(wide, torch.arange(len(wide)), step)

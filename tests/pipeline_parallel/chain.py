@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
 from megatron_core.tensor_parallel.linear import parallel_linear
 
@@ -74,7 +74,7 @@ class Chain:
 
 def run_chain(
     plan: Plan,
-    links: Links,
+    p2p: PipelineP2P,
     *,
     overlap: bool = True,
     listener: Listener | None = None,
@@ -82,10 +82,10 @@ def run_chain(
     message: MessageFormat | None = None,
 ) -> tuple[dict[int, Tensor], Chain]:
     """Run a plan on this rank; the losses that it found, and its part of the chain with its gradients."""
-    chain = Chain(plan, links.index, shake=random.Random(1000 * seed + links.index))
+    chain = Chain(plan, p2p.index, shake=random.Random(1000 * seed + p2p.index))
     executor = Executor(
         plan,
-        links,
+        p2p,
         message or ragged(plan.num_microbatches),
         chain.forward,
         parameters=chain.parameters,

@@ -16,7 +16,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.executor import Executor, Listener
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages
 from megatron_core.schedules.checks import check
@@ -35,15 +35,15 @@ class Announcements(Listener):
         object.__setattr__(self, "said", [])
 
 
-def _run(plan: Plan, links: Links, seed: int) -> None:
+def _run(plan: Plan, p2p: PipelineP2P, seed: int) -> None:
     """Run a plan on this rank, with and without overlap, lengths known and unknown; compare with one process."""
     whole = Chain(plan)
     losses = whole.reference()
-    mine = [stage for stage, rank in enumerate(plan.stage_to_rank) if rank == links.index]
+    mine = [stage for stage, rank in enumerate(plan.stage_to_rank) if rank == p2p.index]
     grads = []
     for overlap, message in ((True, None), (False, None), (True, UNKNOWN)):
         told = Announcements()
-        found, chain = run_chain(plan, links, overlap=overlap, listener=told, seed=seed, message=message)
+        found, chain = run_chain(plan, p2p, overlap=overlap, listener=told, seed=seed, message=message)
         assert found.keys() == (losses.keys() if plan.num_stages - 1 in mine else set())
         for micro, loss in found.items():
             torch.testing.assert_close(loss, losses[micro], **CLOSE)
@@ -67,10 +67,10 @@ def _plans(num_ranks: int) -> Iterator[Plan]:
 
 
 def _check_plans(num_ranks: int) -> None:
-    links = Links(ParallelGroups(Grid(pp=num_ranks), dist.get_rank()))
+    p2p = PipelineP2P(ParallelGroups(Grid(pp=num_ranks), dist.get_rank()))
     for seed, plan in enumerate(_plans(num_ranks)):
-        _run(plan, links, seed)
-    _check_evaluation(links, num_ranks)
+        _run(plan, p2p, seed)
+    _check_evaluation(p2p, num_ranks)
 
 
 def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: int) -> Plan:
@@ -109,11 +109,11 @@ def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
     return next(sent for sent in stream if sent not in taken) == source
 
 
-def _check_evaluation(links: Links, num_ranks: int) -> None:
+def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
     """Forwards alone keep no graph and touch no gradient."""
     plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
     expected = Chain(plan).reference()
-    found, chain = run_chain(plan, links)
+    found, chain = run_chain(plan, p2p)
     assert all(not loss.requires_grad for loss in found.values())
     assert all(parameter.grad is None for parameter in chain.parameters)
     for micro, loss in found.items():
@@ -129,7 +129,7 @@ def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  #
 @pytest.mark.parametrize("plan", [interleaved(1, 3, 3), make_plan("zb_v", 1, 2, 3), make_plan("zb_h1", 1, 1, 2)])
 def test_one_rank_with_several_chunks(plan: Plan) -> None:
     """Outputs go from stage to stage without a message."""
-    _run(plan, Links(ParallelGroups.single()), seed=1)
+    _run(plan, PipelineP2P(ParallelGroups.single()), seed=1)
 
 
 class Sent:
@@ -144,7 +144,7 @@ class Sent:
 
 
 class FirstRank:
-    """The links of the first of two pipeline ranks, whose partner takes everything and says nothing."""
+    """The messages of the first of two pipeline ranks, whose partner takes everything and says nothing."""
 
     index = 0
 
@@ -176,10 +176,10 @@ def test_a_message_of_another_shape_is_refused(length: int, dtype: torch.dtype, 
         shape, made = (MESSAGE.shape, MESSAGE.dtype) if micro == 0 else ((length, WIDTH), dtype)
         return torch.zeros(shape, dtype=made, requires_grad=True)
 
-    links = FirstRank()
+    p2p = FirstRank()
     with pytest.raises(LayoutError, match=told):
-        Executor(interleaved(2, 1, 2), links, MESSAGE, forward).run()
-    assert links.sent == [MESSAGE.shape]
+        Executor(interleaved(2, 1, 2), p2p, MESSAGE, forward).run()
+    assert p2p.sent == [MESSAGE.shape]
 
 
 def test_an_output_is_released_when_it_is_sent() -> None:
@@ -209,7 +209,7 @@ def test_a_stage_without_anything_to_train_sends_no_gradient_back() -> None:
     def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
         return torch.ones((3, WIDTH), dtype=torch.float64) if x is None else (x * weight).sum()
 
-    Executor(plan, Links(ParallelGroups.single()), MESSAGE, forward).run()
+    Executor(plan, PipelineP2P(ParallelGroups.single()), MESSAGE, forward).run()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 6.0))
 
 

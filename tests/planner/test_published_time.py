@@ -10,7 +10,7 @@ import pytest
 from benchmarks.bench_planner import correlation, errors, published_steps
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems, without_data
-from megatron_core.planner.groups import Ring
+from megatron_core.planner.groups import GroupBandwidth
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layer_time import ATTENTION_EDGE, LayerClock
 from tests.ops.checks import WHOLE_MATRIX
@@ -48,12 +48,12 @@ def test_errors_of_blind_tables() -> None:
 def test_collectives_by_hand() -> None:
     """16 ranks side by side on 2 nodes send through all 8 links of a node; 8 apart each has its own alone."""
     machine = read_hardware("h100")
-    side_by_side, apart = Ring.of(machine, 16, 1), Ring.of(machine, 16, 8)
+    side_by_side, apart = GroupBandwidth.of(machine, 16, 1), GroupBandwidth.of(machine, 16, 8)
     assert (side_by_side.local, apart.local) == (8, 1)
     assert side_by_side.bandwidth == min(8 * machine.inter.bandwidth, machine.intra.bandwidth)
     assert apart.gather(1e9) == pytest.approx(15 / 16 * 1e9 / machine.inter.bandwidth + 4 * machine.inter.latency)
     assert apart.reduce(1e9) == 2 * apart.gather(1e9)
-    assert Ring.of(machine, 1, 1).gather(1e9) == Ring.of(machine, 1, 1).all_to_all(1e9) == 0.0
+    assert GroupBandwidth.of(machine, 1, 1).gather(1e9) == GroupBandwidth.of(machine, 1, 1).all_to_all(1e9) == 0.0
     leaves = side_by_side.all_to_all(1e9) - 4 * machine.inter.latency
     assert leaves == pytest.approx(1e9 * 8 / 16 / machine.inter.bandwidth)
 

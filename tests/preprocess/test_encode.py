@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_core.preprocess.worker import FEW, Layout, encode
+from megatron_core.preprocess.worker import FEW, TokenFormat, encode
 from megatron_core.tokenizers import ByteLevelTokenizer
 from megatron_core.tokenizers.fast import TokenizerBackend
 
@@ -11,7 +11,7 @@ from megatron_core.tokenizers.fast import TokenizerBackend
 @pytest.mark.parametrize("count", [0, 1, FEW, FEW + 1, 3 * FEW])
 def test_an_eod_ends_every_text_that_is_not_empty(count: int) -> None:
     texts = ["abcdefghij"[: 7 * n % 11] for n in range(count)]
-    found = encode(texts, TokenizerBackend(ByteLevelTokenizer()), Layout("uint16", 257, 256))
+    found = encode(texts, TokenizerBackend(ByteLevelTokenizer()), TokenFormat("uint16", 257, 256))
     filled = [[*text.encode(), 256] for text in texts if text]
     assert found.tokens.dtype == np.uint16 and found.tokens.tolist() == [token for ids in filled for token in ids]
     assert found.lengths.tolist() == [len(ids) for ids in filled]
@@ -19,7 +19,7 @@ def test_an_eod_ends_every_text_that_is_not_empty(count: int) -> None:
 
 
 def test_an_eod_ends_a_document_and_not_its_sentences() -> None:
-    layout = Layout("uint16", 257, 256)
+    layout = TokenFormat("uint16", 257, 256)
     found = encode(["a b", "", "c"], TokenizerBackend(ByteLevelTokenizer()), layout, str.split)
     assert found.tokens.tolist() == [*b"a", *b"b", 256, *b"c", 256]
     assert found.lengths.tolist() == [1, 2, 2] and found.counts.tolist() == [2, 0, 1]

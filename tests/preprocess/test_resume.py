@@ -19,7 +19,7 @@ from megatron_core.preprocess import Limits, preprocess
 from megatron_core.preprocess.inputs import DamagedFileError
 from megatron_core.preprocess.output import Output, WorkFolder
 from megatron_core.preprocess.pool import WorkerDiedError
-from megatron_core.preprocess.worker import Part
+from megatron_core.preprocess.worker import EncodedPart
 from tests.ops.checks import WHOLE_MATRIX
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl, write_packed
 
@@ -94,7 +94,7 @@ def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int, **c
     """A run that is interrupted from the keyboard when some parts are written."""
     append, count = Output.append, [0]
 
-    def interrupted(self: Output, part: Part) -> None:
+    def interrupted(self: Output, part: EncodedPart) -> None:
         append(self, part)
         count[0] += 1
         if count[0] == parts:

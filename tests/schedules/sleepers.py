@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
-from megatron_core.pipeline_parallel.p2p import Links
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.simulate import Timeline
 from megatron_core.schedules.trace import Recording, TraceWriter
@@ -48,17 +48,17 @@ def trace_sleeps(folder: Path, plans: dict[str, Plan], seconds: float, steps: in
     F, I and W of a stage take ``seconds`` each.
     """
     groups = ParallelGroups(Grid(pp=dist.get_world_size()), dist.get_rank())
-    links = Links(groups)
+    p2p = PipelineP2P(groups)
     for name, plan in plans.items():
         writer = TraceWriter(folder / name, groups.rank, groups.ranks("pp"), name, plan.stage_to_rank)
         for step in range(1, steps + 1):
             dist.barrier()
             recording = Recording(time.monotonic)
-            _run(plan, links, seconds, recording)
+            _run(plan, p2p, seconds, recording)
             writer.write(step, recording)
 
 
-def _run(plan: Plan, links: Links, seconds: float, recording: Recording) -> None:
+def _run(plan: Plan, p2p: PipelineP2P, seconds: float, recording: Recording) -> None:
     weight = nn.Parameter(torch.zeros(1))
 
     def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
@@ -66,7 +66,7 @@ def _run(plan: Plan, links: Links, seconds: float, recording: Recording) -> None
         return y.sum() if stage == plan.num_stages - 1 else y
 
     listener = Listener(on_begin=recording.begin, on_end=recording.end)
-    Executor(plan, links, MESSAGE, forward, parameters=[weight], listener=listener).run()
+    Executor(plan, p2p, MESSAGE, forward, parameters=[weight], listener=listener).run()
 
 
 def undisturbed(timelines: Collection[Timeline]) -> Timeline:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
-from megatron_core.config.rules_layout import parallel_problems
+from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.errors import MegatronError
 from megatron_core.inference import Generator

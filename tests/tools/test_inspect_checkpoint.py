@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.checkpoint import Box, Piece, Save, save_checkpoint
+from megatron_core.checkpoint import Box, Save, TensorBox, save_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
@@ -24,7 +24,7 @@ run = partial(run_program, "tools/inspect_checkpoint.py")
 def write(root: Path, iteration: int = 1, **tensors: torch.Tensor) -> Path:
     """A checkpoint of whole tensors."""
     pieces = [
-        Piece(name.replace("_", "."), tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, owned=True)
+        TensorBox(name.replace("_", "."), tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t, owned=True)
         for name, t in tensors.items()
     ]
     return save_checkpoint(Save(root, iteration, {"consumed_samples": 8}), pieces, lambda ok: ok)

@@ -9,7 +9,7 @@ from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
 from megatron_core.config.tables import read_table
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.keys import check_keys
-from megatron_core.models.hf.tensors import Source
+from megatron_core.models.hf.tensors import TensorSource
 
 Settings = dict[str, Any]
 _TABLE: dict[str, Settings] = read_table(__file__)["architectures"]
@@ -25,7 +25,7 @@ class Architecture:
     """``architectures`` in config.json."""
     keys: Mapping[str, str]
     """Their key in config.json -> our setting of the same meaning."""
-    tensors: Mapping[str, Source]
+    tensors: Mapping[str, TensorSource]
     """Our tensor's name, with ``{n}`` for the layer, -> theirs."""
     fixed: Settings = field(default_factory=dict)
     """Our settings that every model of the architecture has."""
@@ -43,7 +43,9 @@ class Architecture:
     """What the names of all tensors but the output layer's begin with; files of the bare model leave it out."""
 
     @classmethod
-    def of(cls, model_type: str, tensors: Mapping[str, Source], *, layers: Settings, **others: Any) -> "Architecture":
+    def of(
+        cls, model_type: str, tensors: Mapping[str, TensorSource], *, layers: Settings, **others: Any
+    ) -> "Architecture":
         """The architecture with the names and values of ``architecture.yaml``; ``layers`` are fixed, too."""
         table = _TABLE[model_type]
         fixed = layers | table.get("fixed", {})
@@ -96,7 +98,7 @@ class Architecture:
             **self.write(config),
         }
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> TensorSource:
         """Where our tensor ``name`` is."""
         parts = name.split(".")
         number = parts[2] if name.startswith("decoder.layers.") else ""

@@ -21,7 +21,7 @@ from megatron_core.models.hf.architecture import (
 )
 from megatron_core.models.hf.deepseek import DEEPSEEK_V3
 from megatron_core.models.hf.llama import LAYER, LLAMA_TENSORS, QK_NORM, QKV_BIAS, THEIRS, with_experts
-from megatron_core.models.hf.tensors import Source, stacked_qkv
+from megatron_core.models.hf.tensors import TensorSource, stacked_qkv
 
 
 def _with_window(theirs: Settings, partial: bool = False) -> Settings:
@@ -73,8 +73,8 @@ PHI3 = _of_llama(
     "phi3",
     LLAMA_TENSORS
     | {
-        LAYER + "self_attention.linear_qkv.weight": Source((THEIRS + "self_attn.qkv_proj.weight",), stacked_qkv),
-        LAYER + "mlp.linear_fc1.weight": Source((THEIRS + "mlp.gate_up_proj.weight",)),
+        LAYER + "self_attention.linear_qkv.weight": TensorSource((THEIRS + "self_attn.qkv_proj.weight",), stacked_qkv),
+        LAYER + "mlp.linear_fc1.weight": TensorSource((THEIRS + "mlp.gate_up_proj.weight",)),
     },
     read=_phi3_settings,
     write=_with_window_json,
@@ -89,10 +89,12 @@ QWEN3_MOE = _of_llama(
 )
 
 
-def _layer_pairs(pairs: Mapping[str, tuple[str, Callable | None]], prefix: str, transposed: bool) -> dict[str, Source]:
+def _layer_pairs(
+    pairs: Mapping[str, tuple[str, Callable | None]], prefix: str, transposed: bool
+) -> dict[str, TensorSource]:
     """Weights and biases of a layer's parts: our part -> theirs and its blocks."""
     return {
-        f"{LAYER}{ours}.{kind}": Source(
+        f"{LAYER}{ours}.{kind}": TensorSource(
             (f"{prefix}{theirs}.{kind}",), blocks, transposed and kind == "weight" and "norm" not in ours
         )
         for ours, (theirs, blocks) in pairs.items()
@@ -105,8 +107,8 @@ OLMO2 = _of_llama(
     {name: source for name, source in LLAMA_TENSORS.items() if "layernorm" not in name or "final" in name}
     | QK_NORM
     | {
-        LAYER + "post_self_attn_layernorm.weight": Source((THEIRS + "post_attention_layernorm.weight",)),
-        LAYER + "post_mlp_layernorm.weight": Source((THEIRS + "post_feedforward_layernorm.weight",)),
+        LAYER + "post_self_attn_layernorm.weight": TensorSource((THEIRS + "post_attention_layernorm.weight",)),
+        LAYER + "post_mlp_layernorm.weight": TensorSource((THEIRS + "post_feedforward_layernorm.weight",)),
     },
     read=rope_settings,
     write=rope_json,
@@ -141,7 +143,7 @@ def _gemma_json(config: ModelConfig) -> Settings:
 
 
 FOUR_NORMS = {
-    f"{LAYER}{ours}.weight": Source((f"{THEIRS}{theirs}.weight",))
+    f"{LAYER}{ours}.weight": TensorSource((f"{THEIRS}{theirs}.weight",))
     for ours, theirs in {
         "input_layernorm": "input_layernorm",
         "post_self_attn_layernorm": "post_attention_layernorm",
@@ -154,8 +156,8 @@ GEMMA3 = _of_llama("gemma3_text", LLAMA_TENSORS | FOUR_NORMS | QK_NORM, read=_ge
 GPT2 = Architecture.of(
     "gpt2",
     {
-        "embedding.word_embeddings.weight": Source(("transformer.wte.weight",)),
-        "embedding.position_embeddings.weight": Source(("transformer.wpe.weight",)),
+        "embedding.word_embeddings.weight": TensorSource(("transformer.wte.weight",)),
+        "embedding.position_embeddings.weight": TensorSource(("transformer.wpe.weight",)),
         **_layer_pairs(
             {
                 "input_layernorm": ("ln_1", None),
@@ -168,9 +170,9 @@ GPT2 = Architecture.of(
             "transformer.h.{n}.",
             transposed=True,
         ),
-        "decoder.final_layernorm.weight": Source(("transformer.ln_f.weight",)),
-        "decoder.final_layernorm.bias": Source(("transformer.ln_f.bias",)),
-        "output_layer.weight": Source(("lm_head.weight",)),
+        "decoder.final_layernorm.weight": TensorSource(("transformer.ln_f.weight",)),
+        "decoder.final_layernorm.bias": TensorSource(("transformer.ln_f.bias",)),
+        "output_layer.weight": TensorSource(("lm_head.weight",)),
     },
     layers={},
     read=lambda theirs: gelu_settings(theirs, "activation_function", "gelu_new"),
@@ -186,7 +188,7 @@ def _neox_json(config: ModelConfig) -> Settings:
 GPT_NEOX = Architecture.of(
     "gpt_neox",
     {
-        "embedding.word_embeddings.weight": Source(("gpt_neox.embed_in.weight",)),
+        "embedding.word_embeddings.weight": TensorSource(("gpt_neox.embed_in.weight",)),
         **_layer_pairs(
             {
                 "input_layernorm": ("input_layernorm", None),
@@ -200,9 +202,9 @@ GPT_NEOX = Architecture.of(
             "gpt_neox.layers.{n}.",
             transposed=False,
         ),
-        "decoder.final_layernorm.weight": Source(("gpt_neox.final_layer_norm.weight",)),
-        "decoder.final_layernorm.bias": Source(("gpt_neox.final_layer_norm.bias",)),
-        "output_layer.weight": Source(("embed_out.weight",)),
+        "decoder.final_layernorm.weight": TensorSource(("gpt_neox.final_layer_norm.weight",)),
+        "decoder.final_layernorm.bias": TensorSource(("gpt_neox.final_layer_norm.bias",)),
+        "output_layer.weight": TensorSource(("embed_out.weight",)),
     },
     layers={},
     read=lambda theirs: (

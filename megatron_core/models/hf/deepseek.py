@@ -5,7 +5,7 @@ from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import Architecture, Settings, fault, rope_json, rope_of, rope_settings
 from megatron_core.models.hf.llama import LAYER, LLAMA_TENSORS, THEIRS, with_experts
-from megatron_core.models.hf.tensors import Source, shared_gate_and_value
+from megatron_core.models.hf.tensors import TensorSource, shared_gate_and_value
 
 
 def _deepseek_settings(theirs: Settings) -> Settings:
@@ -42,7 +42,7 @@ def _deepseek_json(config: ModelConfig) -> Settings:
 
 
 LATENT_TENSORS = {
-    f"{LAYER}self_attention.{ours}.weight": Source((f"{THEIRS}self_attn.{theirs}.weight",))
+    f"{LAYER}self_attention.{ours}.weight": TensorSource((f"{THEIRS}self_attn.{theirs}.weight",))
     for ours, theirs in {
         "linear_q_proj": "q_proj",
         "linear_q_down_proj": "q_a_proj",
@@ -59,12 +59,12 @@ DEEPSEEK_V3 = Architecture.of(
     | {name: source for name, source in LLAMA_TENSORS.items() if ".mlp." in name}
     | LATENT_TENSORS
     | {
-        LAYER + "mlp.router.expert_bias": Source((THEIRS + "mlp.gate.e_score_correction_bias",)),
-        LAYER + "mlp.shared_experts.linear_fc1.weight": Source(
+        LAYER + "mlp.router.expert_bias": TensorSource((THEIRS + "mlp.gate.e_score_correction_bias",)),
+        LAYER + "mlp.shared_experts.linear_fc1.weight": TensorSource(
             (THEIRS + "mlp.shared_experts.gate_proj.weight", THEIRS + "mlp.shared_experts.up_proj.weight"),
             shared_gate_and_value,
         ),
-        LAYER + "mlp.shared_experts.linear_fc2.weight": Source((THEIRS + "mlp.shared_experts.down_proj.weight",)),
+        LAYER + "mlp.shared_experts.linear_fc2.weight": TensorSource((THEIRS + "mlp.shared_experts.down_proj.weight",)),
     },
     read=_deepseek_settings,
     write=_deepseek_json,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import Piece
+from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
@@ -19,7 +19,7 @@ from megatron_core.models.build import global_shapes
 from megatron_core.models.hf.architecture import Settings, fault
 from megatron_core.models.hf.architectures import architecture_of
 from megatron_core.models.hf.files import TensorFiles, read_json
-from megatron_core.models.hf.tensors import Source
+from megatron_core.models.hf.tensors import TensorSource
 from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.texts import listed
 
@@ -51,7 +51,7 @@ class HuggingFaceReader:
         self.config = config_of_folder(folder)
         self.model = self.config.model
         self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.theirs)}
-        self._sources: dict[tuple[str, tuple[int, ...]], Source] = {}
+        self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Of our tensors whose shapes and dtypes have been compared."""
         self._files = TensorFiles(self.folder)
         try:
@@ -72,7 +72,7 @@ class HuggingFaceReader:
         return _plain(name) is not None
 
     @torch.no_grad()
-    def fill(self, pieces: Iterable[Piece]) -> None:
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the stored values into the memory of every piece; dtypes are converted."""
         for piece in pieces:
             name = _plain(piece.name)
@@ -165,7 +165,7 @@ class HuggingFaceReader:
             raise CheckpointError(f"{self.folder} has no tensor {name}, which {CONFIG} asks for")
         return stored
 
-    def _source(self, name: str, shape: tuple[int, ...]) -> Source:
+    def _source(self, name: str, shape: tuple[int, ...]) -> TensorSource:
         """The source of our tensor, after comparing shapes and dtypes when it is first asked for."""
         if (name, shape) not in self._sources:
             source = self.architecture.source(name)
@@ -183,7 +183,7 @@ class HuggingFaceReader:
             )
         self._files.dtype(stored)
 
-    def _read(self, name: str, box: Box, source: Source) -> Tensor:
+    def _read(self, name: str, box: Box, source: TensorSource) -> Tensor:
         turned = source.transposed and len(box.start) == 2
         part = self._files.read(self._needed(name), box.index[::-1] if turned else box.index)
         return part.t() if turned else part

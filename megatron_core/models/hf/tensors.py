@@ -10,20 +10,20 @@ from megatron_core.parallel.boxes import Box
 
 
 @dataclass(frozen=True)
-class Block:
+class RowRange:
     """Rows of one of their tensors; the blocks of a tensor, one after the other, are the rows of ours."""
 
     tensor: int
-    """Index among the names of ``Source``."""
+    """Index among the names of ``TensorSource``."""
     start: int
     stop: int
 
 
-Blocks = Callable[[ModelConfig], list[Block]]
+RowRanges = Callable[[ModelConfig], list[RowRange]]
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Where one of our tensors is in their checkpoint; ``{n}`` in a name stands for the layer's number.
 
     One record serves both directions: importing reads the blocks, exporting writes them. With ``{e}`` in the names, our
@@ -31,14 +31,14 @@ class Source:
     """
 
     names: tuple[str, ...]
-    blocks: Blocks | None = None
+    blocks: RowRanges | None = None
     """None: the rows of one tensor in their order."""
     transposed: bool = False
     """Their matrices are ``[in, out]``, as GPT-2's; vectors are never transposed."""
 
-    def rows(self, config: ModelConfig, count: int) -> list[tuple[int, Block]]:
+    def rows(self, config: ModelConfig, count: int) -> list[tuple[int, RowRange]]:
         """The blocks, each with the row of ours at which it begins; ours has ``count`` rows."""
-        blocks = [Block(0, 0, count)] if self.blocks is None else self.blocks(config)
+        blocks = [RowRange(0, 0, count)] if self.blocks is None else self.blocks(config)
         found, at = [], 0
         for block in blocks:
             found.append((at, block))
@@ -72,7 +72,7 @@ class Source:
         shapes = {name: (count, *shape[1:]) for name, count in rows.items()}
         return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
 
-    def for_layer(self, number: str) -> Source:
+    def for_layer(self, number: str) -> TensorSource:
         """The same with the layer's number in the names."""
         return self._numbered("{n}", number)
 
@@ -80,47 +80,47 @@ class Source:
     def _of_experts(self) -> bool:
         return "{e}" in self.names[0]
 
-    def _numbered(self, mark: str, number: object) -> Source:
+    def _numbered(self, mark: str, number: object) -> TensorSource:
         names = tuple(name.replace(mark, str(number)) for name in self.names)
-        return Source(names, self.blocks, self.transposed)
+        return TensorSource(names, self.blocks, self.transposed)
 
 
 def _without_first(box: Box) -> Box:
     return Box(box.start[1:], box.stop[1:])
 
 
-def separate_qkv(config: ModelConfig) -> list[Block]:
+def separate_qkv(config: ModelConfig) -> list[RowRange]:
     """Three matrices of queries, keys and values -> group by group the queries, the key and the value."""
     return _qkv(config, (0, 1, 2), (0, 0, 0))
 
 
-def stacked_qkv(config: ModelConfig) -> list[Block]:
+def stacked_qkv(config: ModelConfig) -> list[RowRange]:
     """One matrix of all queries, all keys, all values -> group by group the queries, the key and the value."""
     queries = config.num_attention_heads * config.head_size
     return _qkv(config, (0, 0, 0), (0, queries, queries + config.query_groups * config.head_size))
 
 
-def gate_and_value(config: ModelConfig) -> list[Block]:
+def gate_and_value(config: ModelConfig) -> list[RowRange]:
     """Two matrices, the gate's and the value's -> one over the other."""
-    return [Block(0, 0, config.ffn_size), Block(1, 0, config.ffn_size)]
+    return [RowRange(0, 0, config.ffn_size), RowRange(1, 0, config.ffn_size)]
 
 
-def expert_gate_and_value(config: ModelConfig) -> list[Block]:
+def expert_gate_and_value(config: ModelConfig) -> list[RowRange]:
     """As ``gate_and_value``, of one expert."""
-    return [Block(0, 0, config.expert_ffn_size), Block(1, 0, config.expert_ffn_size)]
+    return [RowRange(0, 0, config.expert_ffn_size), RowRange(1, 0, config.expert_ffn_size)]
 
 
-def shared_gate_and_value(config: ModelConfig) -> list[Block]:
+def shared_gate_and_value(config: ModelConfig) -> list[RowRange]:
     """As ``gate_and_value``, of the shared experts."""
     width = config.moe_shared_expert_intermediate_size or 0
-    return [Block(0, 0, width), Block(1, 0, width)]
+    return [RowRange(0, 0, width), RowRange(1, 0, width)]
 
 
-def _qkv(config: ModelConfig, tensors: tuple[int, int, int], offsets: tuple[int, int, int]) -> list[Block]:
+def _qkv(config: ModelConfig, tensors: tuple[int, int, int], offsets: tuple[int, int, int]) -> list[RowRange]:
     d = config.head_size
     sizes = (config.num_attention_heads // config.query_groups * d, d, d)
     return [
-        Block(tensor, offset + group * size, offset + (group + 1) * size)
+        RowRange(tensor, offset + group * size, offset + (group + 1) * size)
         for group in range(config.query_groups)
         for tensor, offset, size in zip(tensors, offsets, sizes, strict=True)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, Piece
+from megatron_core.checkpoint import CheckpointReader, TensorBox
 from megatron_core.checkpoint.writer import write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import Architecture
@@ -85,7 +85,7 @@ def _their_tensors(
     for name, shape in shapes.items():
         whole = Box((0,) * len(shape), shape)
         ours = torch.empty(shape, dtype=dtype)
-        reader.fill([Piece(f"model.{name}", shape, whole, ours, owned=True)])
+        reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
         source = architecture.source(name)
         turned = source.transposed and len(shape) == 2
         if source.blocks is None:

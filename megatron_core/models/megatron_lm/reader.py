@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import Piece
+from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.layout import DistributedFiles, Part, Parts, RankFiles
 from megatron_core.models.megatron_lm.progress import Progress
 from megatron_core.models.megatron_lm.settings import settings_of_arguments
+from megatron_core.models.megatron_lm.tensor_map import DistributedFiles, RankFiles, TensorPart, TensorParts
 from megatron_core.parallel.texts import listed
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -55,7 +55,7 @@ class MegatronReader:
         return name.removeprefix("model.") in self._parts
 
     @torch.no_grad()
-    def fill(self, pieces: Iterable[Piece]) -> None:
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the stored values into the memory of every piece; dtypes are converted."""
         for piece in pieces:
             for part in self._stored(piece.name):
@@ -70,14 +70,14 @@ class MegatronReader:
                     )
                 piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
 
-    def _stored(self, name: str) -> list[Part]:
+    def _stored(self, name: str) -> list[TensorPart]:
         if name.startswith("optimizer."):
             _, kind, rest = name.split(".", 2)
             return self._optimizer[kind].get(rest, [])
         return self._parts.get(name.removeprefix("model."), [])
 
     @cached_property
-    def _optimizer(self) -> dict[str, Parts]:
+    def _optimizer(self) -> dict[str, TensorParts]:
         return self._files.optimizer_parts(self.model)
 
     @property
@@ -100,7 +100,7 @@ class MegatronReader:
         for kind in kinds:
             self._check(ours, self._optimizer[kind])
 
-    def _check(self, ours: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
+    def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
         missing, unused = sorted(set(ours) - set(parts)), sorted(set(parts) - set(ours))
         if missing or unused:
             faults = {"missing": missing, "without a use": unused}

@@ -165,7 +165,7 @@ class AllToAll(Dispatcher):
         return order, _inverse(order)
 
 
-class AllGather(Dispatcher):
+class AllGatherDispatcher(Dispatcher):
     """Gather all tokens on all ranks of the group, and reduce-scatter the partial sums over experts."""
 
     def dispatch(

@@ -11,7 +11,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS
-from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
+from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.transformer.moe.experts import Experts
 from megatron_core.transformer.moe.router import Tokens, TopKRouter
 from megatron_core.transformer.recompute import recomputed
@@ -39,7 +39,7 @@ class MoELayer(nn.Module):
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(context, layer_number)
-        kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGather
+        kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
         self.dispatcher = kind(context.groups, config.num_experts)
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recompute_shared = config.recomputes("shared_experts")

@@ -26,7 +26,7 @@ from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.moe import MoELayer, update_expert_biases
 from megatron_core.transformer.moe.balance import balancing_loss, z_loss
 from megatron_core.transformer.moe.choice import choose, probabilities, sinkhorn, within_capacity
-from megatron_core.transformer.moe.dispatch import AllGather, AllToAll
+from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.transformer.moe.router import Routing, Tokens
 from tests.defects.plant import planted
 
@@ -258,7 +258,7 @@ def check_masked_choices_have_no_gradient() -> None:
     x = torch.randn(4, H, dtype=torch.float64)
     experts, kept = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 1]]), torch.ones(4, 2, dtype=torch.bool)
     kept[1, 0] = kept[3, 1] = False
-    for kind in (AllToAll, AllGather):
+    for kind in (AllToAll, AllGatherDispatcher):
         probs = torch.rand(4, 2, dtype=torch.float64).requires_grad_()
         given = kind(ParallelGroups.single(), E).dispatch(x, Routing(experts, probs, kept))
         given.combine(given.rows * given.probs[:, None]).sum().backward()

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron_core.checkpoint import (
     CheckpointReader,
-    Piece,
     Save,
+    TensorBox,
     find_newest,
     open_newest,
     pieces_of,
@@ -174,7 +174,7 @@ def _nested(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _pieces(path: tuple[str, ...], value: Any) -> Iterator[Piece]:
+def _pieces(path: tuple[str, ...], value: Any) -> Iterator[TensorBox]:
     """A tensor as boxes of a global one, as this package's own checkpoints have them."""
     groups = current()
     if isinstance(value, ShardedTensor):

@@ -12,7 +12,7 @@ from megatron.core.distributed.param_layout import (
     lay_out,
 )
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.layout import InOrder
+from megatron_core.data_parallel.bucket_layout import InOrder
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import SummedAfter, reduce_scatter_wide_
 from megatron_core.parallel.groups import Group

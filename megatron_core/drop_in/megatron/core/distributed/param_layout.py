@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.layout import InOrder, Packer, Rule, WholeInShards, round_up
+from megatron_core.data_parallel.bucket_layout import InOrder, Packer, Rule, WholeInShards, round_up
 
 START_MULTIPLE = 64
 """Elements of which a parameter's offset is a multiple."""

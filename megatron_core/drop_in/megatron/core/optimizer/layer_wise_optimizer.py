@@ -10,7 +10,7 @@ from megatron.core.optimizer.config_overrides import (
     is_managed_by_layer_wise_optimizer,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron_core.data_parallel.layout import matrix_work
+from megatron_core.data_parallel.bucket_layout import matrix_work
 
 
 def tag_params_for_buffer_routing(model_chunks: Sequence[nn.Module]) -> None:

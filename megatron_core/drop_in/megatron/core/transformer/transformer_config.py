@@ -16,7 +16,7 @@ from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, Trainin
 from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_fp8 import fp8_problems
-from megatron_core.config.rules_layout import RECOMPUTABLE
+from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current

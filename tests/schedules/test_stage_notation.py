@@ -14,7 +14,7 @@ from megatron_core.config.cli import parse_run_config, write_config
 from megatron_core.config.layout import Layout
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.errors import ConfigError
-from megatron_core.schedules.pipeline_layout import parse_layout
+from megatron_core.schedules.stage_notation import parse_layout
 
 
 @pytest.mark.parametrize(

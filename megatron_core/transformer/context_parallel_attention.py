@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.context_parallel import (
-    AllGather,
+    AllGatherExchange,
     Exchange,
     HeadExchange,
     Mask,
     Products,
-    Ring,
-    SharedSequence,
+    RingExchange,
+    SplitSequence,
     Tile,
     Unfused,
     fused_products,
-    shared_attention,
+    split_attention,
 )
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import ALONE, Group
@@ -38,14 +38,14 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
         inner = CoreAttention(context, layer_number, window_size=window_size, heads_over=groups.whole)
         return HeadParallelAttention(inner, groups.whole, ring=ALONE)
     if kind == "a2a+p2p":
-        shared = partial(SharedCoreAttention, exchange=Ring(groups.ring), heads_over=groups.heads)
+        shared = partial(ContextParallelAttention, exchange=RingExchange(groups.ring), heads_over=groups.heads)
         inner = shared(context, layer_number, window_size=window_size)
         return HeadParallelAttention(inner, groups.heads, ring=groups.ring)
-    exchange = Ring(groups.whole) if kind == "p2p" else AllGather(groups.whole)
-    return SharedCoreAttention(context, layer_number, exchange=exchange, window_size=window_size)
+    exchange = RingExchange(groups.whole) if kind == "p2p" else AllGatherExchange(groups.whole)
+    return ContextParallelAttention(context, layer_number, exchange=exchange, window_size=window_size)
 
 
-class SharedCoreAttention(CoreAttention):
+class ContextParallelAttention(CoreAttention):
     """``CoreAttention`` over keys and values of all ranks of ``exchange``; sequences are split in zig-zag order.
 
     Source: Liu et al. 2023 (ring attention); Dubey et al. 2024, section 3.3.2 (gathered keys and values).
@@ -69,9 +69,9 @@ class SharedCoreAttention(CoreAttention):
         documents = None if context.documents is None else context.documents.lengths
         products = self._products(query, length, context)
         causal = context.attention_mask is None or documents is not None or self.window is not None
-        sequence = SharedSequence(length, self.exchange, products, documents, self.window, causal)
+        sequence = SplitSequence(length, self.exchange, products, documents, self.window, causal)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = shared_attention(query, key, value, sequence)
+        out = split_attention(query, key, value, sequence)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:

@@ -33,14 +33,14 @@ MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of one of our tensors, and what reads it."""
 
     box: Box
     read: Callable[[], Tensor]
 
 
-Parts = dict[str, list[Part]]
+TensorParts = dict[str, list[TensorPart]]
 
 
 def plain_name(rest: str) -> str:
@@ -73,14 +73,14 @@ class RankFiles:
                 "tensor-parallel size; such experts are read from --ckpt-format torch_dist alone"
             )
 
-    def parts(self, model: ModelConfig, kind: str | None = None) -> Parts:
+    def parts(self, model: ModelConfig, kind: str | None = None) -> TensorParts:
         """Every stored part of our tensors, by name; ``kind`` is that of optimizer state."""
         if model.query_groups % self._tp:
             raise CheckpointError(
                 f"{self.folder}: {model.query_groups} key-value groups on {self._tp} tensor-parallel ranks are read "
                 "from --ckpt-format torch_dist alone"
             )
-        found: Parts = {}
+        found: TensorParts = {}
         chunks = sorted(key for key in self._state(0, 0, 0) if re.fullmatch(r"model\d*", key))
         before = 0
         for chunk in chunks:
@@ -99,7 +99,7 @@ class RankFiles:
             found.pop("output_layer.weight", None)  # the copy of the last stage
         return found
 
-    def optimizer_parts(self, model: ModelConfig) -> dict[str, Parts]:
+    def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; empty if the state is absent, distributed or of several chunks."""
         optimizer = self.common.get("optimizer")
         optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
@@ -130,7 +130,9 @@ class RankFiles:
             )
         return dict(zip(names, tensors, strict=True))
 
-    def _add(self, found: Parts, name: str, tensor: Any, tp: int, ep: int, before: int, model: ModelConfig) -> None:
+    def _add(
+        self, found: TensorParts, name: str, tensor: Any, tp: int, ep: int, before: int, model: ModelConfig
+    ) -> None:
         name = name.removeprefix("module.")
         if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
             return
@@ -165,7 +167,7 @@ class RankFiles:
         return self._content[name]
 
 
-def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -> Iterator[Part]:
+def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -> Iterator[TensorPart]:
     """A tensor-parallel rank's tensor as boxes of the whole one."""
     shape = tuple(tensor.shape)
     zero = (0,) * len(shape)
@@ -180,7 +182,7 @@ def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -
         yield _part(tensor, zero)
 
 
-def _local_weights(weights: Parts, rank: int, size: int, gated: bool) -> dict[str, Tensor]:
+def _local_weights(weights: TensorParts, rank: int, size: int, gated: bool) -> dict[str, Tensor]:
     """A tensor-parallel rank's part of every weight."""
     found = {}
     for name, parts in weights.items():
@@ -197,13 +199,13 @@ def _local_weights(weights: Parts, rank: int, size: int, gated: bool) -> dict[st
     return found
 
 
-def _part(tensor: Tensor, start: tuple[int, ...]) -> Part:
-    return Part(Box((0,) * len(start), tuple(tensor.shape)).shifted(start), lambda: tensor)
+def _part(tensor: Tensor, start: tuple[int, ...]) -> TensorPart:
+    return TensorPart(Box((0,) * len(start), tuple(tensor.shape)).shifted(start), lambda: tensor)
 
 
-def _of_expert(part: Part, number: int) -> Part:
+def _of_expert(part: TensorPart, number: int) -> TensorPart:
     box = Box((number, *part.box.start), (number + 1, *part.box.stop))
-    return Part(box, lambda: part.read()[None])
+    return TensorPart(box, lambda: part.read()[None])
 
 
 def _row(read: Callable[[], Tensor], at: int) -> Tensor:
@@ -227,9 +229,9 @@ class DistributedFiles:
         self.common: Mapping[str, Any] = content
         self._last: tuple[Any, Tensor] | None = None
 
-    def parts(self, model: ModelConfig, prefix: str = "") -> Parts:
+    def parts(self, model: ModelConfig, prefix: str = "") -> TensorParts:
         """Every stored part of our tensors, by name; ``prefix`` is that of a kind of optimizer state."""
-        found: Parts = {}
+        found: TensorParts = {}
         for stored, entry in self._metadata.state_dict_metadata.items():
             name = stored.removeprefix(prefix)
             if not stored.startswith(prefix) or not name.startswith(MODEL) or "_extra_state" in name:
@@ -237,13 +239,13 @@ class DistributedFiles:
             for chunk in getattr(entry, "chunks", ()):
                 box = Box(tuple(chunk.offsets), tuple(a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)))
                 read = partial(self._chunk, stored, box.start)
-                for ours, part in self._places(name, tuple(entry.size), Part(box, read)):
+                for ours, part in self._places(name, tuple(entry.size), TensorPart(box, read)):
                     found.setdefault(ours, []).append(part)
         if model.share_embeddings_and_output_weights:
             found.pop("output_layer.weight", None)
         return found
 
-    def optimizer_parts(self, model: ModelConfig) -> dict[str, Parts]:
+    def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; empty if the state is absent or in flat buffers."""
         kinds = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
         found = {ours: [self.parts(model, f"optimizer.state.{kind}.") for kind in kinds[ours]] for ours in kinds}
@@ -258,14 +260,14 @@ class DistributedFiles:
         found = self._object(name)
         return found[0] if isinstance(found, list) and found else found
 
-    def _flat_parts(self, model: ModelConfig) -> dict[str, Parts]:
+    def _flat_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The same from the flat buffers of the distributed optimizer; empty if their order is not known."""
         ranks, weights = buckets_of(self._metadata.state_dict_metadata), self.parts(model)
         tp, pp = (int(self.arguments.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         tied = model.share_embeddings_and_output_weights and pp > 1
         if len(ranks) != tp * pp or tied or model.num_experts or model.num_layers % pp or model.query_groups % tp:
             return {}
-        found: dict[str, Parts] = {"exp_avg": {}, "exp_avg_sq": {}, "main": {}}
+        found: dict[str, TensorParts] = {"exp_avg": {}, "exp_avg_sq": {}, "main": {}}
         for rank, names in ranks.items():
             stage, each = rank // tp, model.num_layers // pp
             layers = range(stage * each, (stage + 1) * each)
@@ -292,7 +294,7 @@ class DistributedFiles:
             whole[start : start + chunk.sizes[0]] = self._chunk(name, tuple(chunk.offsets))
         return whole
 
-    def _places(self, name: str, size: tuple[int, ...], chunk: Part) -> Iterator[tuple[str, Part]]:
+    def _places(self, name: str, size: tuple[int, ...], chunk: TensorPart) -> Iterator[tuple[str, TensorPart]]:
         """The parts of ours that a chunk is: one in each layer if layers are stacked."""
         box, read = chunk.box, chunk.read
         layer = LAYER.fullmatch(name)
@@ -303,10 +305,10 @@ class DistributedFiles:
         rest = plain_name(name.removeprefix("decoder.layers."))
         inner = Box(box.start[1:], box.stop[1:])
         for number in range(box.start[0], box.stop[0]):
-            part = Part(inner, partial(_row, read, number - box.start[0]))
+            part = TensorPart(inner, partial(_row, read, number - box.start[0]))
             yield self._half(f"decoder.layers.{number}.{rest}", size[1:], part)
 
-    def _half(self, name: str, size: tuple[int, ...], part: Part) -> tuple[str, Part]:
+    def _half(self, name: str, size: tuple[int, ...], part: TensorPart) -> tuple[str, TensorPart]:
         """Gate and value may be tensors of their own, with _w and _v behind their names."""
         if not name.endswith(("_w", "_v")):
             return name, part
