@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import transformer_config
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
@@ -162,14 +161,14 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
         ),
         (
             lambda: gpt(config(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[1, 2])),
-            r"moe_router_load_balancing_type=\['aux_loss', 'seq_aux_loss'\].* one of them; set the coefficients",
+            r"moe_router_load_balancing_type=\['aux_loss', 'seq_aux_loss'\].* one type; set the other coefficients",
         ),
         (lambda: gpt(config(moe_router_load_balancing_type=["none"] * 2)), "give one coefficient for each type"),
         (lambda: gpt(config(moe_router_load_balancing_type="aux")), "'aux' is none of seq_aux_loss, aux_loss"),
         (lambda: get_gpt_layer_local_spec(use_kitchen=True), "use_kitchen is not supported"),
         (lambda: gpt()(IDS, decoder_input=IDS), "decoder_input"),
         (lambda: config(num_attention_heads=3, tensor_model_parallel_size=2), "num_attention_heads=3 must be"),
-        (lambda: config(sequence_parallel=True), "tensor_model_parallel_size above 1"),
+        (lambda: config(sequence_parallel=True), "tensor_model_parallel_size > 1"),
         (lambda: config(pipeline_model_parallel_size=2), "pipeline_dtype=None"),
         (lambda: gpt(config(activation_func=torch.tanh)), "activation_func=tanh"),
     ],
@@ -219,7 +218,7 @@ def test_layers_of_a_stage() -> None:
     assert get_transformer_layer_offset(replace(lists), 1, 0) == 6
     with pytest.raises(LayoutError, match="it has 8 decoder layers, not 9"):
         config(**pipeline | {"num_layers": 9}, pipeline_model_parallel_layout=listed)
-    with pytest.raises(ConfigError, match="has 2 chunks on each rank"):
+    with pytest.raises(ConfigError, match="has 2 chunks per rank"):
         config(**pipeline, pipeline_model_parallel_layout=listed, virtual_pipeline_model_parallel_size=4)
     with pytest.raises(LayoutError, match="num_layers=7 cannot be divided"):
         get_num_layers_to_build(config(**pipeline | {"num_layers": 7}))
@@ -309,12 +308,12 @@ def test_modules_to_recompute_are_checked() -> None:
 
 
 def test_the_configuration_takes_what_the_launcher_takes() -> None:
-    tables = read_table(transformer_config.__file__)
+    refused = {each.name for each in fields(TransformerConfig) if "refused" in each.metadata}
     flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
     accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
     assert "moe_enable_deepep" in accepted
     # Positions of images, which position_embedding_type="mrope" asks for.
-    assert accepted & set(tables["not_supported"]) == {"mrope_section"}
+    assert accepted & refused == {"mrope_section"}
 
 
 @pytest.mark.parametrize(

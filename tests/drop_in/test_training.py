@@ -324,7 +324,7 @@ def test_16_bit_models_take_and_give_32() -> None:
             lambda: DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, param_name_patterns_for_fp32_local_accumulation=("all",)
             ),
-            "leave out one of the two",
+            "leave one of them out",
         ),
         (lambda: get_megatron_optimizer(OptimizerConfig(lr=0.1), [torch.nn.Linear(1, 1)]), "DistributedDataParallel"),
         (lambda: OptimizerConfig(lr=0.1, log_num_zeros_in_grad=True).translated(), "log_num_zeros_in_grad"),

@@ -20,20 +20,7 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
-from megatron.training.config import (
-    CheckpointConfig,
-    DistributedInitConfig,
-    LoggerConfig,
-    PretrainConfigContainer,
-    ProfilingConfig,
-    RerunStateMachineConfig,
-    RNGConfig,
-    SchedulerConfig,
-    StragglerDetectionConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from megatron.training.config import PretrainConfigContainer
 from megatron_core.errors import ConfigError
 
 Kind = TypeVar("Kind")
@@ -162,28 +149,27 @@ def gpt_config_from_args(
 def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
     """Return the settings of a run in sections, from a namespace with Megatron-LM's names; ``model_cfg`` is the
     model's."""
+    # Megatron-LM's flags that have other names than the fields.
     switches = ("save_optim", "save_rng", "load_optim", "load_rng")
     given = {name: not getattr(args, f"no_{name}") for name in switches if hasattr(args, f"no_{name}")}
     for name in ("fully_parallel_save", "fully_parallel_load"):
         if hasattr(args, f"ckpt_{name}"):
             given[name] = getattr(args, f"ckpt_{name}")
-    nan = getattr(args, "check_for_nan_in_loss_and_grad", True)
-    return PretrainConfigContainer(
-        train=_from_args(TrainingConfig, args),
-        validation=_from_args(ValidationConfig, args),
-        scheduler=_from_args(SchedulerConfig, args),
-        optimizer=from_arguments.get_megatron_optimizer_config(args)[0],
-        ddp=from_arguments.get_megatron_ddp_config(args),
-        checkpoint=_from_args(CheckpointConfig, args, **given),
-        tokenizer=_from_args(TokenizerConfig, args),
-        logger=_from_args(LoggerConfig, args),
-        profiling=_from_args(ProfilingConfig, args, use_nsys_profiler=getattr(args, "profile", False)),
-        rng=_from_args(RNGConfig, args),
-        dist=_from_args(DistributedInitConfig, args),
-        rerun_state_machine=_from_args(RerunStateMachineConfig, args, check_for_nan_in_loss=nan),
-        straggler=_from_args(StragglerDetectionConfig, args),
-        model=model_cfg,
-    )
+    others = {
+        "checkpoint": given,
+        "profiling": {"use_nsys_profiler": getattr(args, "profile", False)},
+        "rerun_state_machine": {"check_for_nan_in_loss": getattr(args, "check_for_nan_in_loss_and_grad", True)},
+    }
+    sections: dict[str, Any] = {
+        "optimizer": from_arguments.get_megatron_optimizer_config(args)[0],
+        "ddp": from_arguments.get_megatron_ddp_config(args),
+        "model": model_cfg,
+    }
+    for section in fields(PretrainConfigContainer):
+        if section.name not in sections:
+            kind: Any = section.default_factory
+            sections[section.name] = _from_args(kind, args, **others.get(section.name, {}))
+    return PretrainConfigContainer(**sections)
 
 
 def core_transformer_config_from_args(

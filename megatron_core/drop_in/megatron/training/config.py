@@ -1,165 +1,72 @@
-"""A run's settings in sections, with Megatron-LM's names and defaults where this package has
-them, too."""
+"""The settings of a run in sections, with Megatron-LM's names and defaults."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.mirror import mirror
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_core.config import RunConfig
 from megatron_core.config.file import convert, field_types
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
-    """Batches and the length of the training."""
+class TrainingConfig(mirror("TrainingConfig", kw_only=True)):  # type: ignore[misc]
+    """Batches and the length of training."""
 
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    rampup_batch_size: list[int] | None = field(default=None, metadata={"argparse_meta": {"nargs": 3}})
     step_batch_size_schedule: str | None = None
-    train_iters: int | None = None
-    train_samples: int | None = None
-    exit_interval: int | None = None
-    exit_duration_in_mins: int | None = None
-    iterations_to_skip: list[int] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class ValidationConfig:
-    """Evaluations."""
-
-    eval_iters: int = 100
-    eval_interval: int | None = None
-    eval_global_batch_size: int | None = None
-    eval_micro_batch_size: int | None = None
-    skip_train: bool = False
+class ValidationConfig(mirror("ValidationConfig", kw_only=True)):  # type: ignore[misc]
+    """Evaluation."""
 
 
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """Learning rate and weight decay over time."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_wsd_decay_iters: int | None = None
-    lr_wsd_decay_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    lr_warmup_iters: int = 0
-    lr_warmup_samples: int = 0
-    lr_warmup_init: float = 0.0
-    override_opt_param_scheduler: bool = False
-    use_checkpoint_opt_param_scheduler: bool = False
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+class SchedulerConfig(mirror("SchedulerConfig", kw_only=True)):  # type: ignore[misc]
+    """Schedules of learning rate and weight decay."""
 
 
-@dataclass(kw_only=True)
-class CheckpointConfig:
-    """Saving and loading; ``save_rng``, ``load_rng`` and how ranks share the work change nothing here."""
-
-    save: str | None = None
-    save_interval: int | None = None
-    save_retain_interval: int | None = None
-    save_optim: bool = True
-    save_rng: bool = True
-    load: str | None = None
-    load_optim: bool = True
-    load_rng: bool = True
-    finetune: bool = False
-    ckpt_step: int | None = None
-    use_checkpoint_args: bool = False
-    exit_on_missing_checkpoint: bool = False
-    async_save: bool = False
-    non_persistent_save_interval: int | None = None
-    non_persistent_global_ckpt_dir: str | None = None
-    non_persistent_ckpt_type: Literal["global", "local"] | None = None
-    non_persistent_local_ckpt_dir: str | None = None
-    replication: bool = False
-    replication_jump: int | None = None
-    replication_factor: int = 2
-    fully_parallel_save: bool = True
-    fully_parallel_load: bool = False
+class CheckpointConfig(mirror("CheckpointConfig", kw_only=True)):  # type: ignore[misc]
+    """Saving and loading; ``save_rng``, ``load_rng`` and ``fully_parallel_...`` have no effect."""
 
 
-@dataclass(kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(mirror("TokenizerConfig", kw_only=True)):  # type: ignore[misc]
     """The tokenizer."""
 
-    tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    chat_template: str | None = None
+
+class LoggerConfig(mirror("LoggerConfig", kw_only=True)):  # type: ignore[misc]
+    """Logs and their destinations."""
 
 
 @dataclass(kw_only=True)
-class LoggerConfig:
-    """What is logged, and where."""
-
-    log_interval: int = 100
-    log_params_norm: bool = False
-    log_num_zeros_in_grad: bool = False
-    log_throughput: bool = False
-    tensorboard_dir: str | None = None
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    wandb_save_dir: str | None = None
-    wandb_entity: str | None = None
-
-
-@dataclass(kw_only=True)
-class ProfilingConfig:
-    """Which steps are profiled; ``use_nsys_profiler`` is ``--profile`` here, ``use_pytorch_profiler`` implies it."""
+class ProfilingConfig(mirror("ProfilingConfig", kw_only=True)):  # type: ignore[misc]
+    """The profiled steps; either of the two switches enables --profile."""
 
     use_nsys_profiler: bool = field(default=False, metadata={"argparse_meta": {"arg_names": ["--profile"]}})
-    use_pytorch_profiler: bool = False
-    profile_step_start: int = 10
-    profile_step_end: int = 12
-    profile_ranks: list[int] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class RNGConfig:
+class RNGConfig(mirror("RNGConfig", kw_only=True)):  # type: ignore[misc]
     """The seed of initial weights, data order and dropout."""
 
-    seed: int = 1234
+
+class DistributedInitConfig(mirror("DistributedInitConfig", kw_only=True)):  # type: ignore[misc]
+    """The start of torch.distributed."""
 
 
 @dataclass(kw_only=True)
-class DistributedInitConfig:
-    """How ranks find one another."""
+class RerunStateMachineConfig(mirror("RerunStateMachineConfig", kw_only=True)):  # type: ignore[misc]
+    """Checks of results. Steps are never run again; --inject-fault injects faults."""
 
-    distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    distributed_timeout_minutes: int = 10
-
-
-@dataclass(kw_only=True)
-class RerunStateMachineConfig:
-    """Checks of results; there is no rerun here, and ``--inject-fault`` injects faults."""
-
-    error_injection_rate: int = 0
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    check_for_nan_in_loss: bool = True
 
 
-@dataclass(kw_only=True)
-class StragglerDetectionConfig:
-    """Whether slow ranks are found."""
-
-    log_straggler: bool = False
+class StragglerDetectionConfig(mirror("StragglerDetectionConfig", kw_only=True)):  # type: ignore[misc]
+    """Detection of slow ranks."""
 
 
 @dataclass(kw_only=True)
 class PretrainConfigContainer:
-    """All settings of a run; ``model`` has those of its model, such as a ``GPTModelConfig``, if a program sets it."""
+    """All settings of a run; ``model`` is a configuration such as ``GPTModelConfig``, if the program sets it."""
 
     train: TrainingConfig = field(default_factory=TrainingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -177,7 +84,7 @@ class PretrainConfigContainer:
     model: Any = None
 
     def run_config(self, defaults: RunConfig | None = None) -> RunConfig:
-        """This package's settings: those of ``defaults``, such as the model's, and of all sections but ``model``."""
+        """Return the engine's settings: ``defaults``, updated with all sections except ``model``."""
         known, values = field_types(), asdict(self.optimizer.translated())
         names = [each.name for each in fields(self) if each.name not in ("optimizer", "model")]
         for section in (getattr(self, name) for name in names):

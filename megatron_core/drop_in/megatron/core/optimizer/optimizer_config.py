@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import nn
 
+from megatron.core.mirror import mirror, refuse_changes
 from megatron_core import config
-from megatron_core.config.refused import refuse_changes, refused
 from megatron_core.errors import ConfigError
 
 
@@ -61,68 +61,19 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 @dataclass
-class OptimizerConfig:
-    """Megatron Core's fields and defaults; ``translated`` makes this package's configuration of them.
+class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
+    """Megatron Core's fields and defaults; ``translated`` converts them to the engine's configuration.
 
-    ``fp16``, ``bf16`` and ``params_dtype`` are the model's affair and are not read, nor are ``barrier_with_L1_time``,
-    ``timers``, ``pin_cpu_grads``, ``pin_cpu_params``, ``store_param_remainders`` and ``overlap_param_gather``, which
-    the wrapper of the model has.
+    The model determines ``fp16``, ``bf16`` and ``params_dtype``, and its wrapper ``overlap_param_gather``; they are not
+    read here.
     """
 
-    optimizer: str = "adam"
-    lr: float | None = None
-    min_lr: float | None = None
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    weight_decay: float = 0.01
-    fp16: bool = False
-    bf16: bool = False
     params_dtype: torch.dtype = torch.float32
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**32
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000
-    hysteresis: int = 2
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    sgd_momentum: float = 0.9
-    lion_beta1: float = 0.95
-    lion_beta2: float = 0.98
-    muon_momentum: float = 0.95
-    muon_nesterov: bool = False
-    muon_split_qkv: bool = True
-    muon_scale_mode: str = "spectral"
-    muon_extra_scale_factor: float = 1.0
-    muon_num_ns_steps: int = 5
-    muon_coefficient_type: str = "quintic"
-    muon_fp32_matmul_prec: str = "medium"
     muon_tp_mode: Literal["duplicated", "distributed"] = "duplicated"
-    muon_scalar_optimizer: str = "adam"
-    clip_grad: float = 1.0
-    use_distributed_optimizer: bool = False
-    overlap_param_gather: bool = False
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 0.0
-    store_param_remainders: bool = True
-    pin_cpu_grads: bool = True
-    pin_cpu_params: bool = True
-    barrier_with_L1_time: bool = False
-    timers: Any = None
-    config_logger_dir: str = ""
-    apply_wd_to_qk_layernorm: bool = False
-    use_precision_aware_optimizer: bool = False
-    main_grads_dtype: torch.dtype = refused(torch.float32)  # noqa: RUF009
+    main_grads_dtype: torch.dtype = field(default=torch.float32, metadata={"refused": True})
     main_params_dtype: torch.dtype = torch.float32
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    decoupled_weight_decay: bool = refused(True)
-    use_layer_wise_distributed_optimizer: bool = refused(False)
-    overlap_param_gather_with_optimizer_step: bool = refused(False)
-    log_num_zeros_in_grad: bool = refused(False)
-    grad_norm_skip_threshold: float = refused(float("inf"))
-    fp8_recipe: str | None = refused(None)
-    optimizer_cuda_graph: bool = refused(False)
 
     def translated(self) -> config.OptimizerConfig:
         """This package's configuration; ConfigError for fields that are set and not supported."""

@@ -1,13 +1,14 @@
 """The configuration of a transformer."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.mirror import mirror, refused_changes
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config_changes import ChangingConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -17,12 +18,13 @@ from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_parallel import RECOMPUTABLE
-from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
+
+_DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -30,154 +32,77 @@ def squared_relu(x: Tensor) -> Tensor:
     return nn.functional.relu(x).square()
 
 
-_TABLES = read_table(__file__)
-_WITHOUT_EFFECT: dict[str, object] = _TABLES["without_effect"]
-_NOT_SUPPORTED: dict[str, object] = _TABLES["not_supported"]
-_FP8: dict[str, object] = _TABLES["fp8"]
-_OTHERS = _WITHOUT_EFFECT | _NOT_SUPPORTED | _FP8
-_OtherFields = make_dataclass("_OtherFields", [(name, Any, field(default=value)) for name, value in _OTHERS.items()])
-_RENAMED: dict[str, str] = _TABLES["renamed"]
-_DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
-_TRANSLATED = frozenset(_TABLES["translated"].split())
-
-
 @dataclass
-class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # type: ignore[misc, valid-type]
-    """Megatron Core's fields with Megatron Core's defaults; ``model_config`` makes this package's configuration of it.
+class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParallelConfig):  # type: ignore[misc]
+    """Megatron Core's fields and defaults; ``model_config`` converts them to the engine's configuration.
 
-    Those that models here do not read are in ``transformer_config.yaml``; of these, the ones that are not supported
-    keep their values for modules of the caller, and are an error in ``model_config``.
+    Unsupported fields keep their values for modules of the caller and are an error in ``model_config``.
+    ``bias_activation_fusion`` with biases selects GELU in the tanh approximation, as Megatron Core's fused kernel does.
+    ``mup_width_mult`` is always hidden_size / mup_base_hidden_size.
     """
 
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
-    kv_channels: int | None = None
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    pipeline_model_parallel_layout: Any = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
     attention_backend: AttnBackend = AttnBackend.auto
-    softmax_scale: float | None = None
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    gated_linear_unit: bool = False
     activation_func: Callable[[Tensor], Tensor] = nn.functional.gelu
-    bias_activation_fusion: bool = False
-    """With biases, GELU in the tanh approximation, which Megatron Core's fused kernel computes."""
-    num_moe_experts: int | None = None
-    rotary_interleaved: bool = False
-    window_size: tuple[int, int] | None = None
-    window_attn_skip_freq: int | Sequence[int] | None = None
-    normalization: str = "LayerNorm"
-    qk_layernorm: bool = False
-    multi_latent_attention: bool = False
-    mtp_num_layers: int | None = None
-    mtp_loss_scaling_factor: float | None = 0.1
     init_method: Callable[[Tensor], object] | None = None
     output_layer_init_method: Callable[[Tensor], object] | None = None
     embedding_init_method: Callable[[Tensor], object] | None = None
-    init_method_std: float = 0.02
-    embedding_init_method_std: float | None = None
-    use_mup: bool = False
-    mup_width_mult: float = 1.0
-    """hidden_size / mup_base_hidden_size, whatever is given."""
-    mup_base_hidden_size: int | None = None
-    mup_base_head_dim: float | None = None
-    mup_attn_scale_power: float = 1.0
-    mup_embedding_mult: float = 1.0
-    mup_output_mult: float = 1.0
-    apply_query_key_layer_scaling: bool = False
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: list[str] | None = None
-    moe_layer_freq: int | Sequence[int] = 1
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_router_topk: int = 2
-    moe_router_score_function: str = "softmax"
-    moe_router_pre_softmax: bool = False
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_dtype: str | None = None
-    moe_router_load_balancing_type: str | list[str] = "aux_loss"
-    moe_aux_loss_coeff: float | list[float] = 0.0
-    moe_z_loss_coeff: float | None = None
-    moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: float = 1e-3
-    moe_input_jitter_eps: float | None = None
-    moe_router_force_load_balancing: bool = False
-    moe_expert_capacity_factor: float | None = None
-    moe_token_drop_policy: str = "probs"
-    moe_pad_expert_input_to_capacity: bool = False
-    moe_token_dispatcher_type: str = "allgather"
-    moe_enable_routing_replay: bool = False
-    cp_comm_type: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what follows from other fields, as Megatron Core does, and check what cannot be."""
+        """Set derived fields as Megatron Core does and check the settings."""
         super().__post_init__()
-        self.ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
-        if self.kv_channels is None and self.num_attention_heads:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
-        self.num_query_groups = self.num_query_groups or self.num_attention_heads
-        self.recompute_modules = ["core_attn"] if self.recompute_modules is None else list(self.recompute_modules)
-        if self.moe_layer_recompute:
-            self.recompute_granularity = "selective"
-            self.recompute_modules = list(dict.fromkeys([*self.recompute_modules, "moe"]))
-        if self.num_moe_experts is not None:
-            self.moe_ffn_hidden_size = self.moe_ffn_hidden_size or self.ffn_hidden_size
-        if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
-            self.params_dtype = torch.float16 if self.fp16 else torch.bfloat16
-        if (layout := self.pipeline_model_parallel_layout) is not None:
+        own: Any = self  # a type checker takes an assignment to ``self`` for the declaration of a field
+        own.ffn_hidden_size = own.ffn_hidden_size or 4 * own.hidden_size
+        if own.kv_channels is None and own.num_attention_heads:
+            own.kv_channels = own.hidden_size // own.num_attention_heads
+        own.num_query_groups = own.num_query_groups or own.num_attention_heads
+        own.recompute_modules = ["core_attn"] if own.recompute_modules is None else list(own.recompute_modules)
+        if own.moe_layer_recompute:
+            own.recompute_granularity = "selective"
+            own.recompute_modules = list(dict.fromkeys([*own.recompute_modules, "moe"]))
+        if own.num_moe_experts is not None:
+            own.moe_ffn_hidden_size = own.moe_ffn_hidden_size or own.ffn_hidden_size
+        if own.params_dtype == torch.float32 and (own.fp16 or own.bf16):
+            own.params_dtype = torch.float16 if own.fp16 else torch.bfloat16
+        if (layout := own.pipeline_model_parallel_layout) is not None:
             if not isinstance(layout, PipelineParallelLayerLayout):
-                layout = PipelineParallelLayerLayout(layout, self.pipeline_model_parallel_size)
-            layout.validate_layer_layout(self.num_layers, self.mtp_num_layers)
+                layout = PipelineParallelLayerLayout(layout, own.pipeline_model_parallel_size)
+            layout.validate_layer_layout(own.num_layers, own.mtp_num_layers)
             chunks = layout.virtual_pipeline_model_parallel_size
-            if self.virtual_pipeline_model_parallel_size not in (None, chunks):
+            if own.virtual_pipeline_model_parallel_size not in (None, chunks):
                 raise ConfigError(
-                    f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}, but "
-                    f"pipeline_model_parallel_layout={layout} has {chunks} chunks on each rank; leave the size out"
+                    f"virtual_pipeline_model_parallel_size={own.virtual_pipeline_model_parallel_size}, but "
+                    f"pipeline_model_parallel_layout={layout} has {chunks} chunks per rank; leave the size out"
                 )
-            self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-            self.pipeline_model_parallel_layout = layout
+            own.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+            own.pipeline_model_parallel_layout = layout
         for wrong in self._problems():
             raise ConfigError(wrong)
-        if self.use_mup:
+        if own.use_mup:
             self._set_mup()
-        # Under Megatron's names, for modules of the caller.
-        std = self.init_method_std / self.mup_width_mult**0.5
-        self.init_method = self.init_method or Normal(std)
-        self.output_layer_init_method = self.output_layer_init_method or Normal(
-            std / (2.0 * max(self.num_layers, 1)) ** 0.5
+        # Modules of the caller read the initialization functions under these names.
+        std = own.init_method_std / own.mup_width_mult**0.5
+        own.init_method = own.init_method or Normal(std)
+        own.output_layer_init_method = own.output_layer_init_method or Normal(
+            std / (2.0 * max(own.num_layers, 1)) ** 0.5
         )
-        self.embedding_init_method_std = self.embedding_init_method_std or self.init_method_std
-        self.embedding_init_method = self.embedding_init_method or Normal(self.embedding_init_method_std)
+        own.embedding_init_method_std = own.embedding_init_method_std or own.init_method_std
+        own.embedding_init_method = own.embedding_init_method or Normal(own.embedding_init_method_std)
 
     def _set_mup(self) -> None:
-        """What maximal update parametrisation makes of the width (``config.MuPConfig``)."""
-        self.mup_base_hidden_size = self.hidden_size if self.mup_base_hidden_size is None else self.mup_base_hidden_size
-        if self.mup_base_hidden_size <= 0:
-            raise ConfigError(f"mup_base_hidden_size={self.mup_base_hidden_size} must be positive")
-        self.mup_width_mult = self.hidden_size / self.mup_base_hidden_size
-        if self.softmax_scale is None:
-            base = (self.mup_base_head_dim or 1.0) ** 0.5
-            self.softmax_scale = base / (self.kv_channels or 1) ** self.mup_attn_scale_power
-        if self.mup_output_mult == 1.0:
-            self.mup_output_mult = 1.0 / self.mup_width_mult
+        """Derive the scales of the maximal update parametrization from the width (``config.MuPConfig``)."""
+        own: Any = self
+        own.mup_base_hidden_size = own.hidden_size if own.mup_base_hidden_size is None else own.mup_base_hidden_size
+        if own.mup_base_hidden_size <= 0:
+            raise ConfigError(f"mup_base_hidden_size={own.mup_base_hidden_size} must be > 0")
+        own.mup_width_mult = own.hidden_size / own.mup_base_hidden_size
+        if own.softmax_scale is None:
+            base = (own.mup_base_head_dim or 1.0) ** 0.5
+            own.softmax_scale = base / (own.kv_channels or 1) ** own.mup_attn_scale_power
+        if own.mup_output_mult == 1.0:
+            own.mup_output_mult = 1.0 / own.mup_width_mult
         given = [name for name in ("init_method", "output_layer_init_method") if getattr(self, name) is not None]
         if given:
-            warnings.warn(f"use_mup is enabled, and {', '.join(given)} does not know of it", stacklevel=3)
+            warnings.warn(f"use_mup is enabled, but {', '.join(given)} does not scale with the width", stacklevel=3)
 
     def _problems(self) -> list[str]:
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 0, self.tensor_model_parallel_size
@@ -187,7 +112,7 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
             f"num_query_groups={groups} must be a multiple or a divisor of tensor_model_parallel_size={tp}": groups
             and groups % tp
             and tp % groups,
-            f"num_moe_experts={self.num_moe_experts} must be above 0": (self.num_moe_experts or 1) < 1,
+            f"num_moe_experts={self.num_moe_experts} must be > 0": (self.num_moe_experts or 1) < 1,
             f"expert_model_parallel_size={self.expert_model_parallel_size} needs num_moe_experts": (
                 self.expert_model_parallel_size > 1 and self.num_moe_experts is None
             ),
@@ -210,34 +135,20 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         return [text for text, broken in rules.items() if broken]
 
     def model_config(self, **given: Any) -> ModelConfig:
-        """This package's configuration of the same model; ``given`` are fields of it that Megatron keeps elsewhere.
+        """Return the engine's configuration of the model; ``given`` has fields of it that Megatron keeps elsewhere.
 
-        ConfigError, with all of them in one message: fields that are not supported and not at their defaults.
+        Raises ConfigError that lists all unsupported fields that differ from their defaults.
         """
         known = {f.name for f in fields(ModelConfig)}
-        off = {
-            name: (default, [], ()) if default is not None else (None, False, [], ())
-            for name, default in _NOT_SUPPORTED.items()
-        }
-        wrong = [name for name, values in off.items() if getattr(self, name) not in values and name not in known]
-        defaults = {f.name: f.default for f in fields(TransformerConfig)}
-        values: dict[str, Any] = self._activation() | self._translated()
-        for item in fields(type(self)):
-            name, value = item.name, getattr(self, item.name)
-            target = _RENAMED.get(name, name)
-            if target in values or name in _WITHOUT_EFFECT or name in _TRANSLATED or name in _FP8:
-                continue
-            if target in known:
-                values[target] = value
-            elif name not in _NOT_SUPPORTED and name not in _PARALLEL and value != defaults.get(name, value):
-                wrong.append(name)
-        if wrong:
+        if wrong := [name for name in refused_changes(self) if name not in known]:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
             raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; leave them out")
-        return ModelConfig(**values | given)
+        settings = {each.name: each.metadata.get("setting") for each in fields(self) if each.name not in _FP8}
+        same = {setting: getattr(self, name) for name, setting in settings.items() if setting in known}
+        return ModelConfig(**same | self._activation() | self._translated() | given)
 
     def parallel_options(self) -> ParallelOptions:
-        """What this package's layers read."""
+        """Return the options of the engine's parallel layers."""
         kinds = self.cp_comm_type or "p2p"
         return ParallelOptions(
             sequence_parallel=self.sequence_parallel,
@@ -252,14 +163,14 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         )
 
     def fp8_settings(self) -> FP8Config | None:
-        """This package's settings of FP8; None without it."""
+        """Return the engine's settings of FP8; None without FP8."""
         if not self.fp8:
             return None
         legal = {"fp8": ("e4m3", "hybrid"), "fp8_recipe": get_args(Recipe)}
         for name, values in legal.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is none of {', '.join(values)}")
-        return FP8Config(fp8_format=self.fp8, **{name: getattr(self, name) for name in _FP8 if name != "fp8"})
+        return FP8Config(fp8_format=self.fp8, **{name: getattr(self, name) for name in _FP8})
 
     def _fp8(self) -> FP8Precision | None:
         settings = self.fp8_settings()
@@ -275,7 +186,7 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         return FP8Precision(settings, settings.fp8_layers(self.num_layers), current().context.whole)
 
     def _translated(self) -> dict[str, Any]:
-        """Fields that have other values here."""
+        """Return the fields whose values differ between Megatron and the engine."""
         unfused = self.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         freq, skip = self.moe_layer_freq, self.window_attn_skip_freq
         for hook, std in (
@@ -284,9 +195,11 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         ):
             method = getattr(self, hook)
             if not isinstance(method, Normal) or (std is not None and method.std != std):
-                raise ConfigError(f"{hook}={method} is not supported by the models; give init_method_std")
+                raise ConfigError(f"{hook}={method} is not supported by the models; set init_method_std instead")
         if self.cross_entropy_fusion_impl not in ("native", "linear"):
-            raise ConfigError(f"cross_entropy_fusion_impl={self.cross_entropy_fusion_impl!r} is not supported: native")
+            raise ConfigError(
+                f"cross_entropy_fusion_impl={self.cross_entropy_fusion_impl!r} is not supported; use native"
+            )
         yarn = {} if not isinstance(self, MLATransformerConfig) else self.rotary_scaling()
         return yarn | {
             "disable_bias_linear": not self.add_bias_linear,
@@ -302,7 +215,7 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         }
 
     def _balancing(self) -> dict[str, Any]:
-        """The type of load balancing and its coefficient; of several types one may have an effect."""
+        """Return the type of load balancing and its coefficient; at most one of several types may have an effect."""
         types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         types = [types] if isinstance(types, str) else list(types)
         coefficients = [coefficients] if isinstance(coefficients, int | float) else list(coefficients)
@@ -314,7 +227,7 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         pairs = list(zip(types, coefficients, strict=True))
         active = [(kind, c) for kind, c in pairs if kind == "sinkhorn" or (c and kind != "none")] or pairs[:1]
         if len(active) > 1:
-            raise ConfigError(f"{given}: a model has one of them; set the coefficients of the others to 0")
+            raise ConfigError(f"{given}: a model has one type; set the other coefficients to 0")
         kind, coefficient = active[0]
         return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
 
@@ -333,34 +246,16 @@ class TransformerConfig(ChangingConfig, ModelParallelConfig, _OtherFields):  # t
         )
 
 
-_PARALLEL = {f.name for f in fields(ModelParallelConfig)}
+_FP8 = {f.name for f in fields(FP8Config)} & {f.name for f in fields(TransformerConfig)}
+"""Settings of FP8 with the same name in both configurations."""
 
 
 @dataclass
-class MLATransformerConfig(TransformerConfig):
-    """``TransformerConfig`` of models with multi-latent attention, with Megatron Core's defaults of these."""
-
-    multi_latent_attention: bool = True
-    normalization: str = "RMSNorm"
-    q_lora_rank: int | None = 512
-    kv_lora_rank: int = 512
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-    rope_type: str = "yarn"
-    rotary_base: float = 10000.0
-    rotary_percent: float = 1.0
-    rotary_scaling_factor: float = 40.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    cache_mla_latents: bool = False
-    mla_down_proj_fusion: bool = False
+class MLATransformerConfig(mirror("MLATransformerConfig"), TransformerConfig):  # type: ignore[misc]
+    """``TransformerConfig`` of models with multi-latent attention, with Megatron Core's defaults for these."""
 
     def rotary_scaling(self) -> dict[str, Any]:
-        """The scaling of rotary positions under this package's names."""
+        """Return the scaling of rotary positions under the engine's names."""
         return {
             "use_rope_scaling": self.rope_type == "yarn",
             "rope_scaling_type": "yarn" if self.rope_type == "yarn" else "llama3",
