@@ -154,7 +154,7 @@ def export_hugging_face(
         with stored as reader:
             kept = stored_dtype(reader) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
-            write_hugging_face(reader, incomplete, architecture, model, dtype=kept, further=special_tokens(config))
+            write_hugging_face(reader, incomplete, architecture, model, dtype=kept, extra_keys=special_tokens(config))
             export_tokenizer(config, found / "tokenizer", incomplete)
         difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
         if folder.exists():

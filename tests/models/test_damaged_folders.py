@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
-from megatron_core.models.hf.architectures import architecture_of
+from megatron_core.models.hf import HuggingFaceReader, architecture_of, settings_of_folder
 from megatron_core.training.compatibility import open_model
 from megatron_core.training.conversion import import_hugging_face
 from tests.models.hf_models import MODELS, save_model, transformers

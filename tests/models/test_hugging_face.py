@@ -17,8 +17,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
-from megatron_core.models.hf.architecture import _function
-from megatron_core.models.hf.architectures import architecture_of
+from megatron_core.models.hf.architecture import architecture_of, function_settings
 from megatron_core.models.hf.reader import _vocab_size
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
@@ -287,11 +286,11 @@ def test_a_key_left_out_means_what_it_means_there(name: str) -> None:
 
 
 def _computes(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in _function(ModelConfig(**settings)).items() if name not in OF_SHAPES}
+    return {name: value for name, value in function_settings(ModelConfig(**settings)).items() if name not in OF_SHAPES}
 
 
 REFUSED = {
-    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not read"),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported"),
     "number of heads": ("llama", {"num_attention_heads": None}, "has no num_attention_heads; llama models need it"),
     "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads=0; it must be an integer from 1 to"),
     "no causal mask": ("llama", {"is_causal": False}, "is_causal=False; for llama only True is supported"),

@@ -1,4 +1,4 @@
-"""A checkpoint of ours written as a folder of Hugging Face, one tensor of ours in memory at a time."""
+"""Export of a checkpoint as a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,41 +27,41 @@ def write_hugging_face(
     model: ModelConfig,
     *,
     dtype: torch.dtype,
-    further: Mapping[str, Any],
+    extra_keys: Mapping[str, Any],
     file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write config.json and the weights of ``reader`` as ``dtype`` into ``folder``, in files of ``file_bytes`` at most.
 
-    ``further`` are keys for config.json that the model's settings do not decide.
-    A file holds whole tensors, so that one which is larger has a file for itself.
+    ``extra_keys`` are keys of config.json that do not follow from the model's settings. A tensor larger than
+    ``file_bytes`` gets a file of its own.
     """
     names = [name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model.")]
-    names = [name for name in names if not name.startswith("mtp.")]  # in training alone
+    names = [name for name in names if not name.startswith("mtp.")]  # used in training only
     shapes = {name: reader.manifest.tensors[f"model.{name}"].shape for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
-    theirs = {**further, **own, **architecture.config_json(model)}
+    hf_config = {**extra_keys, **own, **architecture.config_json(model)}
     files = _files(architecture, model, shapes, dtype.itemsize, file_bytes)
     weight_map: dict[str, str] = {}
     for number, ours in enumerate(files, 1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        entries = [(key, dtype, shape) for key, shape in _their_shapes(architecture, model, ours).items()]
-        tensors = _their_tensors(reader, architecture, model, ours, dtype)
+        entries = [(key, dtype, shape) for key, shape in _stored_shapes(architecture, model, ours).items()]
+        tensors = _stored_tensors(reader, architecture, model, ours, dtype)
         write_safetensors(folder / name, entries, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
     if len(files) > 1:
-        total = sum(prod(shape) for shape in _their_shapes(architecture, model, shapes).values()) * dtype.itemsize
+        total = sum(prod(shape) for shape in _stored_shapes(architecture, model, shapes).values()) * dtype.itemsize
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(folder / CONFIG, theirs)
+    _write_json(folder / CONFIG, hf_config)
 
 
 def _files(
     architecture: Architecture, model: ModelConfig, shapes: Shapes, itemsize: int, file_bytes: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Our tensors file by file."""
+    """Distribute our tensors over files."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():
-        own = sum(map(prod, _their_shapes(architecture, model, {name: shape}).values())) * itemsize
+        own = sum(map(prod, _stored_shapes(architecture, model, {name: shape}).values())) * itemsize
         if size and size + own > file_bytes:
             files.append({})
             size = 0
@@ -70,34 +70,32 @@ def _files(
     return files
 
 
-def _their_shapes(architecture: Architecture, model: ModelConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(architecture: Architecture, model: ModelConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {
-        theirs: found
+        stored: found
         for name, shape in shapes.items()
-        for theirs, found in architecture.source(name).their_shapes(model, shape).items()
+        for stored, found in architecture.source(name).stored_shapes(model, shape).items()
     }
 
 
-def _their_tensors(
+def _stored_tensors(
     reader: CheckpointReader, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Their tensors in the order of ``_their_shapes``."""
+    """The tensors to store, in the order of ``_stored_shapes``."""
     for name, shape in shapes.items():
         whole = Box((0,) * len(shape), shape)
         ours = torch.empty(shape, dtype=dtype)
         reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
         source = architecture.source(name)
-        turned = source.transposed and len(shape) == 2
-        if source.blocks is None:
-            yield ours.t() if turned else ours
+        transposed = source.transposed and len(shape) == 2
+        if source.rows is None:
+            yield ours.t() if transposed else ours
             continue
-        found = {theirs: torch.empty(size, dtype=dtype) for theirs, size in source.their_shapes(model, shape).items()}
-        for theirs, box, own in source.parts(model, shape, whole):
-            if turned:
-                found[theirs].t()[box.index] = ours[own.index]
-            else:
-                found[theirs][box.index] = ours[own.index]
-        yield from found.values()
+        stored = {key: torch.empty(size, dtype=dtype) for key, size in source.stored_shapes(model, shape).items()}
+        for key, box, own in source.parts(model, shape, whole):
+            target = stored[key].t() if transposed else stored[key]
+            target[box.index] = ours[own.index]
+        yield from stored.values()
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -105,5 +103,5 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts layer 10 behind layer 9."""
+    """Sort key that places layer 10 after layer 9."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

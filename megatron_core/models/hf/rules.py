@@ -1,0 +1,238 @@
+"""Types of the keys of config.json, and rules for settings that need more than a renamed key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError, shortened
+
+Settings = dict[str, Any]
+
+
+def refuse(key: str, value: object, reason: str) -> NoReturn:
+    """Raise ``CheckpointError`` for the value of a key of config.json."""
+    raise CheckpointError(f"config.json says {key}={shortened(repr(value))}; {reason}")
+
+
+class KeyType(NamedTuple):
+    """The legal values of a key of config.json."""
+
+    description: str
+    accepts: Callable[[Any], bool]
+
+
+def _integer(least: int, most: int) -> KeyType:
+    return KeyType(
+        f"an integer from {least:,} to {most:,}", lambda value: type(value) is int and least <= value <= most
+    )
+
+
+def _number(value: Any) -> float:
+    """``value`` as a float; NaN unless it is a number in the range of float32."""
+    legal = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 3e38
+    return float(value) if legal else float("nan")
+
+
+# No model is larger than these bounds; without them, sizes in bytes overflow.
+COUNT, COUNT_OR_ZERO = _integer(1, 2**16), _integer(0, 2**16)
+WIDTH = _integer(1, 2**24)
+LENGTH, LENGTH_OR_ZERO = _integer(1, 2**31 - 1), _integer(0, 2**31 - 1)
+POSITIVE = KeyType("a finite number above 0", lambda value: _number(value) > 0)
+NUMBER = KeyType("a finite number >= 0", lambda value: _number(value) >= 0)
+SWITCH = KeyType("true or false", lambda value: isinstance(value, bool))
+STRING = KeyType("a string", lambda value: isinstance(value, str))
+STRINGS = KeyType(
+    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
+)
+OBJECT = KeyType("an object", lambda value: isinstance(value, dict))
+
+
+def check_types(hf_config: Settings, types: Mapping[str, KeyType], inside: str = "") -> None:
+    """``CheckpointError`` for the first key, in nested objects too, with a value that its type does not accept.
+
+    null is accepted: the key then counts as absent. ``inside`` is the path of the enclosing object.
+    """
+    for key, value in hf_config.items():
+        if key in types and value is not None:
+            if not types[key].accepts(value):
+                refuse(f"{inside}{key}", value, f"it must be {types[key].description}")
+            if types[key] is OBJECT:
+                check_types(value, types, f"{inside}{key}.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that are computed from several keys of config.json, or from values with other names."""
+
+    read: Callable[[Settings], Settings]
+    """config.json -> settings."""
+    write: Callable[[ModelConfig], Settings]
+    """The inverse: configuration -> keys of config.json."""
+    types: Mapping[str, KeyType] = field(default_factory=dict)
+    """Types of the keys that ``read`` uses."""
+
+
+def rope_parameters(hf_config: Settings) -> Settings:
+    """The parameters of rotary positions; ``rope_scaling`` of earlier releases overrides ``rope_parameters``."""
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = hf_config.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        refuse(key, rope, "one set of parameters for all layers is supported")
+    return rope
+
+
+def rope_type(rope: Settings) -> Any:
+    """The kind of scaling in the parameters of rotary positions."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+LLAMA3: Settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Constants of Llama 3.1's scaling of rotary positions."""
+LLAMA3_CONTEXT = 8192
+"""Positions that Llama 3 was trained on: the default of ``original_max_position_embeddings``."""
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "yarn_attention_factor",
+}
+"""Parameter of YaRN in config.json -> setting."""
+
+
+def _rope_settings(hf_config: Settings, *, partial: bool) -> Settings:
+    rope = rope_parameters(hf_config)
+
+    def first(keys: tuple[str, str], default: float) -> float:
+        found = (config[key] for config in (rope, hf_config) for key in keys if config.get(key) is not None)
+        return float(next(found, default))
+
+    percent = first(("partial_rotary_factor", "rotary_pct"), 1.0)
+    if percent != 1.0 and not partial:
+        refuse("partial_rotary_factor", percent, f"for {hf_config.get('model_type')} only 1.0 is supported")
+    base = first(("rope_theta", "rotary_emb_base"), 10000.0)
+    return {"rotary_base": base, "rotary_percent": percent, **_rope_scaling_settings(rope, hf_config)}
+
+
+def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
+    kind = rope_type(rope)
+    if kind == "default":
+        return {}
+    longest = int(hf_config.get("max_position_embeddings", 2048))
+    key = "original_max_position_embeddings"
+    original = hf_config.get(key) or rope.get(key, longest)
+    scalars = {key: value for key, value in rope.items() if not isinstance(value, list)}
+    if rope.get("factor") is None and kind in ("linear", "dynamic", "llama3"):
+        refuse("rope_type", kind, f"it needs a factor, and there is {scalars}")
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": kind}
+    if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
+        own = None if original == LLAMA3_CONTEXT else original
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": own}
+    if kind == "dynamic":
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": longest}
+    if kind == "yarn":
+        named = {setting: rope[key] for key, setting in YARN.items() if rope.get(key) is not None}
+        if not (rope.get("mscale") and rope.get("mscale_all_dim")):  # transformers reads both or none
+            named = {setting: value for setting, value in named.items() if not setting.startswith("mscale")}
+        factor = float(rope.get("factor") or longest / original)
+        return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+    raise CheckpointError(
+        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, and llama3 "
+        f"with {LLAMA3}"
+    )
+
+
+def _rope_json(config: ModelConfig) -> Settings:
+    """Written as ``rope_theta`` and ``rope_scaling``, which every release of transformers reads."""
+    part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
+    return {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config), **part}
+
+
+def _rope_scaling_json(config: ModelConfig) -> Settings | None:
+    if not config.use_rope_scaling:
+        linear = config.rotary_seq_len_interpolation_factor
+        return None if linear is None else {"rope_type": "linear", "factor": linear}
+    scaling: Settings = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
+    original = {"original_max_position_embeddings": config.original_max_position_embeddings}
+    if config.rope_scaling_type == "llama3":
+        return scaling | LLAMA3 | {key: value or LLAMA3_CONTEXT for key, value in original.items()}
+    if config.rope_scaling_type == "yarn":
+        used = {key: name for key, name in YARN.items() if config.mscale_all_dim or "mscale" not in key}
+        own = {key: getattr(config, name) for key, name in used.items()}
+        return scaling | original | {key: value for key, value in own.items() if value is not None}
+    return scaling
+
+
+_ROPE_NUMBERS = (
+    *("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "factor", "low_freq_factor"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+)
+_ROPE_TYPES = {
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
+    **dict.fromkeys(("rope_type", "type"), STRING),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), LENGTH),
+    **dict.fromkeys(_ROPE_NUMBERS, POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+    "truncate": SWITCH,
+}
+ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)
+"""Rotary positions: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
+PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _rope_json, _ROPE_TYPES)
+"""The same in a part of each head's channels: ``partial_rotary_factor``."""
+
+
+def _window_settings(hf_config: Settings) -> Settings:
+    window, kinds = hf_config.get("sliding_window"), hf_config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention"] * hf_config["num_hidden_layers"]
+    if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != hf_config["num_hidden_layers"]:
+        refuse("layer_types", kinds, "supported are sliding_attention and full_attention, one for each layer")
+    if window is not None and window < 1:
+        refuse("sliding_window", window, "it has to be 1 or more, or null")
+    layers = tuple(int(kind == "sliding_attention") for kind in kinds)
+    if window is None or not any(layers):
+        return {}
+    # Their window counts the token itself, ours the tokens before it.
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(layers) else layers}
+
+
+def _window_json(config: ModelConfig) -> Settings:
+    if config.window_size is None:
+        return {"sliding_window": None}
+    windows = (config.window_of_layer(n) is not None for n in range(config.num_layers))
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"sliding_window": config.window_size[0] + 1, "layer_types": kinds}
+
+
+WINDOWS = Rule(_window_settings, _window_json, {"sliding_window": LENGTH_OR_ZERO, "layer_types": STRINGS})
+"""``sliding_window`` in the layers that ``layer_types`` names, by default in all."""
+WINDOW_OF_ALL_LAYERS = Rule(
+    read=lambda hf_config: _window_settings({**hf_config, "layer_types": None}),
+    write=_window_json,
+    types={"sliding_window": LENGTH_OR_ZERO},
+)
+"""``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
+
+GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
+"""Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
+
+
+def gelu(key: str, default: str) -> Rule:
+    """The variant of GELU that ``key`` names."""
+
+    def read(hf_config: Settings) -> Settings:
+        name = hf_config.get(key, default)
+        if name not in GELU:
+            refuse(key, name, f"for {hf_config['model_type']} supported are {', '.join(GELU)}")
+        return {"openai_gelu": GELU[name]}
+
+    def write(config: ModelConfig) -> Settings:
+        return {key: next(name for name, approximate in GELU.items() if approximate == config.openai_gelu)}
+
+    return Rule(read, write, {key: STRING})
