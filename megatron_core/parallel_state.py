@@ -17,19 +17,18 @@ from megatron_core.parallel.current import grid_of as grid_of
 from megatron_core.parallel.current import has_current
 from megatron_core.parallel.current import make_groups as make_groups
 from megatron_core.parallel.current import set_current as set_current
-from megatron_core.parallel.encoder_split import (
+from megatron_core.parallel.getters import GlobalMemoryBuffer, assume, assumed, getters, group_getter, rank_getter
+from megatron_core.parallel.getters import (
     get_pipeline_model_parallel_split_rank as get_pipeline_model_parallel_split_rank,
 )
-from megatron_core.parallel.encoder_split import is_pipeline_stage_after_split as is_pipeline_stage_after_split
-from megatron_core.parallel.encoder_split import is_pipeline_stage_at_split as is_pipeline_stage_at_split
-from megatron_core.parallel.encoder_split import is_pipeline_stage_before_split as is_pipeline_stage_before_split
-from megatron_core.parallel.encoder_split import (
+from megatron_core.parallel.getters import is_pipeline_stage_after_split as is_pipeline_stage_after_split
+from megatron_core.parallel.getters import is_pipeline_stage_at_split as is_pipeline_stage_at_split
+from megatron_core.parallel.getters import is_pipeline_stage_before_split as is_pipeline_stage_before_split
+from megatron_core.parallel.getters import (
     set_pipeline_model_parallel_split_rank as set_pipeline_model_parallel_split_rank,
 )
-from megatron_core.parallel.getters import assume, assumed, getters, group_getter, rank_getter
 from megatron_core.parallel.grid import DEFAULT_ORDER, WORLD, Grid
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
-from megatron_core.parallel.memory_buffer import GlobalMemoryBuffer
 from megatron_core.parallel.rank_lists import RankGenerator as RankGenerator
 from megatron_core.parallel.rank_lists import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,

@@ -1,4 +1,4 @@
-"""A rank's tensors as boxes of the global tensors: what a checkpoint stores and reads."""
+"""A rank's tensors as boxes of global tensors, the unit that checkpoints store and read."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from megatron_core.parallel.sharding import ShardSpec, spec_of
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a global tensor and the memory of this rank that holds it."""
+    """A box of a global tensor and this rank's memory for it."""
 
     name: str
     global_shape: tuple[int, ...]
     box: Box
     memory: Tensor
-    """A view with the box's shape."""
+    """A view in the shape of the box."""
     owned: bool
-    """Whether this rank is the one that saves the box."""
+    """Whether this rank saves the box."""
 
 
 def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[TensorBox]:
-    """Pieces of whole parameters, as ``model.NAME``."""
+    """The boxes of whole parameters, named ``model.NAME``."""
     for name, parameter in named:
         shape, numel = tuple(parameter.shape), parameter.numel()
         yield from pieces_of(f"model.{name}", spec_of(parameter), shape, 0, numel, parameter.data.view(-1))
@@ -32,12 +32,13 @@ def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Tens
 def pieces_of(
     name: str, spec: ShardSpec, local_shape: tuple[int, ...], start: int, stop: int, flat: Tensor
 ) -> Iterator[TensorBox]:
-    """Pieces of ``flat``: the elements ``start ... stop - 1`` of this rank's part of the tensor ``name``."""
+    """The boxes of ``flat``, which holds the elements ``start ... stop - 1`` of this rank's part of the tensor
+    ``name``."""
     for local, number in flat_boxes(local_shape, start, stop):
         memory = flat[number - start : number - start + local.numel].view(local.shape)
         for part in spec.parts:
             common = part.local.intersect(local)
-            if common is not None:  # padding is in no part
+            if common is not None:  # padding belongs to no part
                 offset = tuple(b - a for a, b in zip(part.local.start, part.whole.start, strict=True))
                 yield TensorBox(
                     name, spec.global_shape, common.shifted(offset), memory[common.within(local)], part.owned

@@ -1,6 +1,6 @@
-"""Checkpoints in the memory of the hosts: each keeps what its own ranks have written, and copies for other hosts.
+"""Checkpoints in host memory: each host stores the files of its own ranks and copies for other hosts.
 
-The folder of every host has the manifest of the whole checkpoint, and of the files those of its ranks and its copies.
+Every host's folder has the manifest of the whole checkpoint.
 """
 
 import json
@@ -32,10 +32,11 @@ def save_copies(
     jump: int | None = None,
     factor: int = 1,
 ) -> None:
-    """Write the owned ``pieces`` of every rank into the folder ``save.folder`` of its host, and copies into those of
-    ``factor - 1`` others (``Hosts.keepers``). All ranks call this together.
+    """Write the owned ``pieces`` of every rank to the folder ``save.folder`` of its host and of ``factor - 1`` other
+    hosts.
 
-    The one before is deleted once this one is complete on all hosts. Errors: ``CheckpointError`` on all ranks.
+    ``Hosts.keepers`` chooses those hosts. This is a collective call. The previous checkpoint is deleted once the new
+    one is complete on all hosts. Errors: ``CheckpointError`` on all ranks.
     """
     save_id = tell_from(0, uuid.uuid4().hex, device)
     first = hosts.is_first
@@ -48,7 +49,7 @@ def save_copies(
         copies = list(_copies(save.partial, files, hosts, jump, factor))
         together(agree, "send its copies of a checkpoint", lambda: carry_out(copies, hosts.rank, device))
         together(agree, "complete a checkpoint", (lambda: save.complete(reports)) if first else None)
-        together(agree, "give a checkpoint its name", (lambda: _rename(save)) if first else None)
+        together(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)
     except CheckpointError:
         if first:
             save.give_up()
@@ -68,7 +69,8 @@ def _write(save: Save, pieces: Iterable[TensorBox]) -> str:
 def _copies(
     folder: Path, files: Mapping[int, StoredFile], hosts: Hosts, jump: int | None, factor: int
 ) -> Iterator[Transfer]:
-    """Every second host sends first, so that the others do not wait for one another in a row."""
+    """Transfers of files to the hosts that keep copies. Every second host sends first, so that transfers run in
+    parallel."""
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts.of_rank))}
     for rank in sorted(files, key=lambda rank: (order[hosts.of_rank[rank]] % 2, rank)):
         path, file = folder / rank_file(rank), files[rank]
@@ -81,7 +83,7 @@ def _write_copy(path: Path, expected: StoredFile, parts: Iterator[Tensor]) -> No
         for part in parts:
             file.write(part.numpy().data)
         if file.close() != expected:
-            raise CheckpointError(f"{path} did not arrive as it was written")
+            raise CheckpointError(f"{path} was damaged while it was sent")
 
 
 def _rename(save: Save) -> None:

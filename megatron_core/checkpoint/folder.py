@@ -1,12 +1,10 @@
-"""A folder of checkpoints: which are complete, which is the newest, which are kept, and who may write into it.
+"""A folder of checkpoints: finding, naming, deleting and locking.
 
-SAVE/latest_checkpointed_iteration.txt        the newest complete iteration
-SAVE/iter_0000100/manifest.json               counters, configuration, files, and for each tensor its boxes
-SAVE/iter_0000100/rank_00000.safetensors      the boxes that rank 0 wrote
-SAVE/iter_0000100/tokenizer/                  the tokenizer's files
-SAVE/config.yaml                              the settings of the run
-SAVE/.lock                                    locked by the run that writes here
-SAVE/.run                                     the run's id, if it keeps copies in the hosts' memory
+SAVE/latest_checkpointed_iteration.txt        the newest complete iteration SAVE/iter_0000100/manifest.json
+counters, configuration, files, and the boxes of each tensor SAVE/iter_0000100/rank_00000.safetensors      the boxes
+that rank 0 wrote SAVE/iter_0000100/tokenizer/                  the tokenizer's files SAVE/config.yaml
+the settings of the run SAVE/.lock                                    locked by the run that writes here SAVE/.run
+the run's id, if it keeps copies in host memory
 """
 
 import errno
@@ -32,9 +30,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 LOCK = ".lock"
 RUN = ".run"
-"""A file with the id of the run that saves here; its checkpoints for a fast restart have the same id."""
+"""File with the id of the run that saves here; the run's fast-restart checkpoints have the same id."""
 _MOST_IDS = 33 * 1000
-"""Characters of that file that are read."""
+"""Maximum number of characters read from that file."""
 _ITERATION = re.compile(r"iter_\d{7,}")
 _HIDDEN = re.compile(r"\.iter_\d{7,}\.(incomplete|replaced|loading)")
 _RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
@@ -46,19 +44,19 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration that the name of a checkpoint's folder says."""
+    """The iteration in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("iter_"))
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file with the boxes that ``rank`` wrote."""
+    """The name of the file with the boxes of ``rank``."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def runs_of(save: Path) -> list[str]:
-    """The ids of the runs that have saved into ``save`` for a fast restart, the newest last; empty if none has.
+    """The ids of the runs that have saved into ``save`` with fast restart, oldest first.
 
-    One that started from scratch has an id of its own.
+    A run that starts from scratch gets a new id.
     """
     try:
         return (save / RUN).read_text()[-_MOST_IDS:].split()
@@ -67,24 +65,24 @@ def runs_of(save: Path) -> list[str]:
 
 
 def run_of(save: Path) -> str:
-    """The id of the run whose checkpoints are in ``save``; empty if it has none."""
+    """The id of the latest run that saved into ``save``; empty if there is none."""
     return (runs_of(save) or [""])[-1]
 
 
 def run_id(save: Path, *, anew: bool) -> str:
-    """As ``run_of``, but a new one if there is none, or if the run starts ``anew``."""
+    """Like ``run_of``, but a new id if there is none or if the run starts ``anew``."""
     if anew or not run_of(save):
         write_runs(save, [*runs_of(save), uuid.uuid4().hex])
     return run_of(save)
 
 
 def write_runs(save: Path, runs: Sequence[str]) -> None:
-    """Write the ids that ``runs_of`` reads. Errors: ``CheckpointError`` if the file is of another program."""
+    """Write the ids that ``runs_of`` reads. Errors: ``CheckpointError`` if the file belongs to another program."""
     path, hidden = save / RUN, save / f"{RUN}.new"
     if path.is_symlink():
-        raise CheckpointError(f"{path} is a link, which is not followed; remove it")
+        raise CheckpointError(f"{path} is a symbolic link, which is not allowed here; remove it")
     if not all(re.fullmatch("[0-9a-f]{32}", run) for run in runs_of(save)):
-        raise CheckpointError(f"{path} exists and does not hold ids of runs; remove it, or give another folder")
+        raise CheckpointError(f"{path} exists, but does not contain run ids; remove it, or choose another folder")
     hidden.unlink(missing_ok=True)
     write_file(hidden, "".join(f"{run}\n" for run in runs).encode())
     os.replace(hidden, path)
@@ -92,7 +90,7 @@ def write_runs(save: Path, runs: Sequence[str]) -> None:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint of this program, perhaps damaged, or empty."""
+    """Whether ``folder`` is empty or a checkpoint of this program, even a damaged one."""
     with suppress(OSError), (folder / MANIFEST).open("rb") as file:
         if f'"format": "{FORMAT}"'.encode() in file.read(100):
             return True
@@ -103,10 +101,10 @@ def is_own(folder: Path) -> bool:
 
 
 def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
-    """``CheckpointError`` if saving into ``save`` could replace or delete files that this program has not written.
+    """``CheckpointError`` if saving into ``save`` could replace or delete files of another program.
 
-    These are folders ``iter_0000002`` (with ``only``: that of one iteration) and the tracker file. ``named`` is the
-    setting with its value.
+    These are folders such as ``iter_0000002`` (with ``only``: the folder of that iteration) and the tracker file.
+    ``named`` is the setting with its value, for the message.
     """
     what = ""
     if (save / MANIFEST).is_file() and is_own(save):
@@ -116,30 +114,29 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
     found += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
     foreign = next((path.name for path in found if os.path.lexists(path) and not is_own(path)), None)
     if (save / TRACKER).is_symlink():
-        what = f"has a link named {TRACKER}"
+        what = f"has a symbolic link named {TRACKER}"
     elif foreign is not None:
-        what = f"holds {foreign}, which is not a checkpoint of this program (as one of Megatron-LM)"
+        what = f"holds {foreign}, which is not a checkpoint of this program (but, for example, of Megatron-LM)"
     elif fault and not complete_iterations(save):
         what = f"holds {TRACKER} of another program"
     if what:
-        raise CheckpointError(f"{named} {what}, so that nothing is written there; give another folder")
+        raise CheckpointError(f"{named} {what}, so nothing can be saved there; choose another folder")
 
 
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
-    """Check ``folder``, for fast restarts of a run that saves into ``save``: each save there deletes all others.
+    """Check the fast-restart ``folder`` of a run that saves into ``save``, because each save there deletes all others.
 
-    Raises ``CheckpointError`` if it is the folder ``save`` itself or has checkpoints of other runs than ``runs``,
-    which are ids. Checkpoints of earlier releases have no id; they are accepted in the default folder below
-    ``save``.
+    Raises ``CheckpointError`` if it is the folder ``save`` itself or has checkpoints of runs other than ``runs`` (ids).
+    Checkpoints of earlier releases have no id; they are accepted in the default folder below ``save``.
     """
     what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
     if not what and (folder / CONFIG).exists():
-        what = f"is the folder of --save of a run, whose {CONFIG} it holds"
+        what = f"is the --save folder of another run (it contains {CONFIG})"
     is_default = os.path.realpath(folder) == os.path.realpath(save / TEMPORARY_FOLDER)
     for number in () if what else complete_iterations(folder):
         path, text = iteration_folder(folder, number), b""
         with suppress(OSError):
-            text = (path / MANIFEST).read_bytes()  # which may be damaged
+            text = (path / MANIFEST).read_bytes()  # possibly damaged
         if not any(f'"run": "{run}"'.encode() in text for run in runs):
             has_run = b'"run": "' in text
             if is_default and not has_run:
@@ -166,20 +163,20 @@ class Candidates:
 
     folders: tuple[Path, ...] = ()
     named: bool = False
-    """Whether the first one was asked for itself, so that no other takes its place."""
+    """Whether the user asked for the first one explicitly, so that no other may replace it."""
     note: str = ""
-    """What is unusual about the folder."""
+    """A note about an unusual state of the folder."""
 
 
 def find_candidates(load: str, step: int | None = None) -> Candidates:
-    """The checkpoints in ``load``: that of ``step``, or the one of the tracker file and those before it, newest first.
+    """The checkpoints in ``load``, newest first: only ``step`` if given, else the tracked iteration and earlier ones.
 
-    ``load`` may also be the folder of one iteration itself. Where the tracker file is absent or damaged, or its
-    checkpoint is gone, all complete ones are taken, newest first.
+    ``load`` may also be the folder of a single iteration. If the tracker file is missing or damaged, or its checkpoint
+    is gone, all complete checkpoints are returned.
     """
     root = Path(load)
     if root.exists() and not root.is_dir():
-        raise CheckpointError(f"load={load} is no folder; give one that training has written with --save")
+        raise CheckpointError(f"load={load} is not a folder; give a --save folder of a training run")
     if (root / MANIFEST).is_file():
         return Candidates((root,), named=True)
     complete = complete_iterations(root)
@@ -198,7 +195,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
             raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
             return Candidates()
-        raise CheckpointError(f"{root / TRACKER} {fault}; name an iteration with --ckpt-step")
+        raise CheckpointError(f"{root / TRACKER} {fault}; choose an iteration with --ckpt-step")
     if tracked is not None and tracked not in complete:
         there = ", ".join(iteration_folder(root, number).name for number in complete) or "none"
         if step is not None or not complete:
@@ -206,27 +203,28 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
             foreign = folder.exists() and not is_own(folder)
             more = "; tools/convert_checkpoint.py --from megatron converts those of Megatron-LM" if foreign else ""
             raise CheckpointError(f"{folder} is not a complete checkpoint; complete ones in {root}: {there}{more}")
-        fault = f"names iteration {tracked}, which is not there"
+        fault = f"names iteration {tracked}, which does not exist"
     if step is not None:
         return Candidates((iteration_folder(root, step),), named=True)
     if fault or tracked is None:
-        note = f"{root / TRACKER} {fault or 'is absent'}: the newest complete checkpoint in the folder is taken"
+        note = f"{root / TRACKER} {fault or 'does not exist'}: loading the newest complete checkpoint in the folder"
         return Candidates(tuple(iteration_folder(root, number) for number in reversed(complete)), note=note)
     before = [number for number in reversed(complete) if number <= tracked]
     newer = ""
     if complete[-1] > tracked:
         newest = iteration_folder(root, complete[-1]).name
-        newer = f"{root} also has {newest}, newer than what {TRACKER} names; --ckpt-step {complete[-1]} loads it"
+        newer = f"{root} also has {newest}, newer than the one in {TRACKER}; load it with --ckpt-step {complete[-1]}"
     return Candidates(tuple(iteration_folder(root, number) for number in before), note=newer)
 
 
 def _is_written(folder: Path) -> bool:
-    """Whether a rank has written into ``folder``, whose manifest is gone: it cannot be taken for an empty one."""
+    """Whether ``folder`` contains a rank's file; without a manifest it is then a damaged checkpoint, not an empty
+    folder."""
     return any(folder.glob("rank_*.safetensors"))
 
 
 def _is_of_megatron(root: Path) -> bool:
-    """Whether ``root``, or the folder of an iteration in it, has files of Megatron-LM."""
+    """Whether ``root``, or an iteration's folder in it, has files of Megatron-LM."""
     folders = (root, *root.glob("iter_*"), root / "release")
     return any((each / ".metadata").is_file() or any(each.glob("mp_rank_*/*.pt")) for each in folders)
 
@@ -237,10 +235,10 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
 
 
 def _tracked(root: Path) -> tuple[int | None, str]:
-    """The iteration in the tracker file; where it cannot be read, what is wrong with it."""
+    """The iteration in the tracker file, and a description of the fault if the file cannot be read."""
     try:
         if (root / TRACKER).exists() and not (root / TRACKER).is_file():
-            return None, "is no file"
+            return None, "is not a file"
         with (root / TRACKER).open("rb") as file:
             text = file.read(64).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -253,7 +251,7 @@ def _tracked(root: Path) -> tuple[int | None, str]:
 
 
 def track(save: Path, iteration: int) -> None:
-    """Name ``iteration`` as the newest complete one."""
+    """Record ``iteration`` as the newest complete one in the tracker file."""
     hidden = save / f".{TRACKER}"
     hidden.unlink(missing_ok=True)
     write_file(hidden, str(iteration).encode())
@@ -262,7 +260,7 @@ def track(save: Path, iteration: int) -> None:
 
 
 def hide(folder: Path) -> Path:
-    """Rename a checkpoint, if it exists, to a hidden name; -> the hidden folder, which the caller deletes.
+    """Rename a checkpoint, if it exists, to a hidden name; returns the hidden folder, which the caller deletes.
 
     Errors: ``CheckpointError`` if it is not a checkpoint of this program.
     """
@@ -270,19 +268,20 @@ def hide(folder: Path) -> Path:
     delete(hidden)
     if os.path.lexists(folder):
         if not is_own(folder):
-            raise CheckpointError(f"{folder} is not a checkpoint of this program, and is not replaced; move it away")
+            raise CheckpointError(f"{folder} is not a checkpoint of this program, so it is not replaced; move it away")
         folder.rename(hidden)
     return hidden
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint of this program: hidden first, because a partly deleted folder still has its manifest."""
+    """Delete a checkpoint of this program. It is hidden first, because a partly deleted folder still has its
+    manifest."""
     if is_own(folder):
         delete(hide(folder))
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder if it exists; of a link only the link itself."""
+    """Delete a folder if it exists; of a symbolic link only the link itself."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -290,15 +289,15 @@ def delete(folder: Path) -> None:
 
 
 def remove_hidden(save: Path) -> None:
-    """Delete the incomplete folders of killed runs; call it with the folder's lock."""
+    """Delete the incomplete folders of killed runs; the caller must hold the folder's lock."""
     for hidden in save.glob(".iter_*"):
         if _HIDDEN.fullmatch(hidden.name):
             delete(hidden)
 
 
 def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete the checkpoints before ``newest`` but the last ``keep_last``, ``newest`` included, and those of multiples
-    of ``keep_every``; with neither, none."""
+    """Delete checkpoints before ``newest``, except the last ``keep_last`` (``newest`` included) and multiples of
+    ``keep_every``; delete none if both are None."""
     if keep_last is None and keep_every is None:
         return
     upto = [number for number in complete_iterations(save) if number <= newest]
@@ -309,17 +308,16 @@ def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int 
 
 
 class FolderLock:
-    """The right of this process to write checkpoints into a folder; the kernel takes it back when the process ends.
+    """An exclusive lock for writing checkpoints into a folder; the kernel releases it when the process ends.
 
-    A record lock of POSIX: it is not inherited by forked children, and works over NFS.
-    ``setting`` is the one that named the folder.
-    Errors: ``CheckpointError`` if another process has it, with the text that it left in the file.
+    It is a POSIX record lock, which is not inherited by forked children and works over NFS. ``setting`` is the name of
+    the setting with the folder. Errors: ``CheckpointError``, with the holder's name, if another process holds the lock.
     """
 
     def __init__(self, folder: Path, setting: str = "save") -> None:
         self.folder, self.setting = folder, setting
         self.unsupported = ""
-        """Why the file system has no locks, if it has none."""
+        """The error if the file system does not support locks."""
         self._file = no_follow(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,16 +334,16 @@ class FolderLock:
         if os.pread(self._file, 8, 0).strip(b"\0") not in (b"", b"process "):
             self.release()
             raise CheckpointError(
-                f"{setting}={str(folder)!r}: {LOCK} is a file of another program; give another folder"
+                f"{setting}={str(folder)!r}: {LOCK} is a file of another program; choose another folder"
             )
         os.truncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     @property
     def is_there(self) -> bool:
-        """Whether the locked file is still in the folder."""
+        """Whether the locked file still exists in the folder."""
         return is_still_at(self._file, self.folder / LOCK)
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""Which ranks share a folder in the memory of their host, and which others keep copies of what a rank has written."""
+"""Which ranks share a folder in host memory, and which other ranks keep copies of a rank's files."""
 
 import os
 import socket
@@ -13,19 +13,19 @@ from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import tell_all
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Another in each running kernel; Linux has it."""
+"""Differs between running kernels; only on Linux."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The host of every rank: the number of the lowest rank that sees the same folder."""
+    """The host of every rank, identified by the lowest rank that shares its folder."""
 
     of_rank: tuple[int, ...]
     rank: int
 
     @property
     def own(self) -> int:
-        """That of this rank."""
+        """The host of this rank."""
         return self.of_rank[self.rank]
 
     @property
@@ -38,10 +38,10 @@ class Hosts:
         return [rank for rank, other in enumerate(self.of_rank) if other == host]
 
     def keepers(self, rank: int, jump: int | None, factor: int) -> list[int]:
-        """The ranks that keep copies of what ``rank`` has written, for ``factor`` hosts to have it, its own included.
+        """The ranks that keep copies of the files of ``rank``, so that ``factor`` hosts, including its own, have them.
 
-        They are ``jump`` (default: as many ranks as the first host has), ``2 * jump`` ... ranks further; where that is
-        a host that has it already, the next rank on another one. Fewer if there are fewer hosts.
+        These are ``jump`` (default: the number of ranks of the first host), ``2 * jump``, ... ranks further; if that
+        host has a copy already, the next rank on another host. Fewer if there are fewer hosts.
         """
         size, jump = len(self.of_rank), jump or len(self.ranks(self.of_rank[0]))
         having, found = {self.of_rank[rank]}, list[int]()
@@ -55,7 +55,7 @@ class Hosts:
 
 
 def meet(folder: Path, device: torch.device) -> Hosts:
-    """Make ``folder`` on every host, and find out who shares it. All ranks call this together.
+    """Create ``folder`` on every host and find the ranks that share it; a collective call.
 
     Errors: ``CheckpointError`` on all ranks if one cannot.
     """
@@ -69,14 +69,14 @@ def meet(folder: Path, device: torch.device) -> Hosts:
         name = f"{kernel} {status.st_dev} {status.st_ino}"
     except OSError as error:
         name = f"non_persistent_local_ckpt_dir={str(folder)!r}"
-        problem = f"{name} cannot be written: {error}; give a folder in the memory of each host"
+        problem = f"{name} cannot be written: {error}; choose a folder in each host's memory"
     fail_together(problem, device)
     names = tell_all(name, device)
     return Hosts(tuple(names.index(name) for name in names), dist.get_rank() if dist.is_initialized() else 0)
 
 
 def fail_together(problem: str, device: torch.device) -> None:
-    """Wait for all ranks. Errors: ``CheckpointError`` on all of them with the first problem that is not empty."""
+    """Wait for all ranks. Errors: ``CheckpointError`` on all of them if one has a ``problem``, with the first one."""
     told = next(filter(None, tell_all(problem, device)), "")
     if told:
         raise CheckpointError(told)

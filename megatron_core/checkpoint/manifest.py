@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what it holds, where, and what its files must be. docs/checkpoints.md describes it.
+"""The manifest of a checkpoint: its contents, their locations and file hashes; described in docs/checkpoints.md.
 
-Nothing in it depends on the layout: tensors have global names and shapes, and boxes say which part lies in which file.
+Nothing in it depends on the layout: tensors have global names and shapes, and boxes locate their parts in files.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron_core.errors import CheckpointError, shortened
 FORMAT, VERSION = "megatron-native", 2
 MANIFEST = "manifest.json"
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""What the format's names of dtypes mean."""
+"""Torch dtypes by their names in the format."""
 CHECKSUM = b',\n "checksum": "'
-"""The last key of the file: the hash of all bytes before this."""
+"""The last key of the file: a hash of all preceding bytes."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor and where it is stored."""
+    """A box of a tensor and its location in a file."""
 
     file: str
     key: str
@@ -40,7 +40,7 @@ class StoredBox:
 
     @property
     def box(self) -> Box:
-        """The box itself."""
+        """The box without its location."""
         return Box(self.start, self.stop)
 
 
@@ -59,13 +59,13 @@ class Manifest:
 
     iteration: int
     save_id: str
-    """The same in every file of a save, and in no other save."""
+    """A unique id of the save, stored in all of its files."""
     state: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, to disk."""
+        """Write as JSON, flushed to disk."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -80,12 +80,12 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read what ``write`` wrote, and check all of it. Errors: ``CheckpointError``."""
+        """Read and validate a manifest. Errors: ``CheckpointError``."""
         try:
             data = path.read_bytes()
             content = json.loads(data, object_pairs_hook=_without_duplicates)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
+            raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
         except RecursionError:
             raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: nested too deeply") from None
         except (OSError, ValueError) as error:
@@ -98,7 +98,7 @@ class Manifest:
             )
         text, _, checksum = data.rpartition(CHECKSUM)
         if checksum != _checksum(text) + b'"\n}':
-            raise CheckpointError(f"{path} is not what was written: its checksum differs")
+            raise CheckpointError(f"{path} is damaged: its checksum differs")
         try:
             return cls._of(content, path.parent)
         except (ValueError, RecursionError) as error:
@@ -106,11 +106,11 @@ class Manifest:
 
     @classmethod
     def _of(cls, content: dict[str, Any], folder: Path) -> Manifest:
-        """The manifest in ``content``; ``ValueError`` for the first thing that cannot be right."""
+        """Build a manifest from JSON ``content``; ``ValueError`` for the first invalid entry."""
         iteration = _number(content, "iteration")
         named = re.fullmatch(r"iter_(\d{7,})", folder.name)
         if named and int(named[1]) != iteration:
-            raise ValueError(f"it is of iteration {iteration}, but lies in {folder.name}")
+            raise ValueError(f"it is of iteration {iteration}, but in {folder.name}")
         files = {}
         for name, entry in _of_type(content, "files", dict).items():
             inside(folder, name)
@@ -141,7 +141,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _of_type(entry: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = entry.get(name)
-    if type(value) is not kind:  # isinstance would take True for an int
+    if type(value) is not kind:  # isinstance would accept True as an int
         raise ValueError(f"{name} is {_short(repr(value))}, not of type {kind.__name__}")
     return value
 
@@ -176,7 +176,7 @@ def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTen
             a <= b <= size for a, b, size in zip(box.start, box.stop, shape, strict=True)
         )
         if not within:
-            raise ValueError(f"a box of {name} does not lie in its shape {list(shape)}")
+            raise ValueError(f"a box of {name} is outside its shape {list(shape)}")
         if box.file not in files:
             raise ValueError(f"{name} is stored in {_short(repr(box.file))}, which is not among the files")
         boxes.append(box)
@@ -187,7 +187,7 @@ def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTen
 
 
 def box_key(name: str, box: Box) -> str:
-    """The key of a box in its file: the tensor's name and where the box begins."""
+    """The key of a box in its file: the tensor's name and the start of the box."""
     return f"{name}@{','.join(map(str, box.start))}"
 
 
@@ -199,8 +199,8 @@ def collect(
     reports: Iterable[Mapping[str, Any]],
     files: Mapping[str, StoredFile],
 ) -> Manifest:
-    """The manifest of ``files`` in ``folder``, with the boxes that the ranks' ``reports`` name; every tensor must be
-    stored exactly once."""
+    """The manifest of ``files`` in ``folder``, with the boxes in the ranks' ``reports``; every element of every tensor
+    must be stored exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     boxes: dict[str, list[StoredBox]] = {}

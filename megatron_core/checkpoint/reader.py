@@ -1,6 +1,6 @@
-"""Reading a checkpoint under any layout: each rank reads the parts of the stored boxes that it needs.
+"""Reads a checkpoint under any layout: each rank reads only the parts of the stored boxes that it needs.
 
-``open_newest`` finds the newest one that is whole, on all ranks together.
+``open_newest`` finds the newest intact one, on all ranks together.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class CheckpointReader:
         self._open.close()
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """Whether a tensor of that name is stored, and of that shape if one is given."""
+        """Whether a tensor of that name, and of ``shape`` if given, is stored."""
         tensor = self.manifest.tensors.get(name)
         return tensor is not None and shape in (None, tensor.shape)
 
     def verify(self, share: int = 0, shares: int = 1) -> list[str]:
-        """What is wrong with the files of this caller's ``share``, of ``shares``: sizes and hashes."""
+        """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults."""
         return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor ``name``, as it is stored."""
+        """Read the whole tensor ``name`` in its stored dtype."""
         tensor = self.manifest.tensors[name]
         whole = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         origin = Box((0,) * len(tensor.shape), tensor.shape)
@@ -58,17 +58,18 @@ class CheckpointReader:
         return whole
 
     def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the stored tensors with the global shapes of those that all ranks of a run need.
+        """Compare the stored tensors with the global shapes that all ranks of a run need.
 
-        Tensors of kinds that no name in ``needed`` has (the optimizer's, if it is not read) may be stored besides.
-        Errors: ``CheckpointError`` that lists what is missing, unexpected and of another shape.
+        Tensors of a kind that is not in ``needed`` (such as optimizer state that is not read) may be stored too.
+        Errors: ``CheckpointError`` that lists missing, unexpected and differently shaped tensors.
         """
         tensors = self.manifest.tensors
         missing = [name for name in needed if self._source(name) not in tensors]
-        kinds = {_kind(name) for name in needed} - {"optimizer.main"}  # read as weights where a run has none
+        # A run without main weights reads them as its weights.
+        kinds = {_kind(name) for name in needed} - {"optimizer.main"}
         unexpected = [name for name in tensors if name not in needed and _kind(name) in kinds]
         other = [
-            f"{name} has the shape {list(tensors[source].shape)}, this run needs {list(shape)}"
+            f"{name} has the shape {list(tensors[source].shape)}; this run needs {list(shape)}"
             for name, shape in needed.items()
             if (source := self._source(name)) in tensors and tensors[source].shape != shape
         ]
@@ -79,15 +80,15 @@ class CheckpointReader:
         ]
         if faults:
             raise CheckpointError(
-                f"{self.folder} has other tensors than this run needs: {'; '.join(faults)}; give the settings with "
+                f"{self.folder} does not have the tensors of this run: {'; '.join(faults)}; use the settings with "
                 "which the checkpoint was trained"
             )
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the stored values into the memory of every piece; dtypes are converted.
+        """Copy the stored values into the memory of every piece, converting dtypes.
 
-        Weights come from the stored main weights where there are some, and main weights from weights where not.
+        Weights are read from the stored main weights if there are any; main weights from weights if not.
         """
         for piece in pieces:
             filled = 0
@@ -117,7 +118,7 @@ class CheckpointReader:
         tensor = self.manifest.tensors.get(self._source(piece.name))
         if tensor is None:
             raise CheckpointError(
-                f"{self.folder} has no tensor {piece.name}; the model's flags differ from those of the checkpoint"
+                f"{self.folder} has no tensor {piece.name}; the model's settings differ from those of the checkpoint"
             )
         if tensor.shape != piece.global_shape:
             raise CheckpointError(
@@ -127,7 +128,7 @@ class CheckpointReader:
         return tensor
 
     def _slice(self, tensor: StoredTensor, stored: StoredBox):
-        """The lazy slice of a box, which must be what the manifest says."""
+        """The lazily read slice of a box, checked against the manifest."""
         path = self.folder / stored.file
         try:
             found = self._file(stored.file).get_slice(stored.key)
@@ -150,16 +151,16 @@ class CheckpointReader:
             expected = (self.manifest.save_id, str(self.manifest.iteration))
             if (metadata.get("save_id"), metadata.get("iteration")) != expected:
                 raise CheckpointError(
-                    f"{self.folder / name} was written by another save, of iteration "
-                    f"{metadata.get('iteration', 'unknown')}, than {MANIFEST} there, of iteration "
-                    f"{self.manifest.iteration}"
+                    f"{self.folder / name} was written by another save (iteration "
+                    f"{metadata.get('iteration', 'unknown')}) than {MANIFEST} there (iteration "
+                    f"{self.manifest.iteration})"
                 )
             self._files[name] = file
         return self._files[name]
 
 
 def _kind(name: str) -> str:
-    """``model``, or ``optimizer.`` and the name of its state."""
+    """``model``, or ``optimizer.`` and the name of the state."""
     parts = name.split(".")
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
 
@@ -167,11 +168,11 @@ def _kind(name: str) -> str:
 def open_newest(
     load: str, step: int | None, temporary: Path | None = None, *, verify: bool = True, device: torch.device
 ) -> CheckpointReader | None:
-    """The first of ``find_candidates`` that every rank finds whole; None if the folder has none.
+    """The first of ``find_candidates`` that is intact on every rank; None if the folder has none.
 
-    All ranks of the job call this together, and each hashes a part of the files. ``temporary`` may have a checkpoint
-    for a fast restart, which comes first if it is newer. What is damaged is refused; where ``load`` is the folder of
-    all checkpoints, the next one takes its place, and rank 0 says so. Errors: ``CheckpointError``.
+    A collective call; each rank hashes a part of the files. ``temporary`` may contain a fast-restart checkpoint, which
+    is tried first if it is newer. A damaged checkpoint is never loaded: if ``load`` is a folder of several checkpoints,
+    the next one is tried and rank 0 prints a note. Errors: ``CheckpointError``.
     """
     candidates = _candidates(load, step, temporary)
     if candidates.note:
@@ -188,20 +189,21 @@ def open_newest(
         faults = list(dict.fromkeys(text for text in tell_all(fault, device) if text))
         if reader is not None and not faults:
             if refused:
-                note(f"iteration {reader.manifest.iteration} IS LOADED IN ITS PLACE, from {folder}")
+                note(f"loading iteration {reader.manifest.iteration} from {folder} instead")
             return reader
         refused.append("; ".join(faults))
         if not candidates.named:
-            note(f"A DAMAGED CHECKPOINT IS NOT LOADED: {refused[-1]}")
+            note(f"warning: skipped a damaged checkpoint: {refused[-1]}")
     _refuse_all(load, candidates, refused)
     return None
 
 
 def find_newest(load: str, step: int | None, temporary: Path | None = None, *, verify: bool = True) -> Path | None:
-    """As ``open_newest``, by this process alone: the folder whose manifest and files beside the tensors are whole.
+    """Like ``open_newest`` in a single process: the folder of the newest checkpoint whose manifest and files are
+    intact.
 
-    Of the files with tensors the sizes are compared. Their hashes take the time of a read of the whole checkpoint;
-    ``open_newest`` compares them on all ranks together.
+    Of files with tensors only sizes are checked, because hashing takes as long as reading the whole checkpoint;
+    ``open_newest`` hashes on all ranks in parallel.
     """
     candidates = _candidates(load, step, temporary)
     refused: list[str] = []
@@ -224,14 +226,16 @@ def find_newest(load: str, step: int | None, temporary: Path | None = None, *, v
 
 
 def _refuse_all(load: str, candidates: Candidates, refused: list[str]) -> None:
-    """``CheckpointError`` with what is wrong with every candidate; nothing if there was none."""
+    """``CheckpointError`` with the faults of all candidates, if there were any."""
     if refused:
-        where = "" if candidates.named else f"load={load!r} has no whole checkpoint: "
-        raise CheckpointError(f"{where}{'; '.join(refused)}; name another folder, or another iteration by --ckpt-step")
+        where = "" if candidates.named else f"load={load!r} has no intact checkpoint:"
+        raise CheckpointError(
+            f"{where}{'; '.join(refused)}; choose another folder, or another iteration with --ckpt-step"
+        )
 
 
 def _candidates(load: str, step: int | None, temporary: Path | None) -> Candidates:
-    """Those in the folder ``load``, and first the one in ``temporary`` if it is newer."""
+    """The candidates in ``load``, preceded by the one in ``temporary`` if it is newer."""
     found = find_candidates(load, step)
     newest = None if found.named or temporary is None else find_checkpoint(str(temporary))
     if newest is None or (found.folders and iteration_of(newest) <= iteration_of(found.folders[0])):

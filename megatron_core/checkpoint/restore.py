@@ -1,8 +1,8 @@
-"""Loading from copies in the memory of the hosts (``save_copies``), of which each host has a part.
+"""Loading from copies in host memory (``save_copies``), where each host has a part of the files.
 
-All ranks tell each other which files of which save their host holds with the right hashes. The newest checkpoint of
-which all files are somewhere is taken. Each host makes a folder of it, with its own files as links, and is sent the
-boxes that its ranks need and that it does not hold, no others; then ``CheckpointReader`` reads it as any other.
+All ranks exchange the list of files with correct hashes on their hosts. The newest checkpoint whose files all exist
+somewhere is chosen. Each host creates a folder with links to its own files and receives only the boxes that its ranks
+need and that it lacks; then ``CheckpointReader`` reads the folder like any other.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed, tell_all, tell_from
 
 LOADING = ".loading"
-WAY_OUT = "make room there, or resume from disk with --ckpt-step"
+WAY_OUT = "free space there, or resume from disk with --ckpt-step"
 Save = tuple[int, str]
 """Iteration and id of a save."""
 
 
 class CopiesReader(CheckpointReader):
-    """A checkpoint of which each host has a part: ``fetch`` has to come before ``fill``, and leaving waits for all
-    ranks. ``held`` are the files of each host."""
+    """Reads a checkpoint of which each host has a part. Call ``fetch`` before ``fill``; exit waits for all ranks.
+    ``held`` are the files of each host."""
 
     def __init__(self, folder: Path, hosts: Hosts, held: Mapping[int, set[str]], device: torch.device) -> None:
         super().__init__(folder)
@@ -58,7 +58,7 @@ class CopiesReader(CheckpointReader):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def fetch(self, pieces: Iterable[TensorBox]) -> None:
-        """Let this host be sent the boxes that ``pieces`` need and that it does not hold. All ranks call this together.
+        """Receive the boxes that ``pieces`` need and that this host lacks; a collective call.
 
         Errors: ``CheckpointError`` on all ranks.
         """
@@ -73,21 +73,21 @@ class CopiesReader(CheckpointReader):
         try:
             transfers = list(self._transfers(told))
         except (*FAILURES, ValueError, KeyError) as error:
-            problem = f"{self.folder}: a file has no sound header: {error}"
+            problem = f"{self.folder}: a file has a damaged header: {error}"
         fail_together(problem, self._device)
         try:
             carry_out(transfers, self._hosts.rank, self._device)
         except FAILURES as error:
-            problem = f"what rank {self._hosts.rank} needs of {self.folder} did not come: {error}; {WAY_OUT}"
+            problem = f"rank {self._hosts.rank} did not receive its part of {self.folder}: {error}; {WAY_OUT}"
         fail_together(problem, self._device)
         if transfers:
             size = sum(length for transfer in transfers for _, length in transfer.spans)
-            note(f"{size / 2**20:.1f} MiB were sent from the memory of other hosts")
+            note(f"{size / 2**20:.1f} MiB were received from other hosts")
 
-    def _transfers(self, told: Sequence[str]) -> Iterator[Transfer]:
-        """What has to be sent so that every host has the boxes that its ranks have ``told``, the same on all ranks."""
+    def _transfers(self, needs: Sequence[str]) -> Iterator[Transfer]:
+        """The transfers that give every host the boxes that its ranks need (``needs``); the same list on all ranks."""
         needed: dict[tuple[int, str], set[str]] = defaultdict(set)
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(needs):
             for file, key in json.loads(text):
                 needed[self._hosts.of_rank[rank], file].add(key)
         boxes = {
@@ -108,7 +108,7 @@ class CopiesReader(CheckpointReader):
 
 
 def _starts(path: Path) -> dict[str, int]:
-    """Where each tensor of a safetensors file begins."""
+    """Offset of each tensor in a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -118,11 +118,12 @@ def _starts(path: Path) -> dict[str, int]:
 def open_copies(
     folder: Path, load: str, step: int | None, *, verify: bool, device: torch.device, sound: int | None = None
 ) -> CopiesReader | None:
-    """The newest checkpoint of which the folders ``folder`` of all hosts together hold all files, of the run whose
-    checkpoints are in ``load``; None if none is newer than those, or one of those is asked for. ``sound`` is the newest
-    of those that is whole (-1: none), where that is known. All ranks call this together.
+    """The newest checkpoint in the memory of all hosts together, if it is newer than those on disk; else None.
 
-    What is damaged or not complete is told. Errors: ``CheckpointError`` on all ranks if a folder cannot be used.
+    It must have all files and be of the run whose checkpoints are in ``load``. None also if a checkpoint on disk was
+    asked for explicitly. ``sound``: the newest intact iteration on disk, if known (-1: none). A collective call. Rank 0
+    prints a note about damaged and incomplete ones. Errors: ``CheckpointError`` on all ranks if a folder cannot be
+    used.
     """
     on_disk = find_candidates(load, step)
     if on_disk.named:
@@ -132,7 +133,7 @@ def open_copies(
     newest, run = json.loads(tell_from(0, json.dumps((newest, run_of(Path(load)))), device))
     saves, faults = _saves_of(folder, run, newest) if hosts.is_first else ([], [])
     for fault in filter(None, tell_all("; ".join(faults), device)):
-        note(f"COPIES IN MEMORY ARE NOT LOADED: {fault}")
+        note(f"warning: skipped copies in memory: {fault}")
     told = [{(number, save_id) for number, save_id in json.loads(text)} for text in tell_all(json.dumps(saves), device)]
     for save in sorted(set().union(*told), reverse=True):
         iteration, having = save[0], [host for host, found in enumerate(told) if save in found]
@@ -140,22 +141,25 @@ def open_copies(
         manifest = tell_from(having[0], (own / MANIFEST).read_text() if hosts.rank == having[0] else "", device)
         held, faults = _held(own if hosts.own in having else None, hosts, verify, device)
         for fault in faults:
-            note(f"A DAMAGED COPY IS NOT LOADED: {fault}")
+            note(f"warning: skipped a damaged copy: {fault}")
         missing = sorted(set(json.loads(manifest)["files"]) - set().union(*held.values()))
         if missing:
-            note(f"ITERATION {iteration} IN MEMORY IS NOT COMPLETE: no host has a sound copy of {listed(missing)}")
+            note(
+                f"warning: iteration {iteration} in memory is incomplete: no host has an intact copy of "
+                f"{listed(missing)}"
+            )
             continue
         loading = folder / f".iter_{iteration:07d}{LOADING}"
         fail_together(_lay_out(loading, manifest, own, held[hosts.own]) if hosts.is_first else "", device)
-        note(f"iteration {iteration} IS LOADED FROM MEMORY, of {len(having)} of {len(held)} hosts")
+        note(f"loading iteration {iteration} from the memory of {len(having)} of {len(held)} hosts")
         return CopiesReader(loading, hosts, held, device)
     if newest >= 0 and sound is None:
-        note(f"the hosts have nothing newer in memory: the newest checkpoint in {load} is loaded")
+        note(f"no newer checkpoint in memory: loading the newest in {load}")
     return None
 
 
 def _saves_of(folder: Path, run: str, newest: int) -> tuple[list[Save], list[str]]:
-    """The saves of ``run`` after ``newest`` in this host's folder; and why others are not taken."""
+    """The saves of ``run`` after ``newest`` in this host's folder, and reasons why others are skipped."""
     saves, faults = list[Save](), []
     for iteration in complete_iterations(folder):
         path = iteration_folder(folder, iteration) / MANIFEST
@@ -172,7 +176,8 @@ def _saves_of(folder: Path, run: str, newest: int) -> tuple[list[Save], list[str
 
 
 def _held(own: Path | None, hosts: Hosts, verify: bool, device: torch.device) -> tuple[dict[int, set[str]], list[str]]:
-    """The sound files of every host, of which each rank hashes a share of those in ``own``; and what is wrong."""
+    """The intact files of every host, and descriptions of damaged ones; each rank hashes a share of the files in
+    ``own``."""
     present, faults = set[str](), dict[str, str]()
     if own is not None:
         files = {name: file for name, file in Manifest.read(own / MANIFEST).files.items() if (own / name).is_file()}
@@ -189,7 +194,7 @@ def _held(own: Path | None, hosts: Hosts, verify: bool, device: torch.device) ->
 
 
 def _lay_out(loading: Path, manifest: str, own: Path, held: set[str]) -> str:
-    """Make the folder that this host loads from, without what others have left; -> what prevents that."""
+    """Create the folder that this host loads from and remove older ones; returns the error, or ""."""
     try:
         for left in loading.parent.glob(f".iter_*{LOADING}"):
             delete(left)

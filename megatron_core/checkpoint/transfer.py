@@ -1,4 +1,4 @@
-"""Parts of files that ranks send to one another, a megabyte at a time."""
+"""Sends parts of files between ranks, one megabyte at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_core.checkpoint.writer import FAILURES
 from megatron_core.errors import CheckpointError
 
 SENT_BYTES = 2**20
-"""Bytes that are sent at a time: on a busy machine 256 MiB took 0.8 s, and 1.7 s with 2**24."""
+"""Bytes per message: on a busy machine 256 MiB took 0.8 s, and 1.7 s with 2**24."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of the file ``path`` on the rank ``source`` that the rank ``target`` passes to ``write``.
+    """Bytes of the file ``path`` on rank ``source`` that rank ``target`` passes to ``write``.
 
-    ``spans`` are where the parts of the file begin, and their lengths; the target needs only the lengths.
+    ``spans`` are the offsets and lengths of the parts; the target needs only the lengths.
     """
 
     source: int
@@ -33,9 +33,9 @@ class Transfer:
 
 
 def carry_out(transfers: Iterable[Transfer], rank: int, device: torch.device) -> None:
-    """Do the part of ``rank`` in ``transfers``, which all ranks have in the same order, so that none waits in a circle.
+    """Carry out the part of ``rank`` in ``transfers``; all ranks have the same order, which prevents a deadlock.
 
-    Errors: the first failure, once all transfers are through: no other rank is left waiting.
+    Errors: the first failure, raised after all transfers, so that no other rank is left waiting.
     """
     failures: list[Exception] = []
     for transfer in transfers:
@@ -72,11 +72,11 @@ def _read(path: Path, at: int, data: Tensor) -> None:
     with path.open("rb", buffering=0) as file:
         file.seek(at)
         if file.readinto(data.numpy().data) < len(data):
-            raise OSError("it is cut off")
+            raise OSError("it is truncated")
 
 
 def _receive(transfer: Transfer, device: torch.device) -> Iterator[Tensor]:
-    """The parts as flat bytes in the host's memory."""
+    """Receive the parts as flat bytes in CPU memory."""
     for _, size in _parts(transfer.spans):
         data = torch.empty(size, dtype=torch.uint8, device=device)
         dist.recv(data, transfer.source)

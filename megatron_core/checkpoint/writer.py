@@ -1,8 +1,8 @@
-"""Writing a checkpoint: every rank its own boxes, the manifest last, and then one rename.
+"""Writes a checkpoint: every rank its own boxes, then the manifest, then one rename.
 
-Each rank writes ``rank_00000.safetensors`` into a temporary folder, brings it to disk, and leaves the file's hash in
-``rank_00000.report``. Rank 0 puts the manifest together once all reports are there. No collective is needed between
-the two, so that threads can write while the ranks train on (``BackgroundSave``).
+Each rank writes ``rank_00000.safetensors`` into a temporary folder, flushes it to disk, and stores the file's hash in
+``rank_00000.report``. Rank 0 writes the manifest once all reports exist. No collective is needed in between, so that
+threads can write while training continues (``BackgroundSave``).
 """
 
 import json
@@ -42,23 +42,23 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor in a file."""
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""What the format calls them."""
+"""Names of dtypes in the safetensors format."""
 PART_BYTES = 2**24
-"""Bytes that are copied and written at a time."""
+"""Bytes copied and written at a time."""
 POLL_SECONDS = 0.005
-"""How often rank 0 looks for the reports of the others."""
+"""Seconds between rank 0's checks for reports of other ranks."""
 ELSEWHERE = "see the message of that rank"
-"""In place of a reason, on ranks without one."""
+"""Placeholder for a reason on ranks that do not know it."""
 FAILURES = (OSError, SafetensorError, CheckpointError)
-"""What writing may raise: damaged files are safetensors' own."""
+"""Errors that writing may raise; safetensors has its own for damaged files."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint that ``ranks`` ranks write together, as this rank sees it."""
+    """One checkpoint that ``ranks`` ranks write together, as seen by this rank."""
 
     folder: Path
-    """That of all checkpoints."""
+    """The folder of all checkpoints."""
     iteration: int
     state: Mapping[str, Any]
     rank: int = 0
@@ -66,22 +66,22 @@ class Save:
     extra_files: Mapping[str, Path] = field(default_factory=dict)
     keep_last: int | None = None
     keep_every: int | None = None
-    """Which checkpoints stay once this one is complete, as of ``drop_old``."""
+    """Which checkpoints to keep once this one is complete, as for ``drop_old``."""
     replaced: tuple[Path, ...] = ()
-    """Checkpoints of another run, which are deleted then."""
+    """Checkpoints of another run, deleted once this one is complete."""
 
     @property
     def final(self) -> Path:
-        """Where the checkpoint is once it is complete."""
+        """The folder of the complete checkpoint."""
         return iteration_folder(self.folder, self.iteration)
 
     @property
     def partial(self) -> Path:
-        """Where it is written."""
+        """The temporary folder."""
         return self.folder / f".{self.final.name}.incomplete"
 
     def prepare(self, save_id: str = "") -> None:
-        """Make an empty temporary folder with the save's id in it, by default a new one; by rank 0."""
+        """On rank 0, create an empty temporary folder with the save's id, by default a new one."""
         refuse_foreign(str(self.folder), self.folder, self.iteration)
         delete(self.partial)
         make_folder(self.folder)
@@ -89,7 +89,7 @@ class Save:
         (self.partial / "save_id").write_text(save_id or uuid.uuid4().hex)
 
     def write(self, pieces: Iterable[TensorBox]) -> None:
-        """Write this rank's owned pieces, and report."""
+        """Write this rank's owned pieces and its report."""
         owned = [piece for piece in pieces if piece.owned]
         entries = [(box_key(piece.name, piece.box), piece.memory.dtype, piece.box.shape) for piece in owned]
         shapes = {piece.name: piece.global_shape for piece in owned}
@@ -98,7 +98,7 @@ class Save:
     def write_tensors(
         self, entries: list[Entry], tensors: Iterable[Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Write ``tensors``, boxes of tensors of the global ``shapes``, and report."""
+        """Write ``tensors``, boxes of tensors of the global ``shapes``, and the report."""
         save_id = (self.partial / "save_id").read_text()
         path = self.partial / rank_file(self.rank)
         boxes = [(key, DTYPES[dtype], shape) for key, dtype, shape in entries]
@@ -109,14 +109,15 @@ class Save:
         self._report(report)
 
     def fail(self, error: str) -> None:
-        """Let rank 0 know that this rank's part will not come."""
+        """Report to rank 0 that this rank's part failed."""
         with suppress(OSError):
-            (self.partial / rank_file(self.rank)).unlink(missing_ok=True)  # on a full disk the report needs its room
+            # Free space for the report if the disk is full.
+            (self.partial / rank_file(self.rank)).unlink(missing_ok=True)
             self._report({"name": rank_file(self.rank), "error": error})
 
     @property
     def report(self) -> Path:
-        """Where this rank says what it has written."""
+        """The file with this rank's report."""
         return (self.partial / rank_file(self.rank)).with_suffix(".report")
 
     def _report(self, report: Mapping[str, Any]) -> None:
@@ -125,7 +126,7 @@ class Save:
         hidden.rename(self.report)
 
     def wait_for_reports(self, seconds: float) -> None:
-        """Wait until every rank has reported; an error after ``seconds`` in which none did."""
+        """Wait until every rank has reported; an error after ``seconds`` without a new report."""
         deadline, known = time.monotonic() + seconds, -1
         while (found := len(list(self.partial.glob("*.report")))) < self.ranks:
             if found > known:
@@ -135,7 +136,7 @@ class Save:
             time.sleep(POLL_SECONDS)
 
     def publish(self) -> None:
-        """Complete the checkpoint from the reports: manifest, final name, tracker; by rank 0."""
+        """On rank 0, complete the checkpoint from the reports: manifest, final name, tracker."""
         self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
         before = hide(self.final)
         self.partial.rename(self.final)
@@ -147,7 +148,7 @@ class Save:
         drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
 
     def complete(self, texts: Iterable[str]) -> None:
-        """Write the manifest from the ``texts`` of all ranks' reports, and the files that no rank has written."""
+        """Write the manifest from the ``texts`` of all ranks' reports, and the files that belong to no rank."""
         files: dict[str, StoredFile] = {}
         reports = [json.loads(text) for text in texts]
         for report in reports:
@@ -168,15 +169,15 @@ class Save:
         sync_folder(self.partial)
 
     def give_up(self) -> None:
-        """Free the room of what was written; by rank 0."""
+        """On rank 0, delete the incomplete checkpoint."""
         delete(self.partial)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:
-    """Write the owned ``pieces`` of every rank and return the checkpoint's folder.
+    """Write the owned ``pieces`` of every rank; returns the checkpoint's folder.
 
-    ``agree`` tells all ranks whether all of them succeeded; it is where they wait for each other. Nothing under the
-    final name is ever incomplete: a temporary folder is renamed once it is complete, then the tracker names it.
+    ``agree`` tells all ranks whether all of them succeeded, and synchronizes them. Nothing under the final name is ever
+    incomplete: the temporary folder is renamed once it is complete, then the tracker file is updated.
     """
     leader = save.rank == 0
     together(agree, "prepare the folder of a checkpoint", save.prepare if leader else None)
@@ -191,11 +192,11 @@ def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Pa
 
 
 class BackgroundSave:
-    """A checkpoint that a thread copies and writes while the ranks go on.
+    """A checkpoint that a thread copies and writes while training continues.
 
     ``snapshot``: this rank's pieces and the function that completes their copies, from ``Snapshot.take``. Call
-    ``wait_until_copied`` before the tensors that they are copies of change. ``seconds``: how long rank 0 waits for the
-    report of another rank. All ranks construct it together, and call ``finish`` together.
+    ``wait_until_copied`` before changing the tensors. ``seconds``: how long rank 0 waits for another rank's report. All
+    ranks construct it together, and call ``finish`` together.
     """
 
     def __init__(self, save: Save, snapshot: tuple[list[TensorBox], Callable[[], None]], agree: Agree, seconds: float):
@@ -215,7 +216,7 @@ class BackgroundSave:
             if self._save.rank == 0:
                 self._save.wait_for_reports(seconds)
                 self._save.publish()
-        except Exception as error:  # also of torch, without memory: the other ranks and the run have to know
+        except Exception as error:  # even out of memory: the other ranks must be informed
             self._problem = str(error) or type(error).__name__
             if self._save.rank == 0:
                 self._save.give_up()
@@ -223,7 +224,7 @@ class BackgroundSave:
                 self._save.fail(self._problem)
 
     def wait_until_copied(self) -> None:
-        """Wait until weights and optimizer state of this rank may change."""
+        """Wait until this rank may change weights and optimizer state."""
         self._copied.wait()
 
     def join(self, seconds: float | None = None) -> None:
@@ -231,7 +232,7 @@ class BackgroundSave:
         self._thread.join(seconds)
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is complete; -> its folder. Errors: ``CheckpointError`` on all ranks."""
+        """Wait until the checkpoint is complete; returns its folder. Errors: ``CheckpointError`` on all ranks."""
         self.join()
 
         def tell() -> None:
@@ -243,7 +244,7 @@ class BackgroundSave:
 
 
 class Snapshot:
-    """Copies of pieces in the host's memory, in one buffer that the next copy uses again."""
+    """Copies of pieces in CPU memory, in one buffer that is reused."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -251,9 +252,9 @@ class Snapshot:
     def take(
         self, later: Iterable[TensorBox], now: Iterable[TensorBox] = ()
     ) -> tuple[list[TensorBox], Callable[[], None]]:
-        """The owned pieces with memory of their own, and what copies those of ``later``, in any thread.
+        """The owned pieces as copies, and the function that copies those of ``later``, callable from any thread.
 
-        Until that has returned, ``later`` must not change; ``now`` are copied at once.
+        ``later`` must not change until that function returns; ``now`` are copied immediately.
         """
         first, second = ([piece for piece in pieces if piece.owned] for pieces in (later, now))
         offsets = [0, *accumulate(-(-piece.memory.nbytes // 64) * 64 for piece in first + second)]
@@ -270,7 +271,8 @@ class Snapshot:
         def complete() -> None:
             if ready is None:
                 return _copy(first, copies)
-            torch.cuda.set_device(device)  # else torch.cuda.stream takes memory of GPU 0, with which a thread begins
+            # A thread's default device is GPU 0, where torch.cuda.stream would use memory.
+            torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
@@ -295,7 +297,7 @@ def save_tensors(
     *,
     extra_files: Mapping[str, Path] | None = None,
 ) -> Path:
-    """Write a checkpoint of whole ``tensors``, which this process makes one after the other; -> its folder.
+    """Write a checkpoint of whole ``tensors``, produced one at a time by this process; returns its folder.
 
     ``entries`` are their names, dtypes and global shapes.
     """
@@ -314,7 +316,7 @@ def save_tensors(
 
 
 def together(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
-    """Run ``action`` on this rank; if it fails anywhere, it is an error on every rank instead of a hang."""
+    """Run ``action`` on this rank; if it fails on any rank, raise an error on all of them instead of hanging."""
     problem: Exception | None = None
     try:
         if action is not None:
@@ -328,9 +330,9 @@ def together(agree: Agree, what: str, action: Callable[[], None] | None) -> None
 def write_safetensors(
     path: Path, entries: Iterable[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> StoredFile:
-    """Write ``tensors`` one after the other in the format of safetensors, whose own writer needs all of them at once.
+    """Write ``tensors`` one at a time in the safetensors format; safetensors' own writer needs all of them at once.
 
-    ``entries`` are their names, dtypes and shapes. -> the size and hash of the file, which is on disk then.
+    ``entries`` are their names, dtypes and shapes. Returns the size and hash of the file, which is on disk.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -339,7 +341,7 @@ def write_safetensors(
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, at + size)}
         at += size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
     with HashingFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
@@ -349,6 +351,6 @@ def write_safetensors(
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """``tensor`` in row-major order, in parts that a copy of each takes little memory."""
+    """``tensor`` in row-major order, in parts small enough to copy."""
     rows = tensor.view(1) if tensor.dim() == 0 else tensor
     return rows.split(max(PART_BYTES * len(rows) // max(rows.nbytes, 1), 1))

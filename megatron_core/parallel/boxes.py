@@ -1,4 +1,4 @@
-"""Boxes of indices: which part of a tensor, and where it lies in another one. Integers only, no torch."""
+"""Boxes: rectangular parts of a tensor, as integers (no torch)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents."""
+        """Length of the box in each dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Index of this box in its tensor."""
+        """Index of this box in the tensor it belongs to."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None."""
+        """The intersection with ``other``; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds ``outer``."""
+        """Index of this box in a smaller tensor that stores only ``outer``."""
         return self.shifted(tuple(-o for o in outer.start)).index
 
     def shifted(self, offset: tuple[int, ...]) -> Box:
@@ -45,7 +45,7 @@ class Box:
         return Box(start, tuple(b + o for b, o in zip(self.stop, offset, strict=True)))
 
     def flat_ranges(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """This box of a row-major tensor of ``shape`` as ranges of element numbers, in ascending order."""
+        """Ranges of flat indices that this box covers in a row-major tensor of ``shape``, in ascending order."""
         inner = len(shape)
         while inner and self.start[inner - 1] == 0 and self.stop[inner - 1] == shape[inner - 1]:
             inner -= 1
@@ -59,7 +59,7 @@ class Box:
             yield (base + self.start[inner - 1]) * row, (base + self.stop[inner - 1]) * row
 
     def numbers(self, shape: tuple[int, ...]) -> Iterator[int]:
-        """The element numbers of this box in a row-major tensor of ``shape``."""
+        """Flat indices of this box in a row-major tensor of ``shape``."""
         if not shape:
             yield 0
             return
@@ -68,7 +68,8 @@ class Box:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The elements ``start ... stop - 1`` of a row-major tensor as boxes, each with its first element's number."""
+    """Split the flat range ``start ... stop - 1`` of a row-major tensor into boxes; yields each with its first flat
+    index."""
     if len(shape) <= 1:
         yield Box((start,)[: len(shape)], (stop,)[: len(shape)]), start
         return

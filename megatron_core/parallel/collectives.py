@@ -1,8 +1,8 @@
-"""Collectives over a group, plain and as pairs of adjoints for autograd.
+"""Collectives over a group: plain, and as autograd functions whose backward is the adjoint collective.
 
-Shapes: dim 0 is the sequence, the last dim the channels. A group of one returns its input.
-The pairs are f, g and their sequence-parallel forms of Shoeybi et al. 2019 (figure 3) and Korthikanti et al. 2022
-(figures 5 and 6): backward of each is the adjoint of its forward as a linear map over all ranks.
+Shapes: dim 0 is the sequence, the last dim the channels. A group of one rank returns its input. The autograd pairs are
+f and g of Shoeybi et al. 2019 (figure 3) and their sequence-parallel forms of Korthikanti et al. 2022 (figures 5 and
+6): each backward is the adjoint of its forward, seen as a linear map over all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
 from megatron_core.parallel.meter import METER, Waited
 
-# torch renamed both; older releases have only the second names.
+# torch renamed both; older releases have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -27,32 +27,32 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 
 class Done:
-    """The handle of a collective that needed no communication."""
+    """The handle of an operation that is already complete."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class All:
-    """The handle of several operations at once; it holds ``sent``, which may not be freed before they are done."""
+    """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
 
     def __init__(self, works: Sequence[dist.Work], sent: Tensor) -> None:
         self._works, self._sent = works, sent
 
     def wait(self) -> None:
-        """Wait for each of them."""
+        """Wait for all operations."""
         for work in self._works:
             work.wait()
 
 
 class SummedAfter:
-    """The handle of messages whose sum is taken once they are there."""
+    """The handle of a reduce-scatter in higher precision: the sum is computed after all messages have arrived."""
 
     def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
         self._arriving, self._received, self._shard = arriving, received, shard
 
     def wait(self) -> None:
-        """Wait for the messages and add them up in the wider dtype of theirs and the sum's, at least float32."""
+        """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
         self._arriving.wait()
         wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
         self._shard.copy_(self._received.view(-1, self._shard.numel()).sum(0, dtype=wide))
@@ -62,12 +62,12 @@ Handle = dist.Work | Done | All | Waited | SummedAfter
 
 
 def _share(group: Group) -> float:
-    """The part of the whole that each of n ranks sends around a ring: (n - 1) / n."""
+    """Fraction of a tensor that each of n ranks sends in a ring algorithm: (n - 1) / n."""
     return 1.0 - 1.0 / group.size()
 
 
 def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: bool = False) -> Handle:
-    """Sum (or take the maximum of) ``x`` over the group in place; with ``async_op`` the handle says when."""
+    """Sum ``x`` (or take its maximum) over the group in place; with ``async_op``, wait on the handle before use."""
     if group.size() == 1:
         return Done()
     RECORDER.note("all-reduce", process_group(group), x)
@@ -78,14 +78,14 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
 
 
 def broadcast_(x: Tensor, source: int, group: Group) -> None:
-    """Fill ``x`` with its value on the global rank ``source``."""
+    """Broadcast ``x`` from the global rank ``source``, in place."""
     if group.size() > 1:
         RECORDER.note("broadcast", process_group(group), x)
         METER.run("broadcast", group, x.nbytes, partial(dist.broadcast, x, src=source, group=process_group(group)))
 
 
 def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> Handle:
-    """Fill ``full`` [n * size] with every rank's ``shard`` [n], in the order of ranks."""
+    """Gather every rank's ``shard`` [n] into ``full`` [n * size], in rank order."""
     if group.size() == 1:
         return Done()
     RECORDER.note("all-gather", process_group(group), shard)
@@ -94,7 +94,7 @@ def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: boo
 
 
 def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> Handle:
-    """Fill ``shard`` [n] with this rank's part of the sum of ``full`` [n * size] over the group."""
+    """Sum ``full`` [n * size] over the group and store this rank's part in ``shard`` [n]."""
     if group.size() == 1:
         return Done()
     RECORDER.note("reduce-scatter", process_group(group), full)
@@ -103,16 +103,21 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
 
 
 def reduce_scatter_wide_(shard: Tensor, full: Tensor, group: Group) -> SummedAfter:
-    """As ``reduce_scatter_flat_``, but the sum of messages in 16 bits is taken in float32, when the handle is waited
-    for: an all-to-all, with as many bytes."""
+    """``reduce_scatter_flat_`` for 16-bit messages with a sum in float32.
+
+    The messages are sent by an all-to-all of the same size; the sum is computed in ``wait``.
+    """
     ones = [1] * group.size()
     received, handle = start_all_to_all_rows(full.view(group.size(), -1), ones, ones, group)
     return SummedAfter(handle, received, shard)
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Send rank i of the group ``send[i]`` rows of ``x``, those of rank 0 first; returns what was sent here,
-    ``receive[i]`` rows from rank i, those of rank 0 first. Numbers of rows may differ and be 0."""
+    """Send ``send[i]`` rows of ``x`` to rank i and return the rows received, ``receive[i]`` from rank i, both in rank
+    order.
+
+    Row counts may differ between ranks and may be 0.
+    """
     received, handle = start_all_to_all_rows(x, send, receive, group)
     handle.wait()
     return received
@@ -121,11 +126,11 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], grou
 def start_all_to_all_rows(
     x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
 ) -> tuple[Tensor, Handle]:
-    """Begin ``all_to_all_rows``: the result is complete once the handle has been waited for."""
+    """Start ``all_to_all_rows``; the result is valid after the handle's ``wait``."""
     if group.size() == 1:
         return x, Done()
     x, received = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
-    RECORDER.note("all-to-all", process_group(group), x[:0])  # its rows differ from rank to rank
+    RECORDER.note("all-to-all", process_group(group), x[:0])  # the number of rows differs between ranks
     members, sent = process_group(group), x.nbytes * (1.0 - send[group.rank()] / max(sum(send), 1))
 
     def call() -> All:
@@ -135,7 +140,7 @@ def start_all_to_all_rows(
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """Begin to gather dim 0: the result [s * size, ...] is complete once the handle has been waited for."""
+    """Start an all-gather along dim 0; the result [s * size, ...] is valid after ``wait``."""
     if group.size() == 1:
         return x, Done()
     x = x.contiguous()
@@ -144,7 +149,7 @@ def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
 
 
 def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """Begin to sum over the group and split dim 0: the result is [s / size, ...]."""
+    """Start a reduce-scatter along dim 0; the result [s / size, ...] is valid after ``wait``."""
     if group.size() == 1:
         return x, Done()
     x = x.contiguous()
@@ -153,7 +158,8 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Hand
 
 
 def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """Begin to send ``x`` to the next rank of the group: the result is that of the rank before, once waited for."""
+    """Start sending ``x`` to the next rank of the ring; the result, the previous rank's ``x``, is valid after
+    ``wait``."""
     if group.size() == 1:
         return x, Done()
     x, arriving, ring = x.contiguous(), torch.empty_like(x), process_group(group)
@@ -164,7 +170,7 @@ def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
 
 
 def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """Begin to sum over the group, into ``x`` itself."""
+    """Start an in-place sum of ``x`` over the group."""
     x = x.contiguous()
     return x, all_reduce_(x, group, async_op=True)
 
@@ -207,7 +213,7 @@ def _part(extent: int, group: Group) -> int:
 
 
 def _on_last(op: Collective) -> Collective:
-    """The same collective along the last dim."""
+    """Apply a collective of dim 0 along the last dim."""
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
@@ -239,7 +245,7 @@ class _Pair(torch.autograd.Function):
 
 
 def _paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
-    """``forward_op(x, group)``; autograd records ``backward_op`` if gradients are enabled."""
+    """Apply ``forward_op``; if gradients are enabled, autograd records ``backward_op`` as its backward."""
     if not torch.is_grad_enabled():
         return forward_op(x, group)
     result: Tensor = _Pair.apply(x, group, forward_op, backward_op)
@@ -257,7 +263,7 @@ def reduce_from_region(x: Tensor, group: Group) -> Tensor:
 
 
 def scatter_channels(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of the last dim; backward gathers."""
+    """Take this rank's part of the last dim; backward gathers."""
     return _paired(x, group, _split_last, _gather_last)
 
 
@@ -277,17 +283,18 @@ def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of dim 0; backward gathers."""
+    """Take this rank's part of dim 0; backward gathers."""
     return _paired(x, group, _split_first, _gather_first)
 
 
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
-    """Gather dim 0; backward reduce-scatters, or takes this rank's part if the gradient is whole on every rank."""
+    """Gather dim 0; backward reduce-scatters partial gradients, or takes this rank's part of a complete gradient."""
     return _paired(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
 
 
 def exchange_parts(x: Tensor, group: Group) -> Tensor:
-    """``[size, ...]``: part i goes to rank i, and part i of the result is from rank i; backward does the same."""
+    """All-to-all of equal parts of ``[size, ...]``: part i goes to rank i and arrives from rank i; backward is the
+    same."""
     return _paired(x, group, _all_to_all, _all_to_all)
 
 
@@ -297,7 +304,7 @@ def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows, whose backward sends the gradients back."""
+    """All-to-all of rows; backward sends the gradients the opposite way."""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
@@ -310,31 +317,32 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """``all_to_all_rows``; backward returns each row's gradient to the rank that it came from."""
+    """``all_to_all_rows``; backward returns each row's gradient to the rank that sent the row."""
     return _ExchangeRows.apply(x, send, receive, group)
 
 
 class RowExchange:
-    """``exchange_rows`` in two halves, between which other work is done; in backward, what that work's backward is."""
+    """``exchange_rows`` in two halves, so that computation between them overlaps with it, in forward and in
+    backward."""
 
     def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
-        """Begin to send."""
+        """Start sending ``x``."""
         self._there, self._back, self._group = (send, receive), (receive, send), group
         self._handle: Handle = Done()
         self._result: Tensor | None = None
         self._arriving = _BeginRows.apply(x, self)
 
     def wait(self) -> Tensor:
-        """What has been sent here."""
+        """Return the received rows."""
         return _FinishRows.apply(self._arriving, self)
 
     def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Send values, or ``back`` their gradients; what is returned is complete after ``finish``."""
+        """Start sending values, or with ``back`` their gradients; the returned tensor is valid after ``finish``."""
         self._result, self._handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
         return self._result
 
     def finish(self) -> Tensor | None:
-        """What has arrived."""
+        """Wait for the rows and return them."""
         self._handle.wait()
         result, self._handle, self._result = self._result, Done(), None
         return result
@@ -349,7 +357,7 @@ class _BeginRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.exchange.finish(), None  # ``grad`` is what was sent: it only has the shape that autograd expects
+        return ctx.exchange.finish(), None  # ``grad`` is only a placeholder with the shape that autograd expects
 
 
 class _FinishRows(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The process's current groups, which Megatron Core's getters (``parallel_state``) and default arguments read."""
+"""The current groups of this process, read by Megatron Core's getters (``parallel_state``) and default arguments."""
 
 from datetime import timedelta
 
@@ -14,17 +14,17 @@ _current: list[ParallelGroups] = []
 
 
 def set_current(groups: ParallelGroups | None) -> None:
-    """Make ``groups`` the layout of this process; None forgets it."""
+    """Make ``groups`` the layout of this process; None clears it."""
     _current[:] = [] if groups is None else [groups]
 
 
 def has_current() -> bool:
-    """Whether a layout is current."""
+    """Whether a layout is set."""
     return bool(_current)
 
 
 def current() -> ParallelGroups:
-    """The layout of this process; without torch.distributed that of a single rank. ``LayoutError`` before it is set."""
+    """The layout of this process; a single rank without torch.distributed. ``LayoutError`` if none is set yet."""
     if not _current:
         if dist.is_initialized():
             raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
@@ -33,12 +33,12 @@ def current() -> ParallelGroups:
 
 
 def tensor_parallel_group(group: Group | None = None) -> Group:
-    """The given group, or the current layout's tensor-parallel one."""
+    """``group``, or by default the current layout's tensor-parallel group."""
     return current().group("tp") if group is None else group
 
 
 def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] = (0, -1)) -> ParallelGroups:
-    """Build the groups of a configured layout, also for a process that is alone, and make them current.
+    """Create the groups of a configured layout, also for a single process, and make them current.
 
     ``ends`` are the pipeline ranks of the first and the last stage.
     """
@@ -59,7 +59,7 @@ def make_groups(config: ParallelConfig, world: World, *, ends: tuple[int, int] =
 
 
 def grid_of(config: ParallelConfig, world_size: int) -> Grid:
-    """The ranks of a configured layout."""
+    """The grid of a configured layout."""
     return Grid.fit(
         world_size,
         tp=config.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""The last collectives and messages that this rank has called, so that a hang can be explained."""
+"""Records this rank's latest collectives and messages, to explain a hang."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 KEPT = 64
-"""Calls that are remembered; ranks that differ by more are told apart by their counts alone."""
+"""Number of calls that are kept; if ranks differ by more, only their counts are compared."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message."""
+    """One collective or point-to-point message."""
 
     channel: str
-    """The ranks of a group, or sender and receiver: they have to call the same things in the same order."""
+    """Identifies a group, or a sender and its receiver; all of its ranks must make the same calls in the same order."""
     ranks: tuple[int, ...]
     number: int
-    """Counted from 1 in its channel."""
+    """Number of the call in its channel, from 1."""
     what: str
     shape: tuple[int, ...]
     dtype: str
     seconds: float
-    """When it was called, on this host's clock."""
+    """Time of the call on this host's clock."""
 
     def __str__(self) -> str:
-        """What was called, without when and where."""
+        """Kind, shape and dtype of the call."""
         return f"{self.what} of {list(self.shape)} {self.dtype}"
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Call:
-        """The inverse of ``asdict`` through JSON."""
+        """Rebuild a ``Call`` from its ``asdict`` form in JSON."""
         return cls(**{**content, "ranks": tuple(content["ranks"]), "shape": tuple(content["shape"])})
 
 
 class FlightRecorder:
-    """Counts the calls of each channel and remembers the last ones."""
+    """Counts the calls of each channel and keeps the latest ones."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[str, int, str, tuple[int, ...], Any, float]] = deque(maxlen=KEPT)
@@ -51,11 +51,11 @@ class FlightRecorder:
 
     @property
     def last(self) -> float:
-        """When something was called last; 0 if nothing was."""
+        """Time of the latest call; 0 if there was none."""
         return self._calls[-1][-1] if self._calls else 0.0
 
     def note(self, what: str, group: dist.ProcessGroup, x: Tensor) -> None:
-        """Remember a collective over ``group``."""
+        """Record a collective over ``group``."""
         if group not in self._channels:
             ranks = tuple(dist.get_process_group_ranks(group))
             self._channels[group] = str(list(ranks))
@@ -63,7 +63,7 @@ class FlightRecorder:
         self._add(self._channels[group], what, x)
 
     def note_message(self, sender: int, receiver: int, x: Tensor) -> None:
-        """Remember a message that this rank sends or receives; the ranks are global ones."""
+        """Record a message that this rank sends or receives; ranks are global."""
         channel = f"{sender}>{receiver}"
         self._ranks[channel] = (sender, receiver)
         self._add(channel, f"message from rank {sender} to {receiver}", x)
@@ -73,7 +73,7 @@ class FlightRecorder:
         self._calls.append((channel, self._counts[channel], what, tuple(x.shape), x.dtype, time.monotonic()))
 
     def content(self) -> dict[str, Any]:
-        """Counts by channel, the ranks of each channel and the last calls, as JSON has them."""
+        """Counts by channel, the ranks of each channel and the latest calls, in a form that JSON can store."""
         calls = [
             asdict(Call(channel, self._ranks[channel], number, what, shape, str(dtype).removeprefix("torch."), seconds))
             for channel, number, what, shape, dtype, seconds in list(self._calls)
@@ -82,21 +82,18 @@ class FlightRecorder:
 
 
 RECORDER = FlightRecorder()
-"""That of this process."""
+"""The recorder of this process."""
 
 
 def first_difference(found: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The first call in which ranks differ, in a sentence, from the ``content`` of each rank; None if they agree.
-
-    Of several channels in which ranks differ, the one whose difference was called first.
-    """
+    """Describe the earliest call in which ranks differ, given the ``content`` of each rank; None if they agree."""
     channels = {name: tuple(r) for content in found.values() for name, r in content["ranks"].items()}
     differences = [_difference(name, ranks, found) for name, ranks in channels.items()]
     return min((d for d in differences if d is not None), default=(0.0, None))[1]
 
 
 def _difference(channel: str, ranks: Sequence[int], found: Mapping[int, Mapping[str, Any]]) -> tuple[float, str] | None:
-    """When the first call was made in which the ranks of a channel differ, and the sentence."""
+    """Time and description of the first call in which the ranks of a channel differ; None if they agree."""
     here = {rank: found[rank] for rank in ranks if rank in found}
     calls: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, content in here.items():

@@ -1,4 +1,4 @@
-"""Ranks and coordinates: integer arithmetic only, no torch."""
+"""Mapping between ranks and coordinates: integer arithmetic only, no torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 WORLD = "-".join(DENSE_AXES)
 """The axes of the group of all ranks."""
 
-# Which axis of each view a name in ``order`` stands for.
+# The axis that each name in ``order`` stands for, in the dense and in the expert view.
 _VIEWS = (dict(zip(DENSE_AXES, DENSE_AXES, strict=True)), dict(zip(("tp", "ep", "dp", "pp"), EXPERT_AXES, strict=True)))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Two views of the same ranks: dense layers see the axes tp, cp, dp, pp and expert layers etp, ep, edp, pp.
+    """Two views of the same ranks: dense layers use the axes tp, cp, dp, pp and expert layers etp, ep, edp, pp.
 
-    tp x cp x dp = etp x ep x edp ranks hold a pipeline stage (Liu et al. 2025, "MoE Parallel Folding"). In each view,
-    with its axes from fastest to slowest as ``order`` has them and sizes n0, n1, n2, ...:
-    rank = rank_offset + i0 + n0 (i1 + n1 (i2 + ...)). "tp" and "dp" of ``order`` stand for etp and edp in the expert
-    view; an axis of size 1 may be left out. ``etp`` is ``tp`` unless given, and edp takes the ranks that are left.
-    Source: Narayanan et al. 2021, section 3; the default order and the two views are Megatron-LM's.
+    A pipeline stage has tp x cp x dp = etp x ep x edp ranks (Liu et al. 2025, "MoE Parallel Folding"). In each view,
+    with sizes n0, n1, n2, ... of its axes from fastest to slowest in ``order``: rank = rank_offset + i0 + n0 (i1 + n1
+    (i2 + ...)). "tp" and "dp" in ``order`` stand for etp and edp in the expert view; axes of size 1 may be omitted.
+    ``etp`` defaults to ``tp``; edp is the number of ranks divided by the other sizes. Source: Narayanan et al. 2021,
+    section 3; the default order and the two views are Megatron-LM's.
 
-    Errors: ``LayoutError`` when a size or the order is impossible, or when the pipelines of the two views would differ.
+    Errors: ``LayoutError`` if a size or the order is impossible, or if the pipelines of the two views differ.
     """
 
     tp: int = 1
@@ -47,7 +47,7 @@ class Grid:
             object.__setattr__(self, "etp", self.tp)
         for axis in (*DENSE_AXES, "ep", "etp"):
             if self.size(axis) < 1:
-                raise LayoutError(f"{axis}={self.size(axis)} is not a size of an axis; give 1 or more")
+                raise LayoutError(f"{axis}={self.size(axis)} must be at least 1")
         experts = self.size("etp") * self.ep * self.pp
         if self.world_size % experts:
             raise LayoutError(
@@ -87,7 +87,7 @@ class Grid:
         etp: int | None = None,
         order: str = DEFAULT_ORDER,
     ) -> Grid:
-        """The grid that fills ``world_size`` ranks with copies of a model split tp x cp x pp ways."""
+        """The grid of ``world_size`` ranks for a model split tp x cp x pp ways; dp is the rest."""
         model = tp * cp * pp
         if model < 1 or world_size % model:
             raise LayoutError(
@@ -97,21 +97,21 @@ class Grid:
         return cls(tp=tp, cp=cp, dp=world_size // model, pp=pp, ep=ep, etp=etp, order=order)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``."""
+        """Number of ranks along ``axis``."""
         return getattr(self, axis)
 
     @property
     def world_size(self) -> int:
-        """All ranks of the grid."""
+        """Number of ranks in the grid."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Number of replicas of each expert."""
         return self.world_size // (self.size("etp") * self.ep * self.pp)
 
     def _strides_of(self, view: dict[str, str]) -> dict[str, int]:
-        """Of each axis of a view: by how much the rank of its next index is greater."""
+        """Rank distance between neighbours on each axis of a view."""
         strides, stride = {"pp": 1}, 1
         for name in self.order.split("-"):
             if name in view:
@@ -124,13 +124,13 @@ class Grid:
         return dict.fromkeys(AXES, 1) | self._strides_of(_VIEWS[0]) | self._strides_of(_VIEWS[1])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of ``rank`` on every axis of both views."""
+        """Index of ``rank`` on every axis of both views."""
         if not 0 <= rank - self.rank_offset < self.world_size:
             raise LayoutError(f"rank {rank} is outside the grid of {self.world_size} ranks from {self.rank_offset}")
         return {axis: (rank - self.rank_offset) // self._strides[axis] % self.size(axis) for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at the given indices on axes of one view; axes of it that are not named are at 0."""
+        """The rank at the given indices on axes of one view; omitted axes have index 0."""
         self._view_of(coordinates)
         for axis, index in coordinates.items():
             if not 0 <= index < self.size(axis):
@@ -142,26 +142,27 @@ class Grid:
         return range(self.rank_offset, self.rank_offset + self.world_size)
 
     def groups(self, axes: str) -> list[list[int]]:
-        """Ranks that differ only on ``axes`` of one view ("tp", "tp-dp", "etp-ep", ...), all in ascending order."""
+        """Groups of ranks that differ only on ``axes`` of one view ("tp", "tp-dp", "etp-ep", ...), in ascending
+        order."""
         names = axes.split("-")
         others = [axis for axis in self._view_of(names) if axis not in names]
         offsets = self._offsets(names)
         return [[self.rank_offset + first + offset for offset in offsets] for first in self._offsets(others)]
 
     def group_of(self, rank: int, axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` only on ``axes``, without a look at other groups."""
+        """Ranks that differ from ``rank`` only on ``axes``, computed without listing other groups."""
         names, at = axes.split("-"), self.coordinates(rank)
         self._view_of(names)
         first = rank - sum(at[axis] * self._strides[axis] for axis in names)
         return [first + offset for offset in self._offsets(names)]
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """Distances from the first to every rank of a group over ``axes``, in ascending order."""
+        """Rank offsets of the members of a group over ``axes`` from its first rank, in ascending order."""
         steps = [[index * self._strides[axis] for index in range(self.size(axis))] for axis in axes]
         return sorted(map(sum, product(*steps)))
 
     def _view_of(self, axes: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
-        """The axes of the view that has all of ``axes``."""
+        """The axes of the view that contains all of ``axes``."""
         for view in (DENSE_AXES, EXPERT_AXES):
             if set(axes) <= set(view):
                 return view

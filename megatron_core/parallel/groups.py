@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import WORLD, Grid
 
-# Every combination of axes that a collective of this framework runs over or that a getter of Megatron Core returns.
+# All combinations of axes over which this framework runs collectives or Megatron Core has a getter.
 COMBINATIONS = (
     *("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-dp", "tp-cp", "tp-dp-cp", WORLD),
     *("etp", "ep", "edp", "etp-ep", "etp-ep-pp"),
@@ -22,19 +22,19 @@ COMBINATIONS = (
 class LocalGroup:
     """Size and index of a group without a communicator.
 
-    In a process without torch.distributed: a process that is alone, whose collectives return their input, or one that
-    only computes what a rank of a larger world would hold.
+    Used without torch.distributed: by a single process, whose collectives return their input, or to compute what a rank
+    of a larger world would store.
     """
 
     num_ranks: int = 1
     index: int = 0
 
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.num_ranks
 
     def rank(self) -> int:
-        """This rank's index in it."""
+        """Index of this rank in the group."""
         return self.index
 
 
@@ -43,11 +43,11 @@ Group = dist.ProcessGroup | LocalGroup
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that share each sequence: all of them, and the same in two levels.
+    """The ranks that share each sequence, as one group and as two levels.
 
-    ``heads`` are ``a2a`` neighbours, among which heads are exchanged; ``ring`` the ranks with the same index in their
-    ``heads``, around which keys and values travel. rank of ``whole`` = rank of ``heads`` + ``heads.size()`` x rank of
-    ``ring``.
+    ``heads``: ``a2a`` neighbouring ranks that exchange attention heads. ``ring``: the ranks with the same index in
+    their ``heads``; keys and values are passed around it. rank in ``whole`` = rank in ``heads`` + ``heads.size()`` x
+    rank in ``ring``.
     """
 
     whole: Group = LocalGroup()
@@ -57,26 +57,26 @@ class ContextGroups:
 
 ALONE = LocalGroup()
 WHOLE_SEQUENCES = ContextGroups()
-"""Without context parallelism."""
+"""The groups without context parallelism."""
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The group as torch.distributed's; ``LayoutError`` for one without a communicator."""
+    """``group`` as a torch.distributed group; ``LayoutError`` if it has no communicator."""
     if isinstance(group, LocalGroup):
         raise LayoutError(f"a group of {group.size()} ranks outside torch.distributed cannot send; start it first")
     return group
 
 
 class ParallelGroups:
-    """The process groups that one rank belongs to, for both views of the ranks.
+    """The process groups of one rank, for both views of the ranks.
 
-    ``group(axes)`` is the group of the ranks that differ from this one only on ``axes``; combinations with the same
-    ranks share one communicator. ``context`` has the context-parallel ones, also on two levels, the lower one of
-    ``a2a_size`` ranks. Two more: ``embedding``, the pipeline ranks ``ends`` of the first and the last stage,
-    which both hold a tied embedding; and ``reverse_pp``, a second group over the pipeline ranks: messages up and down
-    the pipeline never share a communicator, so they cannot block each other.
+    ``group(axes)`` contains the ranks that differ from this one only on ``axes``; combinations with the same ranks
+    share one communicator. ``context`` holds the context-parallel groups, whose lower level has ``a2a_size`` ranks.
+    ``embedding`` contains the pipeline ranks ``ends`` of the first and the last stage, which both store a tied
+    embedding. ``reverse_pp`` is a second group over the pipeline ranks: messages up and down the pipeline use different
+    communicators, so they cannot block each other.
 
-    Without torch.distributed every group is a ``LocalGroup`` of the size that the grid says.
+    Without torch.distributed every group is a ``LocalGroup`` of the size in the grid.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class ParallelGroups:
         tied = _ends(self.ranks("pp"), ends)
         self.embedding_ranks = list(tied) if rank in tied else []
         self.embedding = self._own_group("pp", lambda pipeline: [list(_ends(pipeline, ends))])
-        # State of copies over dp and cp is sharded over both, so that dp alone need not be divisible.
+        # State replicated over dp and cp is sharded over both together, so dp alone need not be divisible.
         sharding = ("dp-cp", "edp") if len(self.ranks("dp")) % instances else ("dp", "dp-cp", "edp")
         self._sharding = {axes: self._split_group(axes, instances) for axes in sharding}
         self.pipeline_connected = False
-        """Whether messages have passed over every pipeline link, see ``pipeline_parallel.p2p``."""
+        """Whether a message has passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         self._made.clear()
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
 
     @classmethod
     def single(cls) -> ParallelGroups:
-        """The groups of a process that stands alone."""
+        """The groups of a single process."""
         return cls(Grid(), 0)
 
     def group(self, axes: str) -> Group:
@@ -120,12 +120,14 @@ class ParallelGroups:
             raise LayoutError(f"no group over the axes {axes!r}; there are: {', '.join(COMBINATIONS)}") from None
 
     def shard_group(self, axes: str) -> Group:
-        """The ranks among which optimizer state of copies over the data axes ``axes`` is sharded: with several
-        instances (hybrid sharding) one of as many runs of neighbours, else all of them."""
+        """The ranks that shard the optimizer state of replicas over the data axes ``axes``.
+
+        With several instances (hybrid sharding) these are the neighbouring ranks of one instance, else all ranks.
+        """
         return self._sharded(axes)[0]
 
     def instance_group(self, axes: str) -> Group:
-        """The ranks of all instances that hold the same shard."""
+        """The ranks that hold the same shard in different instances."""
         return self._sharded(axes)[1]
 
     def _sharded(self, axes: str) -> tuple[Group, Group]:
@@ -135,11 +137,11 @@ class ParallelGroups:
             raise LayoutError(f"nothing is sharded over {axes!r}; there are: {', '.join(self._sharding)}") from None
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``."""
+        """Number of ranks along ``axis``."""
         return self.grid.size(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's index on ``axis``."""
+        """Index of this rank on ``axis``."""
         return self.coordinates[axis]
 
     def ranks(self, axes: str) -> list[int]:
@@ -148,22 +150,22 @@ class ParallelGroups:
 
     @property
     def prefix(self) -> str:
-        """How this rank's messages begin, as ``[pp1 dp0 tp1]``."""
+        """Prefix of this rank's messages, such as ``[pp1 dp0 tp1]``."""
         context = f" cp{self.index('cp')}" if self.size("cp") > 1 else ""
         return f"[pp{self.index('pp')} dp{self.index('dp')}{context} tp{self.index('tp')}]"
 
     def _whole_group(self, axes: str) -> Group:
         group = self._own_group(axes)
-        assert group is not None, "every rank is in one group over any axes"
+        assert group is not None, "every rank belongs to one group over any axes"
         return group
 
     def _own_group(
         self, axes: str, parts: Callable[[list[int]], list[list[int]]] = lambda ranks: [ranks]
     ) -> Group | None:
-        """This rank's group over ``axes``, or over those of its ``parts`` that it is in; None if it is in none.
+        """This rank's group over ``axes``, or, with ``parts``, over the part that contains it; None if none does.
 
-        With torch.distributed every group of the world is made, because all processes must do so together; groups of
-        another world, such as those of a rank that stands alone in a job, are of this process only.
+        With torch.distributed all groups of the world are created, because every process must take part in each
+        creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
         mine = None
         distributed = dist.is_initialized() and dist.get_world_size() == self.grid.world_size
@@ -176,7 +178,7 @@ class ParallelGroups:
         return mine
 
     def _split_group(self, axes: str, instances: int) -> tuple[Group, Group]:
-        """This rank's group over its instance of ``axes`` and that over the same index of all instances."""
+        """This rank's group within its instance of ``axes``, and the group of the same index in all instances."""
         if instances == 1:
             return self.group(axes), LocalGroup()
         size = len(self.ranks(axes))
@@ -188,14 +190,15 @@ class ParallelGroups:
         return self._levels(axes, size // instances)
 
     def _levels(self, axes: str, part: int) -> tuple[Group, Group]:
-        """This rank's group of ``part`` neighbours over ``axes``, and that of the ranks with its index among theirs."""
+        """This rank's group of ``part`` neighbours over ``axes``, and the group of the same index in all such
+        groups."""
         size = len(self.ranks(axes))
         inner = self._own_group(axes, lambda ranks: [ranks[i : i + part] for i in range(0, size, part)])
         outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
-        assert inner is not None and outer is not None, "every rank is in one of each"
+        assert inner is not None and outer is not None, "every rank belongs to one group of each level"
         return inner, outer
 
 
 def _ends(pipeline: list[int], ends: tuple[int, int]) -> tuple[int, ...]:
-    """The ranks at the indices ``ends`` of a pipeline, each once."""
+    """The ranks at the indices ``ends`` of a pipeline, without duplicates."""
     return tuple(sorted({pipeline[end] for end in ends}))

@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name, element), of which a rank draws its own part only."""
+"""Initial weights as a function of (seed, parameter name, element), so that a rank draws only its own part."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -14,23 +14,23 @@ from megatron_core.parallel.sharding import spec_of
 InitMethod = Callable[[Tensor], object]
 CONSTANTS = (nn.init.zeros_, nn.init.ones_)
 CHUNK = 2**16
-"""Elements that are drawn at a time: their temporaries stay in a cache."""
+"""Elements drawn at a time, so that temporaries fit in a cache."""
 PER_COUNTER = 8
-"""Elements of one Philox counter: four words of 64 bits, two elements of each."""
+"""Elements of one Philox counter: four 64-bit words of two elements each."""
 
 
 class Normal:
-    """N(0, std) for each element on its own, so that any part of a tensor can be drawn without the rest."""
+    """N(0, std) per element; any part of a tensor can be drawn without the rest."""
 
     def __init__(self, std: float) -> None:
         self.std = std
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Draw from torch's generator, as ``torch.nn.init.normal_`` does."""
+        """Draw from torch's generator, like ``torch.nn.init.normal_``."""
         return nn.init.normal_(tensor, std=self.std)
 
     def draw(self, seed: int, runs: list[tuple[int, int]]) -> np.ndarray:
-        """The elements ``start ... stop - 1`` of each run, one run after another, float32."""
+        """Draw the elements ``start ... stop - 1`` of each run as one float32 array."""
         words = list(_words(seed, runs))
         values = _normal_pairs(np.concatenate(words)).reshape(-1)
         firsts = np.cumsum([0, *(2 * len(own) for own in words[:-1])])
@@ -45,8 +45,8 @@ class Normal:
 def initialise(parameter: nn.Parameter, init_method: InitMethod) -> None:
     """Draw the global tensor from torch's CPU generator and keep this rank's part.
 
-    The draw is in float32 on the CPU whatever the parameter's dtype and device, so that ranks which share a seed hold
-    parts of one and the same tensor.
+    The draw is in float32 on the CPU for every dtype and device, so that ranks with the same seed hold parts of the
+    same tensor.
     """
     spec = spec_of(parameter)
     drawn = torch.empty(spec.global_shape, dtype=torch.float32)
@@ -56,15 +56,15 @@ def initialise(parameter: nn.Parameter, init_method: InitMethod) -> None:
 
 @torch.no_grad()
 def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: int, name: str) -> None:
-    """Fill ``parameter`` with values that depend on the seed, the global name and each element's global index alone.
+    """Fill ``parameter`` with values that depend only on the seed, the global name and each element's global index.
 
-    ``Normal`` and the constants of torch.nn.init fill this rank's part without the rest; any other method may look at
-    the tensor as a whole, so it draws all of it, from a generator of its own.
+    ``Normal`` and the constants of torch.nn.init fill only this rank's part. Any other method may depend on the whole
+    tensor, so the whole tensor is drawn, from a separate generator.
     """
     spec = spec_of(parameter)
     if not isinstance(init_method, Normal) and init_method not in CONSTANTS:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(name_seed(seed, name))  # the CPU's alone
+            torch.default_generator.manual_seed(name_seed(seed, name))  # of the CPU only
             initialise(parameter, init_method)
         return
     parameter.data.zero_()
@@ -77,17 +77,17 @@ def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: i
 
 
 def draw_by_name(name: str, parameter: Any, seed: int) -> None:
-    """Fill a parameter by the ``init_method`` that its layer left on it."""
+    """Fill a parameter by its attribute ``init_method``, set by its layer."""
     initialise_by_name(parameter, parameter.init_method, seed, name)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """A 63-bit seed from a seed and a name."""
+    """Derive a 63-bit seed from a seed and a name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal, seed: int) -> None:
-    """Fill ``target``, which is ``box`` of a tensor of ``shape``, a chunk at a time."""
+    """Fill ``target``, the part ``box`` of a tensor of ``shape``, one chunk at a time."""
     whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     flat, at = whole.view(-1), 0
     for runs in _chunks(box.flat_ranges(shape)):
@@ -99,7 +99,7 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
 
 
 def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """The runs in lists of at most ``CHUNK`` elements, long ones cut."""
+    """Group the runs into lists of at most ``CHUNK`` elements, splitting long runs."""
     chunk: list[tuple[int, int]] = []
     size = 0
     for start, stop in runs:
@@ -115,9 +115,9 @@ def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The 64-bit words of each run's elements, from a whole counter to a whole counter.
+    """The 64-bit random words of each run, rounded outwards to whole counters.
 
-    Philox 4x64-10 (Salmon et al. 2011): the words of a counter are a function of it and of the key alone.
+    Philox 4x64-10 (Salmon et al. 2011): the words are a function of counter and key only.
     """
     generator = np.random.Philox(key=seed)
     state = generator.state
@@ -129,11 +129,11 @@ def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
 
 
 def _normal_pairs(words: np.ndarray) -> np.ndarray:
-    """Two independent N(0, 1) of each word, ``[n, 2]`` float32: sqrt(-2 log u) times cosine and sine of 2 pi v (Box and
-    Muller 1958), u and v from the upper and the lower 32 bits.
+    """Two independent N(0, 1) samples per word, ``[n, 2]`` float32 (Box and Muller 1958).
 
-    Logarithm and sine are spelled out in operations that IEEE 754 rounds alike on every machine (relative error 1e-6):
-    libraries differ in the last bit, and copies of a weight on different processors must not.
+    sqrt(-2 log u) times the cosine and the sine of 2 pi v, with u and v from the upper and the lower 32 bits. Logarithm
+    and sine use only operations that IEEE 754 rounds alike on every machine (relative error 1e-6): libraries differ in
+    the last bit, but replicas of a weight on different processors must not.
     """
     upper, lower = (words >> np.uint64(32)).astype(np.float32), words.astype(np.uint32)
     u = (upper + np.float32(0.5)) * np.float32(2.0**-32)
@@ -148,14 +148,14 @@ def _normal_pairs(words: np.ndarray) -> np.ndarray:
 
 
 def _cosine(turns: np.ndarray) -> np.ndarray:
-    """cos(2 pi turns / 2^32), by the series of the sine over a quarter of a turn on either side of zero."""
+    """cos(2 pi turns / 2^32), from the sine series over a quarter turn on either side of zero."""
     distance = np.abs(turns.astype(np.float32) * np.float32(2.0**-32) - np.float32(0.5)) - np.float32(0.25)
     t = distance * np.float32(2 * np.pi)
     return t * _polynomial(t * t, (-1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6, 1))
 
 
 def _polynomial(x: np.ndarray, coefficients: tuple[float, ...]) -> np.ndarray:
-    """Horner's rule, the highest power first."""
+    """Evaluate a polynomial by Horner's rule, highest power first."""
     result = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         result *= x

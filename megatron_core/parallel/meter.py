@@ -1,13 +1,12 @@
-"""Where the time of this rank goes: phases that add up to the whole, and what its collectives send.
+"""Splits a rank's time into phases that add up to the total, and counts bytes sent by collectives.
 
-At every moment exactly one phase is charged, so that the phases of a step sum to its time. A collective is a phase of
-its own as long as this rank waits for it; what travels while the rank computes is charged to the computation, and is
-seen as the collective's time in flight. On a GPU moments are events of the stream that computes, so that times are
-those of the device, and are read once they have passed.
+Exactly one phase is charged at any time, so that the phases of a step sum to its duration. A collective is charged only
+while this rank waits for it; the transfer that overlaps with computation is charged to the computation and reported as
+the collective's time in flight. On a GPU, times are CUDA events on the compute stream, read after they have completed.
 
-Bytes are those that a rank sends if the ranks form a ring: of n ranks 2 (n-1)/n x for an all-reduce of x bytes,
-(n-1)/n x for gathering or reduce-scattering x bytes in all, and for an all-to-all of x bytes. Divided by time they
-compare with the rate of a link. Source: NVIDIA's nccl-tests, "bus bandwidth".
+Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
+for an all-gather or reduce-scatter of x bytes in total, and for an all-to-all of x bytes. Divided by time, they compare
+with the bandwidth of a link. Source: NVIDIA's nccl-tests, "bus bandwidth".
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ import torch
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 
 PROCESS_BEGAN = time.time()
-"""Unix time when this process loaded the library: what lies before its first step is lost to training."""
+"""Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 
 
 @dataclass
 class Traffic:
-    """The collectives of one kind over one group."""
+    """Totals of one kind of collective over one group."""
 
     calls: int = 0
     bytes: float = 0.0
     exposed: float = 0.0
-    """Seconds in which this rank did nothing but wait for them."""
+    """Seconds in which this rank only waited."""
     in_flight: float = 0.0
-    """Seconds from the call of each to the end of the wait for it."""
+    """Seconds between the calls and the ends of their waits."""
 
 
 @dataclass
 class StepTimes:
-    """What one rank did in a stretch of time; seconds."""
+    """Times of one rank over an interval, in seconds."""
 
     phases: dict[str, float] = field(default_factory=dict)
-    """By phase, collectives left out; with what is ``exposed`` of those they sum to ``seconds``."""
+    """By phase, without collectives; the sum of these and of all ``exposed`` is ``seconds``."""
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    """By group and kind, as ``tp all_reduce``."""
+    """By group and kind, such as ``tp all_reduce``."""
     seconds: float = 0.0
 
     def add(self, other: StepTimes) -> None:
-        """Add what was done in another stretch."""
+        """Add the times of another interval."""
         self.seconds += other.seconds
         for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
@@ -67,12 +66,12 @@ class _Transfer:
     began: int
     ended: int | None = None
     flown: float = 0.0
-    """Seconds before the stretch that is charged now."""
+    """Seconds in flight before the current interval."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one phase, for a trace: seconds since the trace's start."""
+    """An interval of one phase in a trace, in seconds from the trace's start."""
 
     phase: str
     detail: Any
@@ -81,7 +80,7 @@ class Span:
 
 
 class Waited:
-    """The handle of a collective; the time that ``wait`` takes is charged to it."""
+    """The handle of a collective; charges the duration of ``wait`` to it."""
 
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
         self._meter, self._work, self._transfer = meter, work, transfer
@@ -95,7 +94,7 @@ class Waited:
 
 
 class Meter:
-    """Charges time to phases between ``start`` and ``stop``; otherwise it costs one look at a flag."""
+    """Charges time to phases between ``start`` and ``stop``; otherwise its cost is one check of a flag."""
 
     def __init__(self) -> None:
         self.on = False
@@ -103,31 +102,31 @@ class Meter:
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
-        """Phases that are collectives."""
+        """The phases that are collectives."""
         self._names: Mapping[Any, str] = {}
         self._device = torch.device("cpu")
         self.keep_spans = False
-        """Whether ``take`` leaves the stretches of the step in ``spans``."""
+        """Whether ``take`` stores the step's intervals in ``spans``."""
         self.spans: list[Span] = []
 
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
-        """Begin to charge; collectives are named by the axes of ``groups``."""
+        """Start charging; collectives are named after the axes of ``groups``."""
         self._names = _names_of(groups)
         self._device, self.on, self._phase = device, True, OTHER
         self._transfers.clear()
         self._marks = [(OTHER, self._now(), None)]
 
     def stop(self) -> None:
-        """Charge no more."""
+        """Stop charging."""
         self.on = False
 
     @property
     def last_mark(self) -> int:
-        """Number of the last moment that was taken."""
+        """Index of the latest recorded time."""
         return len(self._marks) - 1
 
     def switch(self, phase: str, detail: Any = None) -> str:
-        """Charge to ``phase`` from now on; returns the one before. ``detail`` is what a trace shows."""
+        """Charge time to ``phase`` from now on; returns the previous phase. ``detail`` is shown in a trace."""
         if not self.on:
             return phase
         before, self._phase = self._phase, phase
@@ -136,7 +135,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, *, whole: bool = False) -> Iterator[None]:
-        """Charge what runs inside to ``name``; with ``whole`` its collectives and inner phases, too."""
+        """Charge the enclosed code to ``name``; with ``whole``, including its collectives and inner phases."""
         before, was_on = self.switch(name), self.on
         self.on = was_on and not whole
         try:
@@ -146,7 +145,7 @@ class Meter:
             self.switch(before)
 
     def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
-        """Call a collective in which this rank sends ``sent`` bytes; its handle, or None if it is complete."""
+        """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete."""
         if not self.on:
             return call()
         transfer = _Transfer(f"{self._names.get(group, OTHER)} {kind}", sent, len(self._marks))
@@ -163,12 +162,12 @@ class Meter:
         return Waited(self, work, transfer)
 
     def sent(self, kind: str, size: float) -> None:
-        """Count a message for which this rank does not wait here."""
+        """Count a message that is not waited for here."""
         if self.on:
             self._transfers.append(_Transfer(kind, size, 0, 0))
 
     def take(self) -> StepTimes:
-        """What has been charged since ``start`` or the last ``take``; on a GPU it waits for the work so far."""
+        """Return the times since ``start`` or the last ``take``; on a GPU this synchronizes."""
         self._marks.append((self._phase, self._now(), None))
         moments = self._seconds()
         found = StepTimes(seconds=moments[-1])
@@ -187,7 +186,7 @@ class Meter:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
             self.spans = [Span(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
         self._marks = [self._marks[-1]]
-        # What is still under way is counted once it has been waited for.
+        # A transfer still in flight is counted after its wait.
         self._transfers = [transfer for transfer in self._transfers if transfer.ended is None]
         for transfer in self._transfers:
             transfer.began = 0
@@ -201,7 +200,7 @@ class Meter:
         return event
 
     def _seconds(self) -> list[float]:
-        """The moments in seconds after the first one."""
+        """The recorded times in seconds from the first one."""
         first = self._marks[0][1]
         if self._device.type != "cuda":
             return [mark - first for _, mark, _ in self._marks]
@@ -210,7 +209,7 @@ class Meter:
 
 
 def _names_of(groups: ParallelGroups) -> dict[Any, str]:
-    """Names of this rank's groups: combinations with the same ranks share one, and the shortest name is theirs."""
+    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
     names: dict[Any, str] = {}
     for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
         if groups.group(axes).size() > 1:
@@ -223,4 +222,4 @@ def _names_of(groups: ParallelGroups) -> dict[Any, str]:
 
 
 METER = Meter()
-"""The meter of this process, which collectives and the pipeline's executor tell what they do."""
+"""The meter of this process, which collectives and the pipeline executor report to."""

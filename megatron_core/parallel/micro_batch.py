@@ -1,4 +1,4 @@
-"""How sequences are cut over the ranks, and the part of a micro-batch that one rank has."""
+"""Splits sequences over the ranks; ``MicroBatch`` is one rank's part of a micro-batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Range = tuple[int, int]
 
 
 def zigzag(length: int, rank: int, size: int) -> tuple[Range, ...]:
-    """The positions, as half-open ranges, that context-parallel rank ``rank`` of ``size`` has of a sequence.
+    """The positions of a sequence, as half-open ranges, held by context-parallel rank ``rank`` of ``size``.
 
-    Of 2 ``size`` equal chunks rank r has r and 2 ``size`` - 1 - r, so that all ranks have the same work in causal
-    attention. Source: Megatron-LM; Zhu, "ring-flash-attention".
-    Errors: ``LayoutError`` for a length that 2 ``size`` does not divide.
+    The sequence is cut into 2 ``size`` equal chunks; rank r holds chunks r and 2 ``size`` - 1 - r, so that causal
+    attention costs the same on all ranks. Source: Megatron-LM; Zhu, "ring-flash-attention". Errors: ``LayoutError`` if
+    the length is not a multiple of 2 ``size``.
     """
     if size == 1:
         return ((0, length),)
@@ -36,11 +36,11 @@ def zigzag(length: int, rank: int, size: int) -> tuple[Range, ...]:
 class SequenceSplit:
     """This rank's part of every sequence.
 
-    Two cuts follow one another. The *local* sequence is what attention, matrix products and the loss of this rank work
-    on: with context parallelism two chunks of the whole one (``zigzag``), else all of it. The *residual* sequence is
-    what the rank holds outside the matrix products: with sequence parallelism run ``tp_rank`` of ``tp_size`` equal runs
-    of the local one (Korthikanti et al. 2022, section 4.2.2), else all of it. Whatever depends on where a token stands
-    (embedding, rotary angles, dropout) is given ``positions`` and derives none from a rank.
+    There are two levels. The *local* sequence is the input of this rank's attention, matrix products and loss: two
+    chunks of the whole sequence with context parallelism (``zigzag``), else all of it. The *residual* sequence is
+    stored outside the matrix products: with sequence parallelism part ``tp_rank`` of ``tp_size`` equal parts of the
+    local sequence (Korthikanti et al. 2022, section 4.2.2), else all of it. Operations that depend on a token's
+    position (embedding, rotary angles, dropout) take ``positions`` and never derive them from a rank.
     """
 
     tp_rank: int = 0
@@ -51,17 +51,17 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> SequenceSplit:
-        """The split in a layout."""
+        """The split of a layout."""
         return cls(groups.index("tp"), groups.size("tp"), sequence_parallel, groups.index("cp"), groups.size("cp"))
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's losses count in a sum over all ranks: tensor-parallel ranks compute copies of them,
-        context-parallel ranks those of their own tokens."""
+        """Whether this rank's losses count in a sum over all ranks: tensor-parallel ranks compute identical losses,
+        context-parallel ranks compute those of different tokens."""
         return self.tp_rank == 0
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Positions, in their sequence of ``length`` tokens, of the local ones: int64 ``[n]``."""
+        """Positions of the local tokens in their sequence of ``length`` tokens: int64 ``[n]``."""
         return torch.cat([torch.arange(*run, device=device) for run in zigzag(length, self.cp_rank, self.cp_size)])
 
     def local(self, whole: Tensor) -> Tensor:
@@ -72,31 +72,31 @@ class SequenceSplit:
         return torch.cat([whole[:, first:stop] for first, stop in runs], dim=1)
 
     def residual(self, local: Tensor, dim: int = 0) -> Tensor:
-        """The residual part of a local sequence that runs along ``dim``: a view."""
+        """The residual part of a local sequence along ``dim``: a view."""
         length = self.residual_length(local.shape[dim])
         return local.narrow(dim, self.tp_rank * length, length) if self.sequence_parallel else local
 
     def residual_length(self, local_length: int) -> int:
-        """Tokens of the residual part of a local sequence, which is what travels between stages."""
+        """Length of the residual part of a local sequence, which is the length of messages between stages."""
         return local_length // self.tp_size if self.sequence_parallel else local_length
 
     def message_length(self, length: int) -> int:
-        """The same of a whole sequence of ``length`` tokens."""
+        """Length of the residual part of a whole sequence of ``length`` tokens."""
         return self.residual_length(length // self.cp_size)
 
 
 @dataclass(frozen=True)
 class LaterTokens:
-    """The tokens that follow the next one, for D depths: at depth k, from 0, that after k + 1 others."""
+    """The targets of multi-token prediction at D depths: at depth k = 0, 1, ... the token k + 2 positions ahead."""
 
     labels: Tensor
-    """``[D, b, n]`` int64; beyond the end of the sequence 0."""
+    """``[D, b, n]`` int64; 0 beyond the end of the sequence."""
     masks: Tensor
-    """``[D, b, n]``, 1 where the loss of that token counts: it does as a next token, and is of the same document."""
+    """``[D, b, n]``, 1 where the token's loss counts: its mask is 1 as a next token and it is in the same document."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
-        """From whole sequences, so that tokens of other ranks are found."""
+        """Build from whole sequences, because targets may be tokens of other ranks."""
         labels, masks = batch["labels"], batch["loss_mask"]
         documents = torch.zeros_like(labels)
         if (lengths := batch.get("document_lengths")) is not None:
@@ -111,44 +111,43 @@ class LaterTokens:
 
 
 def _ahead(x: Tensor, by: int) -> Tensor:
-    """``[b, s]``: what stands ``by`` positions further on, 0 beyond the end."""
+    """``[b, s]`` shifted left by ``by`` positions, filled with 0."""
     return torch.cat([x[:, by:], x.new_zeros(x.shape[0], min(by, x.shape[1]))], dim=1)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch as one rank needs it: ``b`` sequences, ``n`` local tokens of each."""
+    """One rank's part of a micro-batch: ``b`` sequences with ``n`` local tokens each."""
 
     tokens: Tensor
     """``[b, n]`` int64."""
     labels: Tensor
-    """``[b, n]`` int64, the token that follows each one."""
+    """``[b, n]`` int64, the next token of each token."""
     loss_mask: Tensor
     """``[b, n]``, 1 where a token's loss counts, else 0."""
     positions: Tensor
-    """``[n]`` int64, where the local tokens stand in their whole sequences."""
+    """``[n]`` int64, positions of the local tokens in their whole sequences."""
     sample_index: Tensor
-    """``[b]`` int64, the global number of each sequence, which keys its dropout."""
+    """``[b]`` int64, the global number of each sequence; dropout masks depend on it."""
     residual_length: int
-    """Tokens of each sequence that this rank holds outside the matrix products."""
+    """Length of the residual sequence."""
     position_ids: Tensor | None = None
-    """``[b, n]`` int64, the positions that embeddings and rotary angles follow; None: ``positions``, in every
-    sequence."""
+    """``[b, n]`` int64, positions for embeddings and rotary angles; None: ``positions`` for every sequence."""
     document_lengths: tuple[tuple[int, ...], ...] | None = None
-    """Lengths of the documents in each whole sequence, which see nothing of one another; None: one document each. They
-    stay on the host: attention by documents needs them as numbers, and to fetch them would wait for the device."""
+    """Lengths of the documents in each whole sequence; attention does not cross document boundaries. None: one document
+    each. They stay on the host, because attention needs them as Python integers and reading them would synchronize."""
 
     later: LaterTokens | None = None
-    """What multi-token prediction needs; None: nothing."""
+    """Targets of multi-token prediction; None without it."""
     source: Tensor | None = None
-    """``[b]`` int64, the number of the data set that each sequence is from; None: there is no blend."""
+    """``[b]`` int64, the data set of each sequence; None without a blend."""
 
     @classmethod
     def of(
         cls, batch: Mapping[str, Tensor], split: SequenceSplit, device: torch.device, *, later: int = 0
     ) -> MicroBatch:
-        """A loader's batch of whole sequences, cut by ``split`` and moved to ``device``; ``later`` tokens beyond the
-        next one are predicted, too."""
+        """Cut a loader's batch of whole sequences by ``split`` and move it to ``device``; ``later`` is the number of
+        additional tokens to predict."""
         length = batch["tokens"].shape[1]
         parts = {
             name: split.local(batch[name]).to(device, non_blocking=True)

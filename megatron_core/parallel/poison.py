@@ -1,7 +1,7 @@
-"""Poison for buffers: what has not arrived yet or is outdated is NaN, so that a read that comes too early shows.
+"""Debug mode that fills uninitialized and outdated buffers with NaN, so that a read before the data arrives is visible.
 
-torch's own deterministic mode fills new memory (``torch.empty`` and its kin) with NaN, integers with their largest
-value. Long-lived buffers get the same here, as soon as their values are outdated. The switch is torch's own.
+torch's deterministic mode fills new memory (``torch.empty`` and similar) with NaN, integers with their maximum. This
+module does the same to long-lived buffers as soon as their values are outdated. The switch is torch's own.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def turn_on() -> None:
-    """Poison from now on, in the whole process; operations without a deterministic form warn and run all the same."""
+    """Turn poisoning on for the whole process; operations without a deterministic form warn and run anyway."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -20,7 +20,7 @@ def is_on() -> bool:
 
 
 def poison_outside(flat: Tensor, own: slice) -> None:
-    """With poison on, fill ``flat`` [n] with NaN but for its part ``own``."""
+    """If poisoning is on, fill ``flat`` [n] with NaN outside the slice ``own``."""
     if is_on():
         flat[: own.start].fill_(torch.nan)
         flat[own.stop :].fill_(torch.nan)

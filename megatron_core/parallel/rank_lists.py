@@ -11,7 +11,8 @@ from megatron_core.parallel.grid import DEFAULT_ORDER
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` has the sizes, the fastest first.
+    """Groups of ranks that differ only on the axes whose ``mask`` is True; ``parallel_size`` lists sizes, fastest
+    first.
 
     Name and arguments are Megatron Core's.
     """
@@ -25,9 +26,10 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Megatron Core's generator of one view of the ranks: ``get_ranks("tp-dp")`` lists the groups over those axes.
+    """Megatron Core's generator for one view of the ranks: ``get_ranks("tp-dp")`` lists the groups over those axes.
 
-    With ``cp`` it is the view of dense layers and with ``ep`` that of experts, whose sizes are then ``tp`` and ``dp``.
+    With ``cp`` > 1 it is the view of dense layers, with ``ep`` > 1 that of experts; ``tp`` and ``dp`` are sizes in that
+    view.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class RankGenerator:
         self._sizes = [sizes[axis] for axis in self.order]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Groups of ranks that differ only on the axes of ``token``."""
+        """Groups of ranks that differ only on the axes in ``token``."""
         mask = [axis in token.split("-") for axis in self.order]
         found = generate_masked_orthogonal_rank_groups(self.world_size, self._sizes, mask)
         return [[self.rank_offset + rank for rank in ranks] for ranks in found]

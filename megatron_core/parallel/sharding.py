@@ -1,7 +1,7 @@
-"""How a parameter is split over ranks: one record, which everything else reads.
+"""``ShardSpec``: the single description of how a parameter is split over ranks.
 
-Initialisation, gradient completion and reduction, norm, optimizer sharding, replica checks and checkpoints read a
-parameter's ``ShardSpec`` and nothing else; none of them knows which axes there are.
+Initialization, gradient completion and reduction, norms, optimizer sharding, replica checks and checkpoints read only
+the ``ShardSpec`` of a parameter; none of them depends on particular axes.
 """
 
 from collections.abc import Iterator
@@ -23,30 +23,29 @@ DATA_AXES = ("dp", "cp")
 
 @dataclass(frozen=True)
 class Split:
-    """How dimension ``dim`` is cut over the ranks of ``axis``.
+    """How dimension ``dim`` is split over the ranks of ``axis``.
 
-    ``ranges[i]`` are the half-open global ranges that index i of the axis holds, one after another in its local tensor.
-    A range that several indices hold is shared by them: the lowest of them owns it, and each one's gradient of it is
-    partial.
+    ``ranges[i]`` are the half-open global ranges held by index i of the axis, concatenated in its local tensor. If
+    several indices hold the same range, they share it: the lowest index owns it, and each computes a partial gradient
+    of it.
     """
 
     dim: int
     axis: str
     ranges: tuple[tuple[Range, ...], ...]
     local_extent: int = 0
-    """Rows that each index has; those beyond its ranges are padding, which stays zero and is never saved. 0: as many
-    as it holds."""
+    """Rows per index including padding, which stays zero and is never saved; 0: no padding."""
 
     @cached_property
     def shared(self) -> tuple[Range, ...]:
-        """The ranges that several indices hold, in ascending order; the same on every rank."""
+        """Ranges held by several indices, in ascending order; the same on every rank."""
         held = [piece for ranges in self.ranges for piece in ranges]
         return tuple(sorted({piece for piece in held if held.count(piece) > 1}))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Rows of one dim that a rank holds: where locally, where globally, and whether this rank owns them."""
+    """Rows of one dim that a rank holds: their local and global position, and whether this rank owns them."""
 
     local: Range
     whole: Range
@@ -56,40 +55,40 @@ class _Run:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A box of this rank's tensor and the box of the global tensor that it is."""
+    """A box of this rank's tensor and the corresponding box of the global tensor."""
 
     local: Box
     whole: Box
     owned: bool
-    """Whether this rank is the one of its model-parallel ranks that counts and saves the part."""
+    """Whether this rank, among its model-parallel ranks, counts and saves the part."""
     shared_over: tuple[str, ...]
     """Axes over which other ranks hold the same part of a split dimension."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Which part of a global tensor this rank holds, and what the other ranks hold of it.
+    """The part of a global tensor that this rank holds, and how the other ranks hold the rest.
 
-    ``indices`` are this rank's positions on the model axes of its view of the ranks (dense: tp; experts: etp, ep). Over
-    an axis that no split names every rank holds the same, and index 0 owns it. Several splits of one dimension hold
-    what all of them hold.
+    ``indices`` are this rank's positions on the model axes of its view (dense: tp; experts: etp, ep). Over an axis
+    without a split every rank holds the same elements, owned by index 0. Several splits of one dimension are
+    intersected.
     """
 
     global_shape: tuple[int, ...]
     splits: tuple[Split, ...] = ()
     indices: tuple[tuple[str, int], ...] = ()
     partial_axes: tuple[str, ...] = ()
-    """Model axes over which each rank's gradient is a part of the whole, so that it is summed over them (norms with
-    sequence parallelism, query and key norms)."""
+    """Model axes over which each rank's gradient is partial and must be summed (norms with sequence parallelism, query
+    and key norms)."""
     replica_axes: tuple[str, ...] = DATA_AXES
-    """Data axes over which copies exist and gradients are summed."""
+    """Data axes over which the parameter is replicated and gradients are summed."""
     tied: bool = False
-    """The first and the last pipeline stage both hold this tensor: its gradient is summed over both."""
+    """Whether the first and the last pipeline stage share this tensor, so that its gradient is summed over both."""
     is_copy: bool = False
-    """The last stage's copy of a tied tensor: trained like the first one, but never counted or saved."""
+    """Whether this is the last stage's copy of a tied tensor: trained like the first, but never counted or saved."""
     sections: tuple[int, ...] = ()
-    """Rows of the matrices that dim 0 holds in turn, over and over (queries, keys and values of a group); empty: it is
-    one matrix."""
+    """Row counts of the matrices interleaved along dim 0, repeated (queries, keys and values of each group); empty: one
+    matrix."""
 
     def __post_init__(self) -> None:
         known = dict(self.indices)
@@ -109,7 +108,7 @@ class ShardSpec:
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """The model axes over which every rank holds the same."""
+        """The model axes over which every rank holds the same elements."""
         return tuple(axis for axis, _ in self.indices if axis not in self.split_axes)
 
     @cached_property
@@ -123,7 +122,7 @@ class ShardSpec:
 
     @cached_property
     def parts(self) -> tuple[LocalPart, ...]:
-        """The boxes that this rank holds; together they are its tensor without the padding."""
+        """The boxes that this rank holds: its whole tensor without the padding."""
         owns_copies = not self.is_copy and all(
             index == 0 for axis, index in self.indices if axis not in self.split_axes
         )
@@ -136,9 +135,9 @@ class ShardSpec:
         return tuple(found)
 
     def owned_flat_ranges(self) -> list[Range]:
-        """Ranges of elements of this rank's flattened tensor that it owns, in ascending order, neighbours joined.
+        """Ranges of flat local indices that this rank owns, ascending, with adjacent ranges merged.
 
-        Over all model-parallel ranks every element of the global tensor is in exactly one of them.
+        Every element of the global tensor is owned by exactly one model-parallel rank.
         """
         ranges: list[Range] = []
         for first, last in sorted(
@@ -151,7 +150,7 @@ class ShardSpec:
         return ranges
 
     def all_shared_ranges(self, split: Split) -> list[Range]:
-        """The global ranges along ``split.dim`` that ranks of ``split.axis`` share, the same list on all of them."""
+        """Global ranges along ``split.dim`` that ranks of ``split.axis`` share; the same on all of them."""
         found = list(split.shared)
         for other in self.splits:
             if other.dim == split.dim and other is not split:
@@ -159,19 +158,19 @@ class ShardSpec:
         return sorted(found)
 
     def shared_ranges(self, split: Split) -> list[tuple[Range, Range]]:
-        """Pairs (local range, global range) along ``split.dim`` of what this rank shares over ``split.axis``."""
+        """Pairs (local range, global range) along ``split.dim`` that this rank shares over ``split.axis``."""
         runs = self._runs[split.dim]
         return [(run.local, run.whole) for run in runs if split.axis in run.shared_over]
 
     def localise(self, full: Tensor, local: Tensor) -> None:
-        """Copy this rank's part of ``full`` (the global tensor) into ``local``; padding becomes zero."""
+        """Copy this rank's part of the global tensor ``full`` into ``local``; padding becomes zero."""
         local.zero_()
         for part in self.parts:
             local[part.local.index] = full[part.whole.index].to(local)
 
     def element_numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """The flat numbers in the global tensor of elements ``start ... stop - 1`` of this rank's flattened one, int64;
-        those of padding have no meaning."""
+        """Global flat indices of the elements ``start ... stop - 1`` of this rank's flattened tensor, int64; undefined
+        for padding."""
         left = torch.arange(start, stop, device=device)
         numbers, stride = torch.zeros_like(left), 1
         for dim in reversed(range(len(self.global_shape))):
@@ -184,7 +183,7 @@ class ShardSpec:
 
     @cached_property
     def _runs(self) -> tuple[tuple[_Run, ...], ...]:
-        """For each dim what this rank holds of it, in local order."""
+        """The runs that this rank holds of each dim, in local order."""
         return tuple(tuple(self._runs_of(dim, extent)) for dim, extent in enumerate(self.global_shape))
 
     def _held(self, split: Split) -> tuple[Range, ...]:
@@ -216,14 +215,14 @@ def _common(a: Range, b: Range) -> Range | None:
 
 
 def replicated(shape: tuple[int, ...], index: int = 0, *, axis: str = "tp", partial_grad: bool = False) -> ShardSpec:
-    """Every rank of ``axis`` holds the whole tensor; with ``partial_grad`` each has a part of its gradient."""
+    """Every rank of ``axis`` holds the whole tensor; with ``partial_grad`` each computes a part of its gradient."""
     return ShardSpec(tuple(shape), (), ((axis, index),), (axis,) if partial_grad else ())
 
 
 def split(
     shape: tuple[int, ...], dim: int, index: int, size: int, *, axis: str = "tp", padded: int | None = None
 ) -> ShardSpec:
-    """Equal contiguous parts along ``dim``; with ``padded`` the parts are those of that larger extent."""
+    """Equal contiguous parts along ``dim``; with ``padded``, equal parts of that larger size."""
     extent = shape[dim]
     part = (padded or extent) // size
     bounds = [(min(i * part, extent), min((i + 1) * part, extent)) for i in range(size)]
@@ -234,7 +233,7 @@ def split(
 def split_fused(
     shape: tuple[int, ...], pieces: tuple[int, ...], index: int, size: int, *, dim: int = 0, axis: str = "tp"
 ) -> ShardSpec:
-    """Dimension ``dim`` is several matrices one after another (gate and up); every rank holds its part of each."""
+    """Dimension ``dim`` concatenates several matrices (gate and up); every rank holds its part of each."""
     starts = [sum(pieces[:i]) for i in range(len(pieces))]
     ranges = tuple(
         tuple((start + i * (n // size), start + (i + 1) * (n // size)) for start, n in zip(starts, pieces, strict=True))
@@ -244,11 +243,11 @@ def split_fused(
 
 
 def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, index: int, size: int) -> ShardSpec:
-    """Dim 0 is, for each key-value group, its query heads, perhaps as many gates, its key head and its value head,
-    ``head_size`` rows each.
+    """Fused query, key and value weight: along dim 0, each key-value group has its query heads, optionally as many
+    gates, its key head and its value head, ``head_size`` rows each.
 
-    With fewer groups than ranks, a group's query heads are split over ranks that all hold its key and value; there are
-    no gates then.
+    With fewer groups than ranks, a group's query heads are split over several ranks, which all hold its key and value;
+    gates are not supported in this case.
     """
     queries = heads // groups * head_size
     gates = shape[0] // groups - queries - 2 * head_size
@@ -267,10 +266,10 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
 
 
 def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> ShardSpec:
-    """One tensor that is split as each of ``specs`` says, over several axes at once (experts: ep and etp)."""
+    """Combine the splits of ``specs`` over several axes of one tensor (experts: ep and etp)."""
     shapes = {spec.global_shape for spec in specs}
     if len(shapes) != 1:
-        raise LayoutError(f"the splits are of tensors of different shapes: {sorted(shapes)}; give one shape to all")
+        raise LayoutError(f"the specs have different global shapes: {sorted(shapes)}; give all of them one shape")
     return ShardSpec(
         specs[0].global_shape,
         tuple(split for spec in specs for split in spec.splits),
@@ -281,13 +280,13 @@ def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> 
 
 
 def spec_of(parameter: nn.Parameter) -> ShardSpec:
-    """The parameter's ``ShardSpec``; a parameter without one is whole on every rank."""
+    """The ``ShardSpec`` of a parameter; a parameter without one is replicated."""
     spec = getattr(parameter, "shard_spec", None)
     return spec if spec is not None else replicated(tuple(parameter.shape))
 
 
 def allocate(spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialised parameter that carries its ``ShardSpec``; its padding, which nothing fills later, is zero."""
+    """An uninitialized parameter with its ``ShardSpec``; padding is set to zero, because nothing fills it later."""
     held = sum(part.local.numel for part in spec.parts)
     make = torch.empty if held == prod(spec.local_shape) else torch.zeros
     parameter = nn.Parameter(make(spec.local_shape, dtype=dtype, device=device))
@@ -296,5 +295,5 @@ def allocate(spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def amend_spec(parameter: nn.Parameter, **changes) -> None:
-    """Replace fields of the parameter's ``ShardSpec``."""
+    """Replace fields of a parameter's ``ShardSpec``."""
     parameter.shard_spec = replace(spec_of(parameter), **changes)

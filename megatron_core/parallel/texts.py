@@ -1,4 +1,4 @@
-"""Texts exchanged between ranks as plain bytes, and lists of names in messages."""
+"""Exchange of texts between ranks as plain bytes, and lists of names for messages."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from megatron_core.parallel.groups import Group
 
 
 def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
-    """Every rank's ``text``, in the order of the group's ranks; all ranks of the group call this together.
+    """Gather every rank's ``text`` in group order; a collective call.
 
-    Lengths travel first, then the texts in UTF-8, padded to the longest. No pickle.
+    Lengths are gathered first, then the texts in UTF-8, padded to the longest. No pickle.
     """
     if group.size() == 1:
         return [text]
@@ -33,7 +33,7 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
 
 
 def tell_all(text: str, device: torch.device) -> list[str]:
-    """Every rank's ``text``, of all ranks of the job; this process's alone if there are no others."""
+    """Gather the ``text`` of all ranks of the job; a collective call."""
     if not dist.is_initialized():
         return [text]
     everyone = dist.group.WORLD
@@ -42,12 +42,12 @@ def tell_all(text: str, device: torch.device) -> list[str]:
 
 
 def all_agree(ok: bool, device: torch.device) -> bool:
-    """Whether ``ok`` is True on all ranks of the job, which call this together."""
+    """Whether ``ok`` is True on all ranks of the job; a collective call."""
     return not any(tell_all("" if ok else "no", device))
 
 
 def tell_from(source: int, text: str, device: torch.device) -> str:
-    """The ``text`` of the rank ``source``, on all ranks of the job, which call this together."""
+    """Broadcast the ``text`` of rank ``source`` to all ranks of the job; a collective call."""
     if not dist.is_initialized():
         return text
     everyone = dist.group.WORLD
@@ -67,6 +67,6 @@ def _encoded(text: str, device: torch.device) -> torch.Tensor:
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:
-    """The names with commas between them; of a long list the first ``most`` and the number of the others."""
+    """Join the names with commas; a long list is cut after ``most`` names, with the number of the rest."""
     shown = ", ".join(map(str, names[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,10 +1,9 @@
-"""Notices that a rank has failed, is lost or hangs, and lets all ranks say where they are before they end together.
+"""Detects failed, lost and hanging ranks; all ranks report their location in the code before they end together.
 
-A thread on every rank looks at the store twice a second. The first rank that fails, or that has waited for longer than
-the time limit, leaves a reason there; every rank answers with the line of Python where it is and with its last
-collectives. The first rank prints the reason, with the ranks that do not answer, and then a report of all answers.
-Then every rank exits, so that torchrun restarts them.
-Nothing here waits for a store that does not answer: a stopped rank may be its host.
+A thread on every rank polls the store twice a second. The first rank that fails, or whose time limit expires, writes a
+reason to the store; every rank answers with its current line of Python and its latest collectives. The first rank
+prints the reason with the ranks that do not answer, and then a report of all answers. Then every rank exits, so that
+torchrun restarts them. Nothing here waits indefinitely for the store, because a stopped rank may host it.
 """
 
 import json
@@ -26,27 +25,28 @@ from megatron_core.errors import visible
 from megatron_core.parallel.flight_recorder import RECORDER, first_difference
 
 POLL = 0.5
-"""Seconds between looks at the store."""
+"""Seconds between polls of the store."""
 EARLY = 1.0
 """Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
 ANSWERS = 3.0
-"""Seconds in which ranks have to answer; more than ``EARLY``."""
+"""Seconds that ranks have to answer; more than ``EARLY``."""
 SLACK = 1.25
-"""A rank without progress for this many time limits is reported, even if no collective has failed: time enough for the
-collective's own error, which says more."""
+"""Number of time limits without progress after which a rank is reported even if no collective has failed. The error of
+a collective comes earlier and is more specific."""
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 Result = TypeVar("Result")
 
 
 def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
-    """The result of ``action``, or ``otherwise`` if it fails or takes longer; it then continues in a thread."""
+    """Run ``action``; returns ``otherwise`` if it fails or takes longer than ``seconds`` (it then continues in a
+    thread)."""
     found: list[Result] = []
     _start(lambda: found.append(action())).join(seconds)
     return found[0] if found else otherwise
 
 
 def _start(action: Callable[[], None]) -> threading.Thread:
-    """A thread that runs ``action``, which uses the store: it may fail."""
+    """Run ``action``, which uses the store and may fail, in a thread."""
 
     def run() -> None:
         with suppress(RuntimeError, OSError, ValueError):
@@ -58,10 +58,11 @@ def _start(action: Callable[[], None]) -> threading.Thread:
 
 
 class Watchdog:
-    """A rank's part in noticing and reporting; ``limit`` is the time limit of collectives, in seconds."""
+    """One rank's monitoring thread; ``limit`` is the time limit of collectives in seconds."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, limit: float, status: int) -> None:
-        clone = getattr(store, "clone", lambda: store)  # a connection of its own, where torch has it: others may block
+        # A separate connection, if torch supports it, because calls on a shared one may block.
+        clone = getattr(store, "clone", lambda: store)
         self._store = dist.PrefixStore("watchdog", clone())
         self._rank, self._size, self._limit, self._status = rank, size, limit, status
         self.prefix, self._iteration, self._beat = "", 0, 0.0
@@ -71,15 +72,15 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, iteration: int) -> None:
-        """A step begins; from the first one on, a rank without progress is reported."""
+        """A step starts; from the first one on, a rank without progress is reported."""
         self._iteration, self._beat = iteration, time.monotonic()
 
     def rest(self) -> None:
-        """No more steps: whatever takes long now is meant."""
+        """Stop checking for progress, because the remaining work may be slow."""
         self._beat = 0.0
 
     def leave(self, reason: str) -> None:
-        """This rank ends; with a ``reason`` the others need not wait for it, and end, too."""
+        """This rank ends; with a ``reason`` the other ranks end too, without waiting for it."""
         self._leaving = True
         if reason and not self._answered:
             self._answered = True
@@ -94,16 +95,16 @@ class Watchdog:
 
     def report(self, reason: str, error: BaseException | None = None) -> str:
         """On the first rank that calls it, print ``reason`` with the ranks that do not answer within ``EARLY`` seconds,
-        and then where every rank is; returns both. Empty on the other ranks, once all ranks have answered.
+        then the location of every rank; returns both. On other ranks, wait for all answers and return "".
 
-        ``error``: where it was raised is where this rank is.
+        ``error``: its traceback replaces the current location of this rank.
         """
         self._answered = self._leaving = True
         own = self._place()
         if error is not None:
             own["line"] = _line(traceback.extract_tb(error.__traceback__))
         answers: dict[int, dict[str, Any]] = {self._rank: own}
-        is_first: list[bool] = []  # empty as long as the store does not answer
+        is_first: list[bool] = []  # stays empty while the store does not answer
 
         def ask() -> None:
             is_first.append(self._store.add("first", 1) == 1)
@@ -141,7 +142,7 @@ class Watchdog:
             try:
                 called = self._store.check(["reason"])
             except (RuntimeError, OSError):
-                return  # the store has gone: the collectives themselves will fail
+                return  # the store is gone: collectives will fail on their own
             if called:
                 self._answer_and_exit()
             idle = time.monotonic() - max(self._beat, RECORDER.last)
@@ -150,7 +151,7 @@ class Watchdog:
                 os._exit(self._status)
 
     def _answer_and_exit(self) -> None:
-        """Say where this rank is, leave the main thread time to end in its own way, then exit."""
+        """Report this rank's location, give the main thread time to end, then exit."""
         if not self._answered:
             self._answered = True
             self._store.set(f"answer/{self._rank}", json.dumps(self._place()))
@@ -163,7 +164,7 @@ class Watchdog:
             print(visible(text), file=sys.stderr, flush=True)
 
     def _place(self) -> dict[str, Any]:
-        """Where the main thread is, and what it has called."""
+        """Current line of the main thread and its latest collectives."""
         frame = sys._current_frames().get(self._main or 0)
         line = _line(traceback.extract_stack(frame)) if frame is not None else "no Python line"
         return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **RECORDER.content()}
@@ -177,7 +178,7 @@ def _line(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
-    """The report: the reason, where each rank is, the first collective that differs."""
+    """The report: the reason, the location of each rank, the first collective that differs."""
     lines = [reason]
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank in range(size):

@@ -138,7 +138,7 @@ def after_the_loss_of_a_host_the_run_goes_on(root: Path) -> None:
     """To the bit; the host that takes its place is sent what its ranks need."""
     shutil.rmtree(root / "host1")
     told = resume(root, 2, steps=1)
-    assert "iteration 2 IS LOADED FROM MEMORY, of 1 of 2 hosts" in told and "were sent from the memory of other" in told
+    assert "loading iteration 2 from the memory of 1 of 2 hosts" in told and "were received from other" in told
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -174,21 +174,21 @@ def test_what_is_damaged_on_disk_is_taken_from_memory(on_disk: tuple[int, ...], 
         flip(folder / rank_file(0), 20_000)
         (saved / "disk" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     told = resume(saved, whole, steps=1)
-    assert "A DAMAGED CHECKPOINT IS NOT LOADED" in told or 1 not in on_disk
-    assert f"iteration {whole} IS LOADED FROM MEMORY" in told
+    assert "skipped a damaged checkpoint" in told or 1 not in on_disk
+    assert f"loading iteration {whole} from the memory" in told
 
 
 def test_without_copies_a_lost_host_costs_what_was_in_memory(tmp_path: Path) -> None:
     run_ranks(2, _first_run, tmp_path, {})
     shutil.rmtree(tmp_path / "host1")
     told = resume(tmp_path, 1)
-    assert f"ITERATION 2 IN MEMORY IS NOT COMPLETE: no host has a sound copy of {rank_file(1)}" in told
+    assert f"iteration 2 in memory is incomplete: no host has an intact copy of {rank_file(1)}" in told
 
 
 def of_a_damaged_file_the_other_copy_is_loaded(root: Path) -> None:
     path = root / "host1" / NEWEST / rank_file(1)
     flip(path, 8 * path.stat().st_size - 3)
-    assert f"A DAMAGED COPY IS NOT LOADED: {path} is not what was written" in resume(root, 2)
+    assert f"skipped a damaged copy: {path} is damaged" in resume(root, 2)
 
 
 def test_if_both_copies_are_damaged_the_disk_is_taken(saved: Path) -> None:
@@ -196,13 +196,13 @@ def test_if_both_copies_are_damaged_the_disk_is_taken(saved: Path) -> None:
     flip(saved / "host0" / NEWEST / rank_file(1), 8000)
     flip(saved / "host1" / NEWEST / "manifest.json", 4000)
     told = resume(saved, 1)
-    assert "COPIES IN MEMORY ARE NOT LOADED" in told and "manifest.json" in told
-    assert f"ITERATION 2 IN MEMORY IS NOT COMPLETE: no host has a sound copy of {rank_file(1)}" in told
+    assert "skipped copies in memory" in told and "manifest.json" in told
+    assert f"iteration 2 in memory is incomplete: no host has an intact copy of {rank_file(1)}" in told
 
 
 def test_copies_of_another_run_are_not_loaded(saved: Path) -> None:
     (saved / "disk" / ".run").write_text("another")
-    assert f"COPIES IN MEMORY ARE NOT LOADED: {saved / 'host0' / NEWEST} is of another run" in resume(saved, 1)
+    assert f"skipped copies in memory: {saved / 'host0' / NEWEST} is of another run" in resume(saved, 1)
 
 
 def test_a_run_that_starts_anew_leaves_the_copies_of_the_one_before(
@@ -223,7 +223,7 @@ def test_a_run_that_starts_anew_leaves_the_copies_of_the_one_before(
     remove(tmp_path / "disk" / "iter_0000003")
     remove(tmp_path / "disk" / "iter_0000004")
     (tmp_path / "disk" / "latest_checkpointed_iteration.txt").unlink()
-    assert "iteration 3 IS LOADED FROM MEMORY" in job(train_iters=3, load=settings["save"])
+    assert "loading iteration 3 from the memory" in job(train_iters=3, load=settings["save"])
     job(train_iters=1, overwrite_checkpoints=True)
     assert complete_iterations(tmp_path / "memory") == [1]
 
@@ -245,7 +245,7 @@ def killed_before_all_hosts_have_the_newest_the_one_before_is_whole(root: Path) 
         run_ranks(2, _die_between, root)
     assert 3 in complete_iterations(root / "host0") and complete_iterations(root / "host1") == [2]
     (root / "host1" / NEWEST / rank_file(0)).unlink()  # a copy, of what the first host still has
-    assert "ITERATION 3 IN MEMORY IS NOT COMPLETE" in resume(root, 2)
+    assert "iteration 3 in memory is incomplete" in resume(root, 2)
 
 
 def _full(write_copy: Callable[..., None]) -> Callable[..., None]:
@@ -327,7 +327,7 @@ def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
         ),
         (
             "checkpoint.copies:save_copies",
-            'together(agree, "give a checkpoint its name", (lambda: _rename(save)) if first else None)',
+            'together(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)',
             "_rename(save)\n        remove(save.folder / 'iter_0000002')",
             killed_before_all_hosts_have_the_newest_the_one_before_is_whole,
         ),

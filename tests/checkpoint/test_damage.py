@@ -44,7 +44,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file is no folder"):
+    with pytest.raises(CheckpointError, match="file is not a folder"):
         find_checkpoint(str(tmp_path / "file"))
 
 
@@ -52,7 +52,7 @@ def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     ("other", "told"),
     [
         ({"hidden_size": 32}, "hidden_size=32, but the checkpoint was trained with hidden_size=16"),
-        ({"vocab_size": 102}, "word_embeddings.weight has the shape [101, 16], this run needs [102, 16]"),
+        ({"vocab_size": 102}, "word_embeddings.weight has the shape [101, 16]; this run needs [102, 16]"),
         ({"num_layers": 2}, "num_layers=2, but the checkpoint was trained with num_layers=1"),
         ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights=True, but"),
         ({"swiglu": True, "ffn_hidden_size": 32}, "swiglu=True, but"),
@@ -97,7 +97,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path))
     os.remove(tmp_path / "latest_checkpointed_iteration.txt")
     os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")  # reading it would wait for ever
-    with pytest.raises(CheckpointError, match=r"is no file; name an iteration with --ckpt-step"):
+    with pytest.raises(CheckpointError, match=r"is not a file; choose an iteration with --ckpt-step"):
         find_checkpoint(str(tmp_path))
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config.validate import largest_world_size, problems
-from megatron_core.parallel.launch import World, _of_this_attempt
+from megatron_core.parallel.launch import World, _select_attempt
 from megatron_core.training.pretrain import notes
 from tests.checkpoint.runs import SMALL, compare, start, stored, train
 from tests.defects.plant import planted
@@ -141,12 +141,12 @@ def _meet_again_and_again(seconds: float) -> int:
     for attempt in range(4):
         with ThreadPoolExecutor() as pool:
             world = [World(rank, 2, 0, torch.device("cpu")) for rank in range(2)]
-            other = pool.submit(_of_this_attempt, store, world[1], seconds)
+            other = pool.submit(_select_attempt, store, world[1], seconds)
             time.sleep(0.1)
             if attempt == 2:
                 store.set("attempt", "failed")
                 time.sleep(0.1)
-            stores = [_of_this_attempt(store, world[0], seconds), other.result()]
+            stores = [_select_attempt(store, world[0], seconds), other.result()]
         assert not stores[1].check(["key"]), "left by another attempt"
         stores[0].set("key", str(attempt))
         assert stores[1].get("key") == str(attempt).encode()
@@ -157,15 +157,15 @@ def _meet_again_and_again(seconds: float) -> int:
 def test_ranks_of_an_attempt_meet_whatever_earlier_ones_have_left() -> None:
     assert _meet_again_and_again(20.0) == 4
     fragment = ' and word in store.get(f"{name}/all").decode()'
-    with planted("parallel.launch:_of_this_attempt", fragment, ""), pytest.raises((AssertionError, TimeoutError)):
+    with planted("parallel.launch:_select_attempt", fragment, ""), pytest.raises((AssertionError, TimeoutError)):
         _meet_again_and_again(0.5)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(TimeoutError, match="rank 1 has not come"):
-        _of_this_attempt(store, World(0, 2, 0, torch.device("cpu"), spares=1), 0.2)
+    with pytest.raises(TimeoutError, match="rank 1 did not join"):
+        _select_attempt(store, World(0, 2, 0, torch.device("cpu"), spares=1), 0.2)
 
 
 @pytest.mark.parametrize(("fault", "statuses"), [([], [0, 0, 0]), (["exception@1:2"], [75, 1, 75])])
@@ -283,7 +283,7 @@ def test_hosts_go_and_come(lost: str, tmp_path: Path) -> None:
             return ["--rdzv-endpoint", "10.213.77.1:29400", "--local-addr", f"10.213.77.{node}"]
 
         output = _go_and_come(tmp_path, meeting, prefix, cable if lost == "out of reach" else None, memory=True)
-    assert "IS LOADED FROM MEMORY, of 1 of 1 hosts" in output, "the first host has copies of what the second held"
+    assert "from the memory of 1 of 1 hosts" in output, "the first host has copies of what the second held"
 
 
 @pytest.mark.parametrize(("shared", "told"), [("True", 1), ("False", 0)])

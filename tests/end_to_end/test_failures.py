@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     report = output[output.index("error: ") :]
-    assert "rank 1" in report.splitlines()[0] and "has not come within 6 s" in report.splitlines()[0]
+    assert "rank 1" in report.splitlines()[0] and "did not join within 6 s" in report.splitlines()[0]
     assert "rank 1 [pp0 dp1 tp0]: in iteration 3 at megatron_core/training/faults.py" in report
     assert "time.sleep" in report
     assert "by rank 0, and not by rank 1" in report
@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_reported(stopped: int, tmp_path: Path) -> None:
         ranks[1 - stopped].join(300)
         assert ranks[1 - stopped].exitcode == 75
     report = logs[1 - stopped].read_text().partition("error: ")[2]
-    assert f"rank {stopped} (process {ranks[stopped].pid}) has not come within 6 s" in report.splitlines()[0]
+    assert f"rank {stopped} (process {ranks[stopped].pid}) did not join within 6 s" in report.splitlines()[0]
     assert ("no answer yet from rank 1" if stopped else "hosted by rank 0, does not answer") in report.splitlines()[0]
     assert f"rank {stopped}: no answer: its process has ended or is stopped" in report
 
@@ -215,5 +215,6 @@ def test_places_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in done.stderr
     assert explained(OSError(28, "No space left on device")) == (
         1,
-        "a file or the standard output cannot be used: No space left on device; give another place, or make room there",
+        "a file or the standard output cannot be used: No space left on device; choose another path, or free space "
+        "there",
     )

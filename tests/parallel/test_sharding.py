@@ -177,7 +177,7 @@ def test_parameter_carries_its_spec() -> None:
         (lambda: ShardSpec((4,), (Split(0, "ep", (((0, 2),), ((2, 4),))),), (("tp", 0),)), "give its index on 'ep'"),
         (lambda: ShardSpec((4,), (Split(0, "ep", (((0, 4),),)),), (("ep", 1),)), "from 0 to 0"),
         (lambda: split_over(split((4,), 0, 0, 2), split((4,), 0, 0, 2, axis="ep", padded=6)), "cannot be padded"),
-        (lambda: split_over(split((4,), 0, 0, 2), replicated((2,))), "different shapes"),
+        (lambda: split_over(split((4,), 0, 0, 2), replicated((2,))), "different global shapes"),
     ],
 )
 def test_contradictions_are_refused(make: object, message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(data)
     done = run(tmp_path, "--verify")
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"inspect_checkpoint: {file} is not what was written: its hash differs\n"
+    assert done.stderr == f"inspect_checkpoint: {file} is damaged: its hash differs\n"
     assert inspect_checkpoint(Settings(checkpoint=str(tmp_path))), "without --verify the data is not read"
 
 

@@ -1,5 +1,5 @@
-"""Collectives and messages between CPU ranks of one host through shared memory: torch.distributed's backend ``shm``.
+"""Shared-memory collectives and messages between CPU ranks of one host: the torch.distributed backend ``shm``.
 
-``host``: the memory and who can reach whom; ``work``: waiting, time limits and ranks that died; ``group``: the process
-group that torch.distributed calls; ``backend``: its registration, and when gloo is taken instead.
+``host``: the shared memory and the reachable ranks; ``work``: waiting, time limits and lost ranks; ``group``: the
+process group; ``backend``: its registration, and the fallback to gloo.
 """

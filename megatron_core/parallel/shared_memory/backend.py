@@ -1,4 +1,4 @@
-"""Registration of the backend ``shm``, and when its groups talk through gloo instead."""
+"""Registration of the backend ``shm`` and its fallback to gloo."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
 from megatron_core.parallel.shared_memory.host import Host, library
 
 BACKEND = "shm"
-_current: list[Host] = []  # of the world that was made last
+_current: list[Host] = []  # of the latest world
 
 
 def register() -> None:
-    """Make ``shm`` known to torch.distributed: ``init_process_group("shm")``."""
+    """Register ``shm`` with torch.distributed, for ``init_process_group("shm")``."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(opts: Any, _: Any) -> Any:
-    """A group for torch.distributed: gloo's where some ranks cannot share memory, which all of them know alike."""
+    """Create a process group; all ranks choose gloo if some of them cannot share memory."""
     store, rank, size = opts.store, opts.group_rank, opts.group_size
     ranks = list(opts.global_ranks_in_group)
-    if not ranks:  # the world
+    if not ranks:  # group of all ranks
         _current[:] = [Host(dist.PrefixStore("host", store), rank, size)]
         ranks = list(range(size))
     (host,) = _current
@@ -31,18 +31,18 @@ def _create(opts: Any, _: Any) -> Any:
 
 
 def unavailable_reason() -> str | None:
-    """Why not all ranks of the world can share memory; None if they can."""
+    """Reason why the ranks of the world cannot all share memory; None if they can."""
     (host,) = _current
     return host.obstacle(range(len(host.hosts)))
 
 
 def expected(backend: str = "auto") -> str:
-    """What ranks of this host will talk through, as far as it is known before they have met."""
+    """The backend expected on this host, before the ranks have joined."""
     return "gloo" if backend == "gloo" or isinstance(library(), str) else "shared memory"
 
 
 def describe() -> str:
-    """What carries collectives and messages of the world's groups, in one line."""
+    """One line that names the backend of the world's groups."""
     if dist.get_backend() != BACKEND:
         return str(dist.get_backend())
     (host,) = _current

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: who can reach whom, and the arenas in which they lend data to one another.
+"""Shared memory of the ranks of one host: discovery of reachable ranks, and one arena per rank.
 
-Each rank has one arena, an anonymous file in memory (memfd) that the others open through /proc. It has no name that
-could be left behind, so it goes with the last process that has mapped it, however that ends, and it is not subject to
-the size of /dev/shm. Arenas are as large as the machine's memory, and take as much of it as is written.
+An arena is an anonymous memory file (memfd) that other ranks open through /proc. It has no name that could be left
+behind: it is freed with the last process that maps it, and the size of /dev/shm does not limit it. An arena has the
+size of the machine's memory, but only written pages use memory.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 FOLDER = Path(__file__).parents[2] / "ops" / "lib"
-"""Where the build puts the native libraries."""
+"""Folder of the built native libraries."""
 INTERFACE = 1
-"""The version of csrc/cpu/transport/transport.h that this file calls."""
+"""Version of csrc/cpu/transport/transport.h that this file calls."""
 SPIN = 50
-"""Microseconds that a wait begins with before it sleeps, if there is a core for each rank: twice what waking takes."""
+"""Microseconds of busy waiting before a wait sleeps, if each rank has a core: twice the time of a wakeup."""
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface": (_NUMBER, ()),
@@ -39,14 +39,14 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def library_path() -> Path:
-    """The library for this processor."""
+    """Path of the library for this processor."""
     avx2, default = (FOLDER / f"libmegatron_transport_{level}.so" for level in ("avx2", "default"))
     return avx2 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and avx2.exists() else default
 
 
 @cache
 def library() -> Any:
-    """The loaded library, or as text why there is none."""
+    """The loaded library, or the reason why it cannot be loaded."""
     path = library_path()
     if not path.exists():
         return f"{path.name} was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .)"
@@ -57,21 +57,23 @@ def library() -> Any:
             function.restype, function.argtypes = result, arguments
             setattr(loaded, name, function)
     except (OSError, AttributeError) as error:
-        return f"{path.name} does not load: {error}; run pip install . (or -e .) again"
+        return f"{path.name} cannot be loaded: {error}; run pip install . (or -e .) again"
     if loaded.interface() != INTERFACE:
-        return f"{path.name} has interface {loaded.interface()}, this code {INTERFACE}; run pip install . again"
+        return (
+            f"{path.name} has interface version {loaded.interface()}, but {INTERFACE} is needed; "
+            "run pip install . again"
+        )
     return loaded
 
 
 def host_identity() -> str:
-    """What ranks that can open one another's memory have in common: the running kernel, the namespace of process ids,
-    and the user."""
+    """Identifies ranks that can open each other's memory: same running kernel, process namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in the kernel's count; None if it has ended, waited for by its parent or not."""
+    """Start time of a process in the kernel's units; None if it has ended, even as a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -81,7 +83,7 @@ def _start_time(pid: int) -> str | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another rank of this host, or this one: its process, and where its arena is mapped here."""
+    """A rank of this host, possibly this one: its process, and the address of its arena in this process."""
 
     pid: int
     start_time: str
@@ -90,14 +92,14 @@ class Peer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process still runs."""
+        """Whether its process is running."""
         return _start_time(self.pid) == self.start_time
 
 
 class Host:
-    """What this rank shares with the ranks of its host; all ranks of the job make it together.
+    """The shared memory of this rank and the ranks of its host; all ranks of the job construct it together.
 
-    ``reasons[rank]`` says why a rank cannot share memory with those of its host, ``hosts[rank]`` which host it is on.
+    ``reasons[rank]``: why a rank cannot share memory (empty if it can). ``hosts[rank]``: its host.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -118,7 +120,7 @@ class Host:
                         self.peers[other] = _map(cards[other].split("\n")[1:], other)
             except _Unavailable as error:
                 reason = str(error)
-        # When this is over everyone has mapped what it will.
+        # After this exchange every rank has finished mapping.
         self.reasons = _exchange(store, "mapped", reason, rank, size)
         if descriptor >= 0:
             os.close(descriptor)
@@ -128,13 +130,13 @@ class Host:
             self.endpoint = library().endpoint(own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN)
 
     def obstacle(self, ranks: Sequence[int]) -> str | None:
-        """Why these ranks cannot talk through shared memory; None if they can. The same on all of them."""
+        """Reason why these ranks cannot use shared memory; None if they can. The same on all of them."""
         if len({self.hosts[rank] for rank in ranks if self.hosts[rank]}) > 1:
             return "its ranks are on several hosts"
         return next((f"rank {rank}: {self.reasons[rank]}" for rank in ranks if self.reasons[rank]), None)
 
     def _open_arena(self) -> tuple[str, int]:
-        """The card that tells others where this rank's arena is, and its open descriptor."""
+        """Create this rank's arena; returns the text that other ranks need to open it, and its file descriptor."""
         loaded = library()
         if isinstance(loaded, str):
             raise _Unavailable(loaded)
@@ -153,16 +155,16 @@ class Host:
 
 
 class _Unavailable(Exception):
-    """Why this rank has no shared memory."""
+    """The reason why this rank has no shared memory."""
 
 
 def _map(card: list[str], rank: int) -> Peer:
-    """The arena of a rank, by its card."""
+    """Map the arena of a rank, described by ``card``."""
     pid, start_time, descriptor, token = card
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         if not os.readlink(path).startswith("/memfd:megatron"):
-            raise _Unavailable(f"{path} is no shared memory of rank {rank}")
+            raise _Unavailable(f"{path} is not shared memory of rank {rank}")
         opened = os.open(path, os.O_RDWR)
         try:
             mapping = mmap.mmap(opened, os.fstat(opened).st_size)
@@ -177,11 +179,11 @@ def _map(card: list[str], rank: int) -> Peer:
 
 
 def _exchange(store: dist.Store, name: str, own: str, rank: int, size: int) -> list[str]:
-    """Every rank's text."""
+    """Gather one text from every rank."""
     store.set(f"{name}/{rank}", own)
     return [store.get(f"{name}/{other}").decode() for other in range(size)]
 
 
 def exchange_numbers(store: dist.Store, name: str, own: int, rank: int, size: int) -> list[int]:
-    """Every rank's number."""
+    """Gather one integer from every rank."""
     return [int(text) for text in _exchange(store, name, str(own), rank, size)]

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: handles, time limits, and errors that name who is missing."""
+"""Waiting for other ranks: handles, time limits, and errors that name the missing rank."""
 
 import ctypes
 import time
@@ -13,31 +13,31 @@ from torch import Tensor
 from megatron_core.parallel.shared_memory.host import Peer
 
 SLICE = 100_000
-"""Microseconds between looks at signals, time limits and whether the others still run."""
+"""Microseconds between checks for signals, time limits and dead processes."""
 KINDS = ("barrier", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send")
-"""By the numbers of csrc/cpu/transport/transport.h."""
+"""Indexed by the constants of csrc/cpu/transport/transport.h."""
 
 Attempt = Callable[[int], int]
-"""Completes an operation within so many microseconds: 0, or 1 + the member of the group that has not come, or -1 - the
-member that has posted something else."""
+"""Tries to complete an operation within the given microseconds; returns 0, 1 + the group member that is missing, or -1
+- the member that called another operation."""
 
 
 class LostRankError(dist.DistBackendError):
-    """Another rank has ended, or does not come."""
+    """Another rank has ended or did not respond in time."""
 
 
 class Members:
-    """The ranks of a group as processes of this host."""
+    """The processes of a group's ranks."""
 
     def __init__(self, ranks: Sequence[int], peers: Sequence[Peer], timeout: timedelta, native: Any) -> None:
         self.ranks, self._peers, self._native = list(ranks), list(peers), native
         self.limit = timeout.total_seconds()
         self.group = 0
-        """The native group, once it is made."""
+        """Handle of the native group, once it is created."""
 
     def wait_for(self, what: str, number: int, attempt: Attempt, limit: float) -> None:
-        """Make attempts until one completes; ``LostRankError`` if the missing rank has ended, or ``limit`` seconds
-        are over."""
+        """Repeat ``attempt`` until it completes; ``LostRankError`` if the missing rank has ended or ``limit`` seconds
+        pass."""
         missing = attempt(SLICE)
         if missing == 0:
             return
@@ -55,24 +55,24 @@ class Members:
             if left <= 0:
                 raise LostRankError(
                     f"{what} over ranks {self.ranks}: rank {self.ranks[member]} (process {self._peers[member].pid}) "
-                    f"has not come within {limit:.0f} s; if it is only slow, raise distributed_timeout_minutes"
+                    f"did not join within {limit:.0f} s; if it is only slow, raise distributed_timeout_minutes"
                 )
             missing = missing and attempt(min(SLICE, left))
 
     def _mismatch(self, what: str, number: int, member: int) -> str:
-        """What a member has posted instead of what this rank waits for."""
+        """Describe the operation that a member called instead of the expected one."""
         found = (ctypes.c_int64 * 5)()
         self._native.posted(self.group, member, 0, number, found)
         kind, dtype, reduction, root, size = found
         return (
-            f"{what} over ranks {self.ranks}: rank {self.ranks[member]} has called {KINDS[kind]} (dtype {dtype}, "
+            f"{what} over ranks {self.ranks}: rank {self.ranks[member]} called {KINDS[kind]} (dtype {dtype}, "
             f"reduction {reduction}, root {root}, {size} bytes) instead, or with other sizes; all ranks of a group "
-            "have to call the same collectives in the same order"
+            "must call the same collectives in the same order"
         )
 
 
 class Pending(dist.Work):
-    """The handle of an operation that has been posted."""
+    """The handle of a posted operation."""
 
     def __init__(self, members: Members, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]) -> None:
         super().__init__()
@@ -81,13 +81,16 @@ class Pending(dist.Work):
         self.done = False
 
     def _attempt(self, slice_: int) -> int:
-        """As ``Attempt``. A subclass overrides it: a method of its own in an attribute would be a cycle, and what it
-        has filled would stay in memory until the garbage collector comes."""
+        """Call the ``Attempt``; overridden by subclasses.
+
+        A bound method stored in an attribute would be a reference cycle, which would keep the filled tensors in memory
+        until garbage collection.
+        """
         assert self._given is not None, "a handle without an attempt overrides this"
         return self._given(slice_)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete it; ``LostRankError`` names a rank that has ended or does not come in time."""
+        """Complete the operation; ``LostRankError`` names a rank that has ended or did not respond in time."""
         if not self.done:
             limit = timeout.total_seconds() if timeout else 0
             self._members.wait_for(self._what, self._number, self._attempt, limit if limit > 0 else self.limit)
@@ -95,28 +98,28 @@ class Pending(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, or can be completed now."""
+        """Whether the operation is complete or can be completed now."""
         self.done = self.done or self._attempt(0) == 0
         return self.done
 
     def is_success(self) -> bool:
-        """Whether it is done."""
+        """Whether the operation is complete."""
         return self.is_completed()
 
     def result(self) -> list[Tensor]:
-        """What it has filled."""
+        """The filled tensors."""
         self.wait()
         return self._filled
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is done already: there is no thread that would complete it later."""
+        """A completed future: no thread could complete it later."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
 
 
 class Finished(Pending):
-    """The handle of what is done, or is done by completing other handles and a last step."""
+    """The handle of a complete operation, or of one that completes with other handles and a final step."""
 
     def __init__(
         self, filled: list[Tensor], parts: Sequence[dist.Work] = (), last: Callable[[], object] | None = None
@@ -126,7 +129,7 @@ class Finished(Pending):
         self.done = not parts and last is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete the parts, then take the last step."""
+        """Complete the parts, then run the final step."""
         if not self.done:
             for part in self._parts:
                 part.wait(timeout) if timeout else part.wait()
@@ -134,7 +137,7 @@ class Finished(Pending):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, or can be completed now."""
+        """Whether the operation is complete or can be completed now."""
         if not self.done and all([part.is_completed() for part in self._parts]):
             self._finish()
         return self.done
