@@ -236,6 +236,42 @@ def test_nothing_imports_the_drop_in() -> None:
     assert found == []
 
 
+DRIVER = f"{PACKAGE}/training/driver.py"
+PHASES = {"finish_grad_sync", "gradient_norm", "start_param_sync"}
+"""Methods of ``DataParallel`` and ``Optimizer`` for the phases of a step after the backward."""
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+
+
+def test_one_driver_runs_every_step() -> None:
+    """Only the driver constructs the executor and calls the phases of a step.
+
+    The drop-in's ``DistributedDataParallel`` and optimizer call the driver's functions; in addition Megatron has public
+    functions that only compute the norm or only gather weights.
+    """
+    executors = [
+        relative(path)
+        for path in SOURCES
+        for call in calls(path)
+        if ast.unparse(call.func).split(".")[-1] == "Executor"
+    ]
+    assert executors == [DRIVER]
+    found = {
+        relative(path): {call.func.attr for call in calls(path) if isinstance(call.func, ast.Attribute)} & PHASES
+        for path in LIBRARY + PROGRAMS
+    }
+    assert {name: phases for name, phases in found.items() if phases} == {DRIVER: PHASES}
+    bypasses = ("data_parallel.finish_grad_sync", "self.optimizer.step")
+    assert [
+        f"{relative(path)}:{call.lineno}"
+        for path in DROP_IN
+        for call in calls(path)
+        if ast.unparse(call.func).endswith(bypasses)
+    ] == []
+
+
 def dotted(path: Path) -> str:
     """``megatron.core.enums`` for drop_in/megatron/core/enums.py; a package's name for its ``__init__``."""
     parts = path.relative_to(ADAPTERS.parent).with_suffix("").parts

@@ -23,8 +23,6 @@ class ModelParallelConfig:
     --cp-comm-type."""
     perform_initialization: bool = True
     """Initialise the weights in the constructor of a layer; False: the caller does it."""
-    variable_seq_lengths: bool = False
-    """Micro-batches differ in sequence length, so that pipeline stages send the shape with each message."""
     kernel_backend: Backend = "auto"
     """Backend of the operation that adds a weight gradient to a main gradient; see --kernel-backend."""
     fp8_precision: FP8Precision | None = None

@@ -1,10 +1,12 @@
 """One optimizer step of any model: forward and backward by a plan, reduction of gradients, norm, update.
 
-Training, evaluation and the parity command use these functions with different forward functions and hooks. A step
-synchronizes with the device once: the reported values and the norm for the update are copied to the host together.
+``take_step`` is the whole step; training and the parity command call it with different forward functions and hooks. Its
+phases are separate functions: evaluation runs plans without backward, and a program written for Megatron-LM calls the
+phases one by one. A step synchronizes with the device once: the reported values and the norm for the update are copied
+to the host together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -26,20 +28,26 @@ from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 
 
 @dataclass(kw_only=True)
-class Trainable:
+class PipelineRank:
+    """The objects needed to run a plan on this rank."""
+
+    p2p: PipelineP2P
+    message: MessageFormat
+    """Shape, dtype and device of messages between stages; lengths that vary by micro-batch are passed separately."""
+    deferrable: Sequence[nn.Parameter] = ()
+    """Parameters whose weight gradients may be deferred by a split backward."""
+    overlap_p2p: bool = True
+    """Whether messages between stages overlap with computation."""
+
+
+@dataclass(kw_only=True)
+class Trainable(PipelineRank):
     """This rank's part of a model with all objects needed for a training step."""
 
     groups: ParallelGroups
     split: SequenceSplit
-    p2p: PipelineP2P
-    message: MessageFormat
-    """Shape, dtype and device of messages between stages; lengths that vary by micro-batch are passed separately."""
     data_parallel: DataParallel
     optimizer: Optimizer
-    deferrable: Sequence[nn.Parameter]
-    """Parameters whose weight gradients may be deferred by a split backward."""
-    overlap_p2p: bool = True
-    """Whether messages between stages overlap with computation."""
     fp8: AmaxHistories | None = None
     """Amax histories of FP8 layers, which give their scales."""
 
@@ -104,16 +112,16 @@ def take_step(
     varies. ``auxiliary`` collects the layers' auxiliary losses, with the same names on all ranks. ``stop``: whether
     this rank requests a stop; the outcome reports whether any rank did.
     """
-    # Forward and backward, and the reduction of gradients.
+    # Forward and backward of all micro-batches, and the sums of gradients over the ranks.
     data, optimizer = model.data_parallel, model.optimizer
     scale = optimizer.loss_scale.scale
     METER.switch("gradients")
     data.zero_grad()
     losses = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
-    data.finish_grad_sync()
+    finish_gradients(data, model.fp8)
     hooks.before_update()
     METER.switch("optimizer")
-    # Sum everything that the step reports over all ranks, and copy it to the host with the gradient norm.
+    # Sum all reported values over all ranks, and copy them to the host with the gradient norm.
     auxiliary = auxiliary or AuxiliaryLosses((), 0)
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
@@ -122,28 +130,20 @@ def take_step(
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
     found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the only device synchronization of a step
-    norm, loss, wishes, *means = found[: 3 + len(added)]
+    norm, loss, stops, *means = found[: 3 + len(added)]
     at = 3 + len(added) + len(further)
     # Update the weights, unless the step is skipped.
-    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
-    if model.fp8 is not None:
-        model.fp8.update()
-    data.start_param_sync()
+    skipped = update_weights(optimizer, [data], norm, lr, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
     METER.switch("other")
     return StepOutcome(
         loss,
         norm,
         skipped,
-        wishes > 0.0,
+        stops > 0.0,
         dict(zip(auxiliary.names, means, strict=True)),
         found[3 + len(added) : at],
         dict(zip(auxiliary.expert_layers, _in_rows(found[at:], load.shape[1]), strict=True)),
     )
-
-
-def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
-    """Round ``numbers`` to integers and split them into rows of ``length``."""
-    return [[round(number) for number in numbers[at : at + length]] for at in range(0, len(numbers), length)]
 
 
 def forward_backward(
@@ -189,7 +189,7 @@ def forward_backward(
 
 
 def run_plan(
-    model: Trainable,
+    pipeline: PipelineRank,
     plan: Plan,
     forward: ForwardStep,
     *,
@@ -197,17 +197,43 @@ def run_plan(
     listener: Listener | None = None,
 ) -> list[Tensor]:
     """Run a plan with or without backward; return the outputs of the last stage if it is on this rank, else []."""
-    message = replace(model.message, lengths=lengths or {})
     executor = Executor(
         plan,
-        model.p2p,
-        message,
+        pipeline.p2p,
+        replace(pipeline.message, lengths=lengths or {}),
         forward,
-        parameters=model.deferrable,
-        overlap=model.overlap_p2p,
+        parameters=pipeline.deferrable,
+        overlap=pipeline.overlap_p2p,
         listener=listener or Listener(),
     )
     return list(executor.run().values())
+
+
+def finish_gradients(data: DataParallel, fp8: AmaxHistories | None) -> None:
+    """Complete the gradients and sum them over the data-parallel ranks; add the step to the amax histories of FP8."""
+    data.finish_grad_sync()
+    if fp8 is not None:
+        fp8.update()
+
+
+def update_weights(
+    optimizer: Optimizer,
+    wrappers: Iterable[DataParallel],
+    grad_norm: float,
+    lr: float,
+    decoupled_lr: float | None = None,
+    weight_decay: float | None = None,
+    *,
+    skip: bool = False,
+) -> bool:
+    """Clip the gradients of ``wrappers``, update the weights, and start to gather them; return whether it was skipped.
+
+    The arguments are those of ``Optimizer.step``.
+    """
+    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)
+    for data in wrappers:
+        data.start_param_sync()
+    return skipped
 
 
 def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
@@ -215,3 +241,8 @@ def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
     if not losses or not model.split.owns_loss:
         return torch.zeros((), dtype=torch.float64, device=model.data_parallel.device)
     return torch.stack(list(losses)).sum(dtype=torch.float64)
+
+
+def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
+    """Round ``numbers`` to integers and split them into rows of ``length``."""
+    return [[round(number) for number in numbers[at : at + length]] for at in range(0, len(numbers), length)]

@@ -206,11 +206,11 @@ IN_STEPS = (
     ),
     Defect(  # C59
         "weights are gathered before they are updated",
-        "training.driver:take_step",
-        "skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))\n"
-        "    if model.fp8 is not None:\n        model.fp8.update()\n    data.start_param_sync()",
-        "data.start_param_sync()\n"
-        "    skipped = optimizer.step(lr, norm, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))",
+        "training.driver:update_weights",
+        "skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)\n"
+        "    for data in wrappers:\n        data.start_param_sync()",
+        "for data in wrappers:\n        data.start_param_sync()\n"
+        "    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
         "dp2 zero1",
         "C59",
     ),

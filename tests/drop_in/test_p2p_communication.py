@@ -163,7 +163,7 @@ def test_backward_of_an_output_without_memory() -> None:
     torch.testing.assert_close(x.grad, 6.0 * x.detach())
     with pytest.raises(LayoutError, match="is a view"):
         schedules.deallocate_output_tensor(x[1:], True)
-    with pytest.raises(LayoutError, match=r"shape \(5, 4\); deallocate it before"):
+    with pytest.raises(LayoutError, match=r"shape \(5, 4\); call deallocate_output_tensor first"):
         schedules.custom_backward(x * 1.0, None)
 
 

@@ -145,7 +145,6 @@ class GPTModel(nn.Module):
         if config.mtp_num_layers and post_process:
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
             self.mtp = MultiTokenPredictionBlock(context, vocab_size, layer_specs, own_embedding=elsewhere)
-        self._input_tensor: Tensor | None = None
         self._mark_embedding_and_output()
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
@@ -208,10 +207,6 @@ class GPTModel(nn.Module):
         units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
         return [present for unit in units if (present := [module for module in unit if module is not None])]
 
-    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Give the previous stage's output to the next ``forward``, as Megatron's schedules do."""
-        self._input_tensor = input_tensor
-
     def initialise(self, seed: int) -> None:
         """Initialise all weights by their global names."""
         for name, parameter in self.named_global_parameters():
@@ -248,8 +243,6 @@ class GPTModel(nn.Module):
         tokens that do not count in them. ``router_replay`` records which experts tokens go to, or repeats a record;
         ``later`` are the labels of multi-token prediction, without which it adds no losses.
         """
-        if hidden_states is None:
-            hidden_states, self._input_tensor = self._input_tensor, None
         if positions is None:
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
         if position_ids is None:

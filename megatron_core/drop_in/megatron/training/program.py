@@ -1,4 +1,4 @@
-"""Model, optimizer, steps, evaluation and loop of a program of one's own."""
+"""Model, optimizer, steps, evaluation and training loop of programs that import ``megatron.training``."""
 
 import inspect
 import math
@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches, upda
 from megatron.core.optimizer.factory import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import forward_backward, get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -30,7 +31,6 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
-from megatron_core.pipeline_parallel.forward_backward import forward_backward, get_forward_backward_func
 
 Provider = Callable[..., Any]
 
@@ -42,11 +42,11 @@ def get_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> list[Any]:
-    """This rank's chunks of the model of ``get_args()``: on its device, in ``Float16Module`` with --bf16 or --fp16, and
-    in ``DistributedDataParallel``.
+    """Build this rank's model chunks on its device, in ``Float16Module`` with --bf16 or --fp16, and in
+    ``DistributedDataParallel``.
 
-    ``model_provider_func`` gets those of ``pre_process``, ``post_process``, ``vp_stage``, ``config`` and
-    ``pg_collection`` that it has parameters for.
+    ``model_provider_func`` receives ``pre_process``, ``post_process``, ``vp_stage``, ``config`` and ``pg_collection``,
+    as far as it has parameters of these names.
     """
     args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
     args.model_type = model_type
@@ -70,14 +70,14 @@ def get_model(
 
 
 def _called(function: Provider, *values: Any, **given: Any) -> Any:
-    """What ``function`` returns for the arguments of ``given`` that it has parameters for."""
+    """Call ``function`` with ``values`` and with those arguments of ``given`` that match its parameters."""
     known = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
     return function(*values, **{name: value for name, value in given.items() if takes_all or name in known})
 
 
 def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
-    """Learning rate and weight decay as ``get_args()`` has them, counted in sequences."""
+    """Return the schedule of learning rate and weight decay of ``get_args()``, counted in sequences."""
     args = get_args()
     unit, factor = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
     steps = {name: getattr(args, f"{name}_{unit}") for name in ("train", "lr_decay", "lr_wsd_decay", "lr_warmup")}
@@ -106,9 +106,10 @@ def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
 def setup_model_and_optimizer(
     model_provider_func: Any, model_type: Any = ModelType.encoder_or_decoder, checkpointing_context: Any = None
 ) -> tuple[list[Any], MegatronOptimizer | None, OptimizerParamScheduler | None]:
-    """Chunks, optimizer and scheduler of ``get_args()``, with what ``--load`` holds. ``--skip-train``: chunks alone.
+    """Build chunks, optimizer and scheduler of ``get_args()``, and load the checkpoint of ``--load``.
 
-    Newer releases pass ``model_type`` first, so that the two may be exchanged.
+    Optimizer and scheduler are None with ``--skip-train``. The first two arguments may be exchanged, because newer
+    releases of Megatron-LM pass ``model_type`` first.
     """
     provider = model_provider_func if callable(model_provider_func) else model_type
     args, optimizer, scheduler = get_args(), None, None
@@ -134,8 +135,11 @@ def train_step(
     forward_backward_func: Callable[..., list[Any]] = forward_backward,
     iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float, int | None, int]:
-    """One step: (losses by name on the last stage, whether it was skipped, False, False, 0, gradients' norm, zeros in
-    them or None, 0), as release 0.20 returns it; there is no rerun that would save or exit here."""
+    """Take one step through Megatron's public functions, each of which runs a phase of ``training.driver``.
+
+    Returns (losses by name on the last stage, 1 if the step was skipped else 0, False, False, 0, gradient norm, number
+    of zero gradients or None, 0) as release 0.20 of Megatron-LM does; the constants belong to its rerun machine.
+    """
     args = get_args()
     optimizer.zero_grad()
     reports = forward_backward_func(
@@ -154,7 +158,7 @@ def train_step(
 
 
 def _means(reports: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The values of micro-batches by name: those that are (sum, count) over all data-parallel ranks, others' means."""
+    """Average the values of micro-batches by name: pairs (sum, count) over all data-parallel ranks, others locally."""
     found = {}
     for name in reports[0] if reports else ():
         values = [torch.as_tensor(report[name]).detach().reshape(-1).double() for report in reports]
@@ -176,8 +180,11 @@ def evaluate(
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,
 ) -> tuple[dict[str, Tensor], Any, bool]:
-    """(Losses by name over ``eval_iters`` batches on the last stage, what ``non_loss_data_func`` or the loss functions
-    collect beside them, False)."""
+    """Evaluate ``eval_iters`` batches; return (losses by name on the last stage, collected data, False).
+
+    The data are collected by ``non_loss_data_func``, or else by the loss functions if ``process_non_loss_data_func`` is
+    given.
+    """
     args, collected = get_args(), None
     eval_iters = args.eval_iters if eval_iters is None else eval_iters
     args.consumed_valid_samples += eval_iters * args.eval_global_batch_size
@@ -231,7 +238,7 @@ def evaluate_and_print_results(
 
 
 class _Batches:
-    """The numbers of this data-parallel rank's micro-batches of a data set, from ``consumed`` on, in order."""
+    """Sample numbers of this data-parallel rank's micro-batches, in order, starting after ``consumed`` samples."""
 
     def __init__(self, total: int, consumed: int) -> None:
         self.total, self.consumed = total, consumed
@@ -244,20 +251,28 @@ class _Batches:
 
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-    """Micro-batches of this data-parallel rank; ``dataset`` itself with --dataloader-type external, None for None."""
+    """Return a loader of this data-parallel rank's micro-batches; with --dataloader-type external return ``dataset``.
+
+    Returns None if ``dataset`` is None.
+    """
     kind = get_args().dataloader_type
     if dataset is None or kind == "external":
         return dataset
     if kind not in (None, "single"):
-        raise ConfigError(f"dataloader_type={kind!r} is not for a program of one's own; take single or external")
+        raise ConfigError(
+            f"dataloader_type={kind!r} is not supported in programs that build their data sets; use single or external"
+        )
     batches: Any = _Batches(len(dataset), consumed_samples)
     return torch.utils.data.DataLoader(dataset, batch_sampler=batches)
 
 
 def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider: Provider) -> list[Any]:
-    """Iterators of training, validation and test, lists with an entry a chunk if there are several; None on ranks
-    that read nothing. The provider gets the numbers of samples of the three. ``get_args().do_train``, ``do_valid`` and
-    ``do_test`` say which splits have data on some rank of the model."""
+    """Return iterators of training, validation and test data; None for splits that this rank does not read.
+
+    With several model chunks each is a list with one entry per chunk. The provider receives the numbers of samples of
+    the three splits. ``do_train``, ``do_valid`` and ``do_test`` of ``get_args()`` are set to whether any rank of the
+    model has data of the split.
+    """
     args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
     on_cpu, found = World.from_environment().device.type == "cpu", []
@@ -285,7 +300,11 @@ def train(
     process_non_loss_data_func: Callable[..., Any] | None = None,
     config: Any = None,
 ) -> int:
-    """Train until ``get_args()`` says, evaluate, save and log at its intervals; the last iteration."""
+    """Train up to ``train_iters`` or ``exit_interval``; evaluate, save and log at the intervals of ``get_args()``.
+
+    Returns the last iteration.
+    """
+    # Connect the optimizer and the data-parallel wrappers with the schedule.
     args = get_args()
     config = config or get_model_config(model[0])
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
@@ -293,10 +312,12 @@ def train(
         config.no_sync_func = [chunk.no_sync for chunk in model]
     total = args.train_iters
     while args.iteration < total:
+        # Take the step.
         update_num_microbatches(args.consumed_train_samples)
         step = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config)
         size = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         args.iteration, args.consumed_train_samples = args.iteration + 1, args.consumed_train_samples + size
+        # Log, evaluate, save or stop if due.
         if args.iteration % args.log_interval == 0 or args.iteration in (1, total):
             losses = "".join(f" {name}: {value:.6E} |" for name, value in step[0].items())
             print_rank_last(

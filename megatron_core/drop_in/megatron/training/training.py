@@ -7,6 +7,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches, upda
 from megatron.core.optimizer.factory import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -37,4 +38,3 @@ from megatron.training.program import (
 )
 from megatron.training.startup import set_startup_timestamps
 from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
-from megatron_core.pipeline_parallel.forward_backward import get_forward_backward_func

@@ -22,6 +22,7 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.driver import finish_gradients
 
 
 class DistributedDataParallel(MegatronModule):
@@ -108,7 +109,7 @@ class DistributedDataParallel(MegatronModule):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete, sum and average all gradients; scales of FP8 then follow the step's largest values."""
-        self.data_parallel.finish_grad_sync()
+        finish_gradients(self.data_parallel, self._amax_histories)
         if not getattr(self.config, "calculate_per_token_loss", False):
             self.scale_gradients(1.0 / self._groups.group("dp-cp").size())
         for bucket in self.buckets:
@@ -116,8 +117,6 @@ class DistributedDataParallel(MegatronModule):
             for parameter in own:
                 if parameter.dtype == bucket.grads.dtype:
                     parameter.grad = parameter.main_grad
-        if self._amax_histories is not None:
-            self._amax_histories.update()
         self._step_is_over = True
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:

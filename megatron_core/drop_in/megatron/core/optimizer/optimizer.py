@@ -22,6 +22,7 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import tell_all
+from megatron_core.training.driver import update_weights
 
 
 @dataclass
@@ -108,10 +109,9 @@ class MegatronOptimizer:
     @torch.no_grad()
     def step_with_norm(self, norm: float) -> bool:
         """Clip by ``norm`` and update; whether the step was taken."""
-        skipped = self.optimizer.step(self._own.lr, norm)
-        for chunk in self.model_chunks:
-            chunk.start_param_sync()
-        return not skipped
+        return not update_weights(
+            self.optimizer, [chunk.data_parallel for chunk in self.model_chunks], norm, self._own.lr
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, which ``step`` divides out: a model's ``grad_scale_func``."""

@@ -156,7 +156,6 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             tp_comm_overlap=self.tp_comm_overlap,
             cp_comm_type=(kinds,) if isinstance(kinds, str) else tuple(kinds),
             perform_initialization=self.perform_initialization,
-            variable_seq_lengths=self.variable_seq_lengths,
             kernel_backend=self.kernel_backend,
             fp8_precision=self._fp8(),
             device=self.device,

@@ -46,6 +46,8 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
     (``config.mtp_num_layers``) join in backward, as means over each micro-batch. ConfigError for what is not supported.
     """
 
+    _input_tensor: Tensor | None = None
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -128,6 +130,10 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         if config.moe_enable_routing_replay:
             self._replay = _Replay({n: RouterReplay() for n in stage_layers(config, vp_stage) if own.has_experts(n)})
 
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Set the previous stage's output for the next ``forward``."""
+        self._input_tensor = input_tensor
+
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None,
@@ -176,10 +182,12 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         counted = loss_mask if padding_mask is None else ~padding_mask.bool()
         auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, counted, documents)
         self._gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
+        hidden_states, self._input_tensor = self._input_tensor, None
         output: Tensor = super().forward(
             input_ids,
             position_ids,
             attention_mask,
+            hidden_states=hidden_states,
             labels=labels,
             sample_index=sample_index,
             document_lengths=documents,

@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
-from megatron_core.config import ModelConfig
-from megatron_core.config.partition import partition
 from megatron_core.errors import ConfigError
-from megatron_core.models import GPTModel
-from megatron_core.pipeline_parallel import get_forward_backward_func
-from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.verify.ranks import run_ranks
 
 MICRO, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 40
-SHAPE = ModelConfig(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0, untie_embeddings_and_output_weights=True)
 
 
 def _batches(ragged: bool) -> list[Tensor]:
@@ -29,22 +27,34 @@ def _batches(ragged: bool) -> list[Tensor]:
     return [torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator) for length in lengths]
 
 
-def _model(stage: int, num_stages: int, ragged: bool) -> GPTModel:
+def _model(chunk: int, chunks: int, ragged: bool) -> GPTModel:
+    """Chunk ``chunk`` of this pipeline rank."""
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        variable_seq_lengths=ragged,
+    )
     return GPTModel(
-        SHAPE,
+        config,
+        get_gpt_layer_local_spec(),
         VOCABULARY,
         LENGTH,
-        parallel=ModelParallelConfig(params_dtype=torch.float64, variable_seq_lengths=ragged),
-        layers=partition(4, num_stages)[stage],
-        pre_process=stage == 0,
-        post_process=stage == num_stages - 1,
+        pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
+        post_process=parallel_state.is_pipeline_last_stage() and chunk == chunks - 1,
+        vp_stage=chunk if chunks > 1 else None,
     )
 
 
 def _forward_step(iterator, model: GPTModel):
     batch = next(iterator)
-    last = model.output_layer is not None
-    output = model(batch[:, :-1], labels=batch[:, 1:] if last else None)
+    output = model(batch[:, :-1], labels=batch[:, 1:] if model.post_process else None)
 
     def loss_func(losses: Tensor) -> tuple[Tensor, dict[str, float]]:
         return losses.mean(), {"loss": losses.mean().item()}
@@ -54,9 +64,8 @@ def _forward_step(iterator, model: GPTModel):
 
 def _run_step(chunks: int, forward_only: bool, ragged: bool) -> tuple[list[dict], dict[str, np.ndarray]]:
     size = torch.distributed.get_world_size()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    models = [_model(chunk * size + rank, chunks * size, ragged) for chunk in range(chunks)]
+    parallel_state.initialize_model_parallel(1, size, chunks if chunks > 1 else None)
+    models = [_model(chunk, chunks, ragged) for chunk in range(chunks)]
     reports = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(_batches(ragged)) for _ in models],
@@ -71,6 +80,7 @@ def _run_step(chunks: int, forward_only: bool, ragged: bool) -> tuple[list[dict]
 
 
 def _one_process(ragged: bool = False) -> tuple[list[float], dict[str, np.ndarray]]:
+    parallel_state.destroy_model_parallel()
     model = _model(0, 1, ragged)
     losses = [model(batch[:, :-1], labels=batch[:, 1:]).mean() for batch in _batches(ragged)]
     (sum(losses) / MICRO).backward()
