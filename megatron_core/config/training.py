@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_core.config.fp8 import FP8Config
+from megatron_core.config.optimizers import AlgorithmConfig
 from megatron_core.config.ramp import Ramp, Steps, parse_steps
 
 
@@ -94,12 +95,9 @@ class TrainingConfig(FP8Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(AlgorithmConfig):
     """The optimizer and where its state lies, clipping, the loss scale and the learning rate over time."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
-    """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the rest."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
@@ -132,42 +130,6 @@ class OptimizerConfig:
     """Weight decay at the end of training, for the same."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay changes from --start-weight-decay to --end-weight-decay; constant: it is --weight-decay."""
-    adam_beta1: float = 0.9
-    """Decay rate of the running mean of gradients."""
-    adam_beta2: float = 0.999
-    """Decay rate of the running mean of squared gradients."""
-    adam_eps: float = 1e-8
-    """Added to the square root of the mean of squared gradients."""
-    sgd_momentum: float = 0.9
-    """Share of the last update in the next one, for --optimizer sgd."""
-    lion_beta1: float = 0.95
-    """Share of the running mean in the direction of an update, for --optimizer lion."""
-    lion_beta2: float = 0.98
-    """Decay rate of the running mean of gradients, for --optimizer lion."""
-    muon_momentum: float = 0.9
-    """Decay rate of the sum of gradients, for --optimizer muon."""
-    muon_nesterov: bool = False
-    """Nesterov momentum, for --optimizer muon."""
-    muon_split_qkv: bool = True
-    """Make queries, keys and values orthogonal separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
-    matrix."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
-    sqrt(max(1, rows / columns))."""
-    muon_extra_scale_factor: float = 1.0
-    """Another factor of Muon's updates; 0.2 with the spectral one gives them the size of AdamW's (Liu et al. 2025)."""
-    muon_num_ns_steps: int = 5
-    """Newton-Schulz iterations, for --optimizer muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
-    """Coefficients of the Newton-Schulz iterations, for --optimizer muon."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
-    """Matrix products of the Newton-Schulz iterations, for --optimizer muon: in bfloat16, in TF32 where the GPU has it,
-    or in float32. With --fp64 always in float64."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
-    use_layer_wise_param_layout: bool = True
-    """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
-    --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""
     decoupled_lr: float | None = None
     """Highest learning rate of embeddings and output layer; default --lr."""
     decoupled_min_lr: float | None = None
@@ -183,14 +145,10 @@ class OptimizerConfig:
     optimizer_offload_dir: str | None = None
     """Keep optimizer state and main weights in files of this folder, which a step works through in pieces."""
     use_precision_aware_optimizer: bool = False
-    """Store what the next three settings say in bfloat16; updates are computed in float32 and rounded
-    stochastically."""
+    """Store in bfloat16 what --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype say; updates are computed in
+    float32 and rounded stochastically."""
     main_params_dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: no main weights; the optimizer updates the --bf16 weights themselves."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The first moment, or the momentum of optimizers that have one moment."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The second moment."""
     loss_scale: float | None = None
     """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = 2.0**32
@@ -212,10 +170,6 @@ class OptimizerConfig:
         """What is stored in bfloat16, by setting."""
         names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         return {name: getattr(self, name) for name in names if getattr(self, name) == "bf16"}
-
-    def keeps_in_bf16(self, state: str) -> bool:
-        """Whether a tensor of the optimizer's state is stored in bfloat16."""
-        return (self.exp_avg_sq_dtype if state == "exp_avg_sq" else self.exp_avg_dtype) == "bf16"
 
     def decoupled(self) -> OptimizerConfig | None:
         """The settings of the learning rate of embeddings and output layer; None if they have no own."""

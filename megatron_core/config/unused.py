@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.optimizers import settings_by_readers
 from megatron_core.config.rules_data import DIVIDED
 from megatron_core.config.rules_ranges import NEEDS, shown
 from megatron_core.config.run import RunConfig
@@ -142,34 +143,17 @@ UNREAD: tuple[tuple[str, Callable[[Values], Any], str], ...] = (
     ),
     ("--grad-compression powersgd", lambda v: v["grad_compression"] == "powersgd", "powersgd_rank"),
     (
-        "--optimizer adam or muon",
-        lambda v: v["optimizer"] == "adam" or (v["optimizer"], v["muon_scalar_optimizer"]) == ("muon", "adam"),
-        "adam_beta1 adam_beta2 adam_eps",
-    ),
-    (
         "--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16",
         lambda v: "bf16" in (v["main_params_dtype"], v["exp_avg_dtype"], v["exp_avg_sq_dtype"]),
         "use_precision_aware_optimizer",
-    ),
-    ("--optimizer sgd", lambda v: v["optimizer"] == "sgd", "sgd_momentum"),
-    (
-        "--optimizer lion",
-        lambda v: v["optimizer"] == "lion" or (v["optimizer"], v["muon_scalar_optimizer"]) == ("muon", "lion"),
-        "lion_beta1 lion_beta2",
-    ),
-    (
-        "--optimizer muon",
-        lambda v: v["optimizer"] == "muon",
-        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "
-        "muon_coefficient_type muon_fp32_matmul_prec muon_scalar_optimizer",
     ),
     (
         "--optimizer muon and --zero-stage 1",
         lambda v: v["optimizer"] == "muon" and v["dp_zero_stage"] == 1,
         "use_layer_wise_param_layout",
     ),
-    ("--optimizer adam or muon", lambda v: v["optimizer"] in ("adam", "muon"), "exp_avg_sq_dtype"),
-    ("--sgd-momentum above 0", lambda v: v["optimizer"] != "sgd" or v["sgd_momentum"], "exp_avg_dtype"),
+    ("a second moment", lambda v: "exp_avg_sq_dtype" in v["moment_dtypes"], "exp_avg_sq_dtype"),
+    ("a first moment", lambda v: "exp_avg_dtype" in v["moment_dtypes"], "exp_avg_dtype"),
     (
         "a warm-up",
         lambda v: v["lr_warmup_iters"] or v["lr_warmup_samples"] or v["lr_warmup_fraction"],
@@ -276,7 +260,7 @@ def unread_settings(
     values, defaults = config.flat(), RunConfig().flat()
     names = [name for name in values if values[name] != defaults[name]] if names is None else names
     known, told, reported = values | _derived(config, world_size, device), [], set[str]()
-    for needed, given, listed in (*UNREAD, *_needs()):
+    for needed, given, listed in (*UNREAD, *_of_optimizers(), *_needs()):
         found = [name for name in listed.split() if name in names and name not in reported]
         if found and not given(known):
             reason = needed if needed.startswith("with ") else f"without {needed}"
@@ -305,6 +289,15 @@ def _absent_parts(model: ModelConfig) -> Iterator[str]:
             yield f"recompute_modules={part} (without {what})"
 
 
+def _of_optimizers() -> list[tuple[str, Callable[[Values], Any], str]]:
+    """Entries for the settings of single optimizers."""
+
+    def entry(readers: tuple[str, ...], names: list[str]) -> tuple[str, Callable[[Values], Any], str]:
+        return f"--optimizer {' or '.join(readers)}", lambda v: v["optimizers"] & set(readers), " ".join(names)
+
+    return [entry(readers, names) for readers, names in settings_by_readers().items()]
+
+
 def _needs() -> list[tuple[str, Callable[[Values], Any], str]]:
     """The entries of ``NEEDS``, which are refused unless they have their defaults, as entries of ``UNREAD``."""
 
@@ -327,6 +320,10 @@ def _derived(config: RunConfig, world_size: int, device: str) -> Values:
         "expert_ranks": parallel.expert_model_parallel_size * parallel.expert_tensor_size,
         "dense_layers": not all(map(model.has_experts, range(model.num_layers))),
         "windowed_layers": any(model.window_of_layer(layer) is not None for layer in range(model.num_layers)),
+        "optimizers": {kind.name for kind in config.optimizer.kinds},
+        "moment_dtypes": {
+            moment.dtype_setting for kind in config.optimizer.kinds for moment in kind.moments(config.optimizer)
+        },
         "reduces_in_bf16": parallel.reduces_in_bf16,
         "dp_zero_stage": parallel.dp_zero_stage,
     }

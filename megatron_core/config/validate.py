@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.resilience import resilience_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
@@ -46,6 +47,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from ramp_problems(config, world_size)
     yield from length_problems(config, world_size)
     yield from learning_rate_problems(config, world_size)
+    yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
     yield from fp8_problems(config)
     yield from data_problems(config)

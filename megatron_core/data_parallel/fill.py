@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, matrix_work
+from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, WholeInShards, matrix_work
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.groups import Group, ParallelGroups
@@ -18,6 +18,11 @@ SHARD_MULTIPLE = 8
 def in_order(kind: BucketKind, shards: int) -> Rule:
     """Return the default rule: parameters in order, shards aligned to 16 bytes."""
     return InOrder(1, shards * SHARD_MULTIPLE)
+
+
+def whole_matrices(kind: BucketKind, shards: int) -> Rule:
+    """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
+    return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
 
 
 def make_buckets(

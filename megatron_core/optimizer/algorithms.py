@@ -1,13 +1,25 @@
-"""Elementwise optimizers, which can update any slice of a shard: AdamW, SGD, Lion."""
+"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on any slice of a shard, Muon on matrices.
 
-from collections.abc import Sequence
+To add an optimizer, add a row to ``config.optimizers`` and a class here, or call ``register_optimizer`` outside of this
+package.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, cycle, islice, repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
+from megatron_core.config.optimizers import OptimizerKind, add_optimizer
+from megatron_core.data_parallel import Bucket
 from megatron_core.ops import Backend, adamw_
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +45,46 @@ class Rates:
     factor: float
     """Factor on the gradients: clipping and the inverse loss scale."""
     epsilon: float = 1e-8
-    """Epsilon of AdamW."""
+    """``adam_eps``, with the factor of ``--use-mup``."""
 
 
-class AdamW:
+class Algorithm:
+    """An update rule for any slice of a shard."""
+
+    def __init__(
+        self, config: OptimizerConfig, backend: Backend = "auto", groups: ParallelGroups | None = None
+    ) -> None:
+        """``groups``: all process groups of this rank, for rules that communicate."""
+        self.config, self.backend, self.groups = config, backend, groups
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the weights and the state of each part in place, and its ``copy`` (``write_copy``).
+
+        The gradient is ``part.grad * rates.factor``; ``part.grad`` may be overwritten. ``part.state`` has the moments
+        of the optimizer's row, with the dtype of ``part.main``.
+        """
+        raise NotImplementedError
+
+
+class MatrixAlgorithm(Algorithm):
+    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``."""
+
+    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
+        """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
+        raise NotImplementedError
+
+
+def write_copy(part: ShardSlice) -> None:
+    """Copy the main weights to the weights of the model, with rounding to their dtype."""
+    if part.copy is not None:
+        part.copy.copy_(part.main)
+
+
+class AdamW(Algorithm):
     """Loshchilov and Hutter 2019, algorithm 2, in one pass over memory; see ``ops.adamw_``."""
 
-    names = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, config: OptimizerConfig, backend: Backend, frozen_after: int | None = None) -> None:
-        """``frozen_after``: the last step that updates the variance, for compressed momenta (1-bit Adam)."""
-        self.config, self.backend, self.frozen_after = config, backend, frozen_after
+    frozen_after: int | None = None
+    """The last step that updates the variance, for compressed momenta (1-bit Adam)."""
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update all parts in one launch."""
@@ -77,36 +118,29 @@ class AdamW:
             write_copy(part)
 
 
-class SGD:
-    """SGD with momentum, as in torch.optim.SGD: m = mu m + g + wd w; w = w - lr m."""
-
-    names = ("momentum_buffer",)
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.momentum = config.sgd_momentum
+class SGD(Algorithm):
+    """As torch.optim.SGD: m = mu m + g + wd w; w = w - lr m. Without momentum (mu = 0) there is no state."""
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         for part in parts:
-            momentum = part.state["momentum_buffer"]
-            momentum.mul_(self.momentum).add_(part.grad, alpha=rates.factor)
+            if self.config.sgd_momentum:
+                step = part.state["momentum_buffer"]
+                step.mul_(self.config.sgd_momentum).add_(part.grad, alpha=rates.factor)
+            else:
+                step = part.grad.to(part.main.dtype) * rates.factor
             if rates.weight_decay:
-                momentum.add_(part.main, alpha=rates.weight_decay)
-            part.main.add_(momentum, alpha=-rates.lr)
+                step.add_(part.main, alpha=rates.weight_decay)
+            part.main.add_(step, alpha=-rates.lr)
             write_copy(part)
 
 
-class Lion:
+class Lion(Algorithm):
     """Chen et al. 2023, algorithm 2: w = w - lr (sign(b1 m + (1 - b1) g) + wd w); m = b2 m + (1 - b2) g."""
-
-    names = ("exp_avg",)
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.betas = config.lion_beta1, config.lion_beta2
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
-        beta1, beta2 = self.betas
+        beta1, beta2 = self.config.lion_beta1, self.config.lion_beta2
         for part in parts:
             momentum = part.state["exp_avg"]
             grad = part.grad.mul_(rates.factor).to(momentum.dtype)
@@ -116,7 +150,162 @@ class Lion:
             write_copy(part)
 
 
-def write_copy(part: ShardSlice) -> None:
-    """Copy the main weights to the weights of the model, with rounding to their dtype."""
-    if part.copy is not None:
-        part.copy.copy_(part.main)
+Coefficients = tuple[float, float, float]
+
+COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+}
+"""a, b, c of each iteration ``a x + b x x^T x + c (x x^T)^2 x``. simple: Jordan et al. 2024; quintic:
+leloykun.github.io/ponder/muon-opt-coeffs; polar_express: Amsel et al. 2025 (arXiv 2505.16932), with its safety factor.
+After the last coefficients, polar_express repeats them; the other types start again with the first."""
+
+
+class Muon(MatrixAlgorithm):
+    """m = mu m + g; u = m, with Nesterov g + mu m; w = (1 - lr wd) w - lr scale orthogonal(u).
+
+    Muon updates hidden matrices; another optimizer updates the other parameters. ``newton_schulz`` orthogonalizes each
+    stored matrix as a whole (each expert separately; gate and up projection together). With ``muon_split_qkv`` it
+    orthogonalizes the queries, keys and values (and gates) of a fused QKV matrix separately. The scale is
+    ``muon_extra_scale_factor`` times sqrt(max(rows, columns)) (spectral), sqrt(rows / columns) (unit_rms_norm) or
+    sqrt(max(1, rows / columns)) (shape_scaling) of the orthogonalized matrix. Megatron-LM's m is a mean, (1 - mu) times
+    this m, so the directions are equal. Each data-parallel rank orthogonalizes part of a bucket's matrices: the ones in
+    its shard if no matrix is cut (``fill.whole_matrices``), else every nth matrix, with a gather before and an
+    all-reduce after it.
+
+    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration, Liu et al. 2025 (arXiv
+    2502.16982), section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are from Megatron-LM
+    and Emerging-Optimizers.
+    """
+
+    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
+        """Update the shard; see ``MatrixAlgorithm``."""
+        momentum = part.state["momentum_buffer"]
+        grad = part.grad.mul_(rates.factor).to(momentum.dtype)
+        momentum.mul_(self.config.muon_momentum).add_(grad)
+        nesterov = self.config.muon_nesterov
+        direction = grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
+        orthogonal = self._orthogonalized(bucket, direction)
+        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(orthogonal, alpha=-rates.lr)
+        write_copy(part)
+
+    def _orthogonalized(self, bucket: Bucket, direction: Tensor) -> Tensor:
+        """Return the scaled orthogonal directions of this rank's shard."""
+        size, rank = bucket.dp_group.size(), bucket.dp_group.rank()
+        whole = direction
+        if bucket.is_sharded and not bucket.cuts_parameters:  # this shard has only whole parameters
+            result = torch.zeros_like(direction)
+            for _, parameter, _, numel, at in bucket.pieces():
+                flat = slice(at, at + numel)
+                result[flat] = self._of_parameter(parameter, direction[flat].view(parameter.shape)).view(-1)
+            return result
+        if bucket.is_sharded and size > 1:
+            whole = direction.new_empty(bucket.weights.numel())
+            all_gather_flat_(whole, direction, bucket.dp_group).wait()
+        result = torch.zeros_like(whole)
+        for number, (parameter, at) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
+            if number % size == rank:
+                flat = slice(at, at + parameter.numel())
+                result[flat] = self._of_parameter(parameter, whole[flat].view(parameter.shape)).view(-1)
+        all_reduce_(result, bucket.dp_group)
+        return result[bucket.shard] if bucket.is_sharded and size > 1 else result
+
+    def _of_parameter(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+        """Assemble the global matrix, orthogonalize it, and return this rank's part."""
+        spec = spec_of(parameter)
+        full = local.new_zeros(spec.global_shape)
+        for box in spec.parts:
+            if box.owned or not spec.splits:
+                full[box.whole.index] = local[box.local.index]
+        assert self.groups is not None
+        for axis in spec.split_axes:
+            all_reduce_(full, self.groups.group(axis))
+        part = torch.empty_like(local)
+        spec.localise(self._of_sections(full, spec.sections if self.config.muon_split_qkv else ()), part)
+        return part
+
+    def _of_sections(self, full: Tensor, sections: tuple[int, ...]) -> Tensor:
+        """Return the scaled orthogonal directions of a matrix, or of each of its row ``sections`` separately."""
+        if not sections:
+            return self._scaled(full)
+        columns = full.shape[-1]
+        parts = full.view(-1, sum(sections), columns).split(sections, dim=1)
+        scaled = (self._scaled(part.reshape(-1, columns)).view(part.shape) for part in parts)
+        return torch.cat(list(scaled), dim=1).view(full.shape)
+
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        config, (rows, columns) = self.config, matrix.shape[-2:]
+        scale = {
+            "spectral": max(rows, columns),
+            "unit_rms_norm": rows / columns,
+            "shape_scaling": max(1.0, rows / columns),
+        }[config.muon_scale_mode] ** 0.5
+        with _float32_products(config.muon_fp32_matmul_prec):
+            orthogonal = newton_schulz(
+                matrix,
+                config.muon_num_ns_steps,
+                config.muon_coefficient_type,
+                in_bf16=config.muon_fp32_matmul_prec == "medium",
+            )
+        return orthogonal.mul_(scale * config.muon_extra_scale_factor)
+
+
+def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, in_bf16: bool = False) -> Tensor:
+    """Return ``matrix`` ``[..., r, c]`` with singular values close to 1 (0.7 to 1.3 after 5 steps).
+
+    The iteration uses the dtype of ``matrix``; with ``in_bf16``, bfloat16 for a float32 matrix.
+    """
+    sets = COEFFICIENTS[coefficients]
+    endless = chain(sets, repeat(sets[-1])) if coefficients == "polar_express" else cycle(sets)
+    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    x = normalize(x, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]
+    x = x.bfloat16() if in_bf16 and x.dtype == torch.float32 else x
+    for a, b, c in islice(endless, steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if matrix.shape[-2] > matrix.shape[-1] else x).to(matrix.dtype).contiguous()
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    """Allow TF32 products of float32 matrices if ``precision`` is ``high``."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]
+"""Constructor of an update rule: a subclass of ``Algorithm``, or a function that returns an instance of one."""
+
+UPDATE_RULES: dict[str, UpdateRule] = {"adam": AdamW, "sgd": SGD, "lion": Lion, "muon": Muon}
+"""The update rule of each optimizer, by the names in ``config.optimizers.OPTIMIZERS``."""
+
+
+def register_optimizer(kind: OptimizerKind, rule: UpdateRule) -> None:
+    """Make an optimizer from outside of this package available as ``--optimizer NAME``.
+
+    Call this on every rank before the configuration is checked. Settings of its own are arguments of ``rule``
+    (``functools.partial``). Errors: ``ConfigError`` if the name is taken.
+    """
+    add_optimizer(kind)
+    UPDATE_RULES[kind.name] = rule

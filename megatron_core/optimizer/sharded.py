@@ -14,17 +14,23 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
+from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.buffer import BucketKind
 from megatron_core.data_parallel.compression import OneBitAdam
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import SGD, AdamW, Lion, Rates, ShardSlice
+from megatron_core.optimizer.algorithms import (
+    UPDATE_RULES,
+    AdamW,
+    Algorithm,
+    MatrixAlgorithm,
+    Rates,
+    ShardSlice,
+)
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.muon import Muon
-from megatron_core.optimizer.mup import width_factors
 from megatron_core.optimizer.rounding import CHUNK, update_rounded
 from megatron_core.parallel.groups import ParallelGroups
 
@@ -36,29 +42,34 @@ class Shard:
     """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
 
     bucket: Bucket
-    algorithm: AdamW | SGD | Lion | Muon
+    kind: OptimizerKind
+    algorithm: Algorithm
     placement: Placement
     main: Tensor
     """Main weights: the bucket's own tensor if it has the main dtype (and the state's device), else a copy."""
     state: dict[str, Tensor]
-    """The state tensors of the algorithm, initially zero."""
+    """The moments by name, initially zero."""
 
     @classmethod
     def of(
-        cls, bucket: Bucket, algorithm: AdamW | SGD | Lion | Muon, placement: Placement, config: OptimizerConfig
+        cls,
+        bucket: Bucket,
+        kind: OptimizerKind,
+        algorithm: Algorithm,
+        placement: Placement,
+        config: OptimizerConfig,
     ) -> Shard:
         """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
         wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
             main = placement.tensor("main", main.numel(), wide).copy_(main)
-        of_state = torch.promote_types(main.dtype, torch.float32)
-        narrow = {name for name in algorithm.names if config.keeps_in_bf16(name)}
+        wide = torch.promote_types(main.dtype, torch.float32)
         state = {
-            name: placement.tensor(name, main.numel(), torch.bfloat16 if name in narrow else of_state)
-            for name in algorithm.names
+            moment.name: placement.tensor(moment.name, main.numel(), torch.bfloat16 if moment.is_bf16(config) else wide)
+            for moment in kind.moments(config)
         }
-        return cls(bucket, algorithm, placement, main, state)
+        return cls(bucket, kind, algorithm, placement, main, state)
 
     @property
     def is_narrow(self) -> bool:
@@ -118,7 +129,7 @@ class Optimizer:
         width: float = 1.0,
         param_groups: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """``seed``: seed of stochastic rounding. ``width``: model width / base width (``mup``).
+        """``seed``: seed of stochastic rounding. ``width``: model width / base width (``--use-mup``).
 
         ``param_groups``: if not empty, the groups together have all parameters as ``params``. Each step then uses
         ``lr``, ``weight_decay`` and ``eps`` of the groups instead of its arguments and the configuration.
@@ -127,29 +138,22 @@ class Optimizer:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
-        frozen_after = self.compressor.warmup if isinstance(self.compressor, OneBitAdam) else None
-        self._algorithms: dict[str, AdamW | SGD | Lion | Muon] = {
-            "adam": AdamW(config, backend, frozen_after),
-            "sgd": SGD(config),
-            "lion": Lion(config),
-            "muon": Muon(config, groups),
-        }
+        algorithms = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
         # Allocate the state here, so that a checkpoint can be loaded before the first step.
+        self.shards = []
         placements = _placements(data_parallel.buckets, config, groups.rank)
-        self.shards = [
-            Shard.of(bucket, self._algorithm(bucket), placement, config)
-            for bucket, placement in zip(data_parallel.buckets, placements, strict=True)
-        ]
+        for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
+            kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
+            self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
         if isinstance(self.compressor, OneBitAdam):
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
+            for algorithm in algorithms.values():
+                assert isinstance(algorithm, AdamW), "validated: 1-bit Adam is Adam's"
+                algorithm.frozen_after = self.compressor.warmup
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
         self._runs = self._runs_by_group()
-
-    def _algorithm(self, bucket: Bucket) -> AdamW | SGD | Lion | Muon:
-        muon_leaves = self.config.optimizer == "muon" and not bucket.kind.is_hidden_matrix
-        return self._algorithms[self.config.muon_scalar_optimizer if muon_leaves else self.config.optimizer]
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
@@ -205,9 +209,7 @@ class Optimizer:
         return False
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
-        if isinstance(shard.algorithm, Muon):
-            return 1.0, 1.0
-        return width_factors(self.config.optimizer, self.width, hidden=shard.bucket.kind.is_hidden_matrix)
+        return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)
 
     def _runs_by_group(self) -> dict[tuple[int | BucketKind, torch.dtype, int], list[tuple[Shard, slice]]]:
         """Return runs of elements by (parameter group or traits, dtype, algorithm); all runs of a key share rates."""
@@ -224,7 +226,7 @@ class Optimizer:
     def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
         """Update runs: shards on the device of their weights together; offloaded and rounded shards in sequence."""
         algorithm = runs[0][0].algorithm
-        if isinstance(algorithm, Muon):
+        if isinstance(algorithm, MatrixAlgorithm):
             for shard, _ in runs:
                 self._update_matrices(shard, algorithm, rates)
             return
@@ -245,8 +247,8 @@ class Optimizer:
                 shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
             shard.bucket.evict_weights()
 
-    def _update_matrices(self, shard: Shard, algorithm: Muon, rates: Rates) -> None:
-        """Update a shard with Muon, which needs weights and state on one device: copy them there and back."""
+    def _update_matrices(self, shard: Shard, algorithm: MatrixAlgorithm, rates: Rates) -> None:
+        """Update whole matrices, whose weights and state must be on one device: copy them there and back."""
         bucket, here = shard.bucket, shard
         own, device = shard.main if shard.is_narrow else bucket.weight_shard, bucket.weights.device
         if {own.device, shard.main.device} != {device}:
@@ -276,7 +278,7 @@ class Optimizer:
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Yield each bucket with its flat state.
 
-        The state consists of the algorithm's tensors (``exp_avg`` and ``exp_avg_sq`` for AdamW) and, for 16-bit
+        The state consists of the optimizer's moments (``exp_avg`` and ``exp_avg_sq`` for AdamW) and, for 16-bit
         weights, ``main``.
         """
         for shard in self.shards:
@@ -290,11 +292,13 @@ class Optimizer:
 
 
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, group) for maximal runs of one group in a shard; for Muon the whole shard is one run."""
-    if isinstance(shard.algorithm, Muon):
+    """Yield (start, stop, group) for maximal runs of one group in a shard; a shard of whole matrices is one run."""
+    if isinstance(shard.algorithm, MatrixAlgorithm):
         groups = {group_of[id(parameter)] for parameter in shard.bucket.parameters}
         if len(groups) > 1:
-            raise ConfigError("optimizer=muon: hidden matrices of one bucket need the same settings; override others")
+            raise ConfigError(
+                f"optimizer={shard.kind.name}: hidden matrices of one bucket need the same settings; override others"
+            )
         yield 0, shard.main.numel(), groups.pop()
         return
     run: tuple[int, int, int] | None = None

@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.config.partition import layers_by_stage, plan_of
-from megatron_core.planner.footprint import stored_moments
 from megatron_core.planner.groups import Rings
 from megatron_core.planner.hardware import Hardware
 from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
@@ -241,11 +240,15 @@ class Pipeline:
         return (parameters.dense / dense + parameters.experts / experts) * instances
 
     def optimizer(self, rank: int) -> float:
-        """Seconds of gradient norm, update and zeroing of gradients, and of transfers if the state is offloaded."""
+        """Seconds of gradient norm, update and zeroing of gradients, and of transfers if the state is offloaded.
+
+        With an optimizer for hidden matrices all parameters count as such; its matrix products are not counted.
+        """
         config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
         elements, wide = self.shard(rank), max(clock.bytes, 4)
         # Gradient, main weight and moments (read and written), and the model weight if it is a separate tensor.
-        moved = wide * (1 + 2 + 2 * stored_moments(config)) + (clock.bytes if clock.bytes < wide else 0)
+        moments = config.kind_of(hidden=True).moment_bytes(config, wide)
+        moved = wide * (1 + 2) + 2 * moments + (clock.bytes if clock.bytes < wide else 0)
         away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
         found = elements * (1 - away) * moved / hardware.memory_bandwidth
         on_disk = config.optimizer_offload_dir is not None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_core.config import OptimizerConfig, RunConfig
+from megatron_core.config import RunConfig
 from megatron_core.planner.context import arriving_bytes
 from megatron_core.planner.memory import (
     layer_activations,
@@ -29,18 +29,6 @@ recomputed layers, ``fragments`` is memory lost to fragmentation of the caching 
 FRAGMENTS = 0.05
 """Fragmentation as a share of activations and other temporary memory: the ratio of reserved to allocated memory in
 published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
-MOMENTS = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "lion": ("exp_avg",),
-    "muon": ("momentum_buffer",),
-}
-"""Names of an optimizer's moments."""
-
-
-def stored_moments(optimizer: OptimizerConfig) -> float:
-    """Number of moments per parameter in units of a float32 moment: a bfloat16 moment counts as half."""
-    return sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in MOMENTS[optimizer.optimizer])
 
 
 @dataclass(frozen=True)
@@ -133,11 +121,8 @@ class Footprint:
         away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
         found = dict.fromkeys(("weights", "gradients", "optimizer", "units whole"), 0.0)
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
-        total = sum(self.units[rank], Parameters())
-        for elements, size in zip((total.dense, total.experts), sizes, strict=True):
-            each = self._state_by_kind(size)
-            for kind, bytes_ in each.items():
-                found[kind] += elements * bytes_ * ((1 - away) if kind == "optimizer" else 1)
+        for kind, bytes_ in self._state_by_kind(rank, sizes).items():
+            found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
         whole = [
             sum(
                 elements * ((wide if stage >= 2 else 0) + (weight if stage >= 3 else 0)) * (size > 1)
@@ -149,16 +134,28 @@ class Footprint:
         found["units whole"] = max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
         return found
 
-    def _state_by_kind(self, shard_size: int) -> dict[str, float]:
-        """Bytes per parameter by kind, in memory or on disk; weights that ZeRO 3 stores on disk are not counted."""
-        config, optimizer = self.config, self.config.optimizer
-        found = state_by_kind(
-            config.training.compute_dtype,
-            shard_size,
-            zero_stage=config.parallel.dp_zero_stage,
-            moments=stored_moments(optimizer),
-            has_main_weight=optimizer.main_params_dtype == "fp32",
-        )
+    def _state_by_kind(self, rank: int, shard_sizes: Sequence[int]) -> dict[str, float]:
+        """Bytes by kind, in memory or on disk; weights that ZeRO 3 stores on disk are not counted.
+
+        ``shard_sizes``: numbers of ranks that shard dense parameters and experts.
+        """
+        config, total = self.config, sum(self.units[rank], Parameters())
+        dense, experts = shard_sizes
+        found = dict.fromkeys(("optimizer", "gradients", "weights"), 0.0)
+        for elements, size, hidden in (
+            (total.dense - total.outside, dense, True),
+            (total.outside, dense, False),
+            (total.experts, experts, True),
+        ):
+            each = state_by_kind(
+                config.training.compute_dtype,
+                size,
+                zero_stage=config.parallel.dp_zero_stage,
+                optimizer=config.optimizer,
+                hidden=hidden,
+            )
+            for kind, bytes_ in each.items():
+                found[kind] += elements * bytes_
         return found | ({"weights": 0.0} if config.parallel.zero3_param_offload_dir is not None else {})
 
     @property
@@ -200,10 +197,7 @@ class Footprint:
         optimizer = self.config.optimizer
         found = 0.0
         if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
-            fraction = optimizer.optimizer_offload_fraction
-            total = sum(self.units[rank], Parameters())
-            for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True):
-                found += elements * self._state_by_kind(size)["optimizer"] * fraction
+            found = self._state_by_kind(rank, self.shard_sizes)["optimizer"] * optimizer.optimizer_offload_fraction
         sizes = [offloaded_activations(self.config, run) for run in self.layers]
         return found + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
 

@@ -10,9 +10,11 @@ buffers and fragmentation. The measured bytes saved by a GPT and a Llama with th
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_core.config import RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
+
+ADAM = OptimizerConfig()
 
 
 def state_by_kind(
@@ -20,11 +22,13 @@ def state_by_kind(
     data_parallel_size: int = 1,
     *,
     zero_stage: int = 0,
-    moments: float = 2,
-    has_main_weight: bool = True,
+    optimizer: OptimizerConfig = ADAM,
+    hidden: bool = True,
 ) -> dict[str, float]:
-    """Bytes per parameter by kind: ``optimizer`` (main weight and moments; a bfloat16 moment counts as half),
-    ``gradients`` in float32, ``weights``; the total is 18 for 16-bit weights, 16 for float32.
+    """Bytes per parameter by kind: ``optimizer`` (main weight and moments), ``gradients`` in float32, ``weights``;
+    with Adam the total is 18 for 16-bit weights, 16 for float32.
+
+    ``hidden``: whether the parameter is part of a hidden matrix, which may have an optimizer of its own (Muon).
 
     ZeRO shards over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), stage 2 also
     gradients (2 + 16 / d, 4 + 12 / d), stage 3 everything (18 / d, 16 / d). Units that are temporarily unsharded are
@@ -32,8 +36,9 @@ def state_by_kind(
     """
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
-    main = wide if weight < wide and has_main_weight else 0
-    parts = {"optimizer": wide * moments + main, "gradients": wide, "weights": weight}
+    main = wide if weight < wide and optimizer.main_params_dtype == "fp32" else 0
+    moments = optimizer.kind_of(hidden=hidden).moment_bytes(optimizer, wide)
+    parts = {"optimizer": moments + main, "gradients": wide, "weights": weight}
     return {
         kind: part / (data_parallel_size if zero_stage > at else 1) for at, (kind, part) in enumerate(parts.items())
     }

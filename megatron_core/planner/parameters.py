@@ -17,9 +17,11 @@ class Parameters:
     """Elements reduced over data- and context-parallel ranks."""
     experts: int = 0
     """Elements reduced over the replicas of an expert."""
+    outside: int = 0
+    """Those of ``dense`` outside of hidden matrices: embeddings, output layer, norms and biases."""
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.experts + other.experts)
+        return Parameters(self.dense + other.dense, self.experts + other.experts, self.outside + other.outside)
 
     @property
     def total(self) -> int:
@@ -43,39 +45,38 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, head = model.hidden_size, model.head_size
     queries, groups = model.num_attention_heads // tp * head, max(model.query_groups // tp, 1) * head
-    dense = _latent_attention(model, tp) if model.multi_latent_attention else _attention(model, queries, groups)
-    norm = norm_parameters(model)
-    dense += norm * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
+    found = _latent_attention(model, tp) if model.multi_latent_attention else _attention(model, queries, groups)
+    found += _vectors(norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
     if model.qk_layernorm and not model.multi_latent_attention:
         over_heads = model.qk_layernorm_over_heads
-        dense += (queries + groups) if over_heads else 2 * norm_parameters(model, head)
+        found += _vectors((queries + groups) if over_heads else 2 * norm_parameters(model, head))
     if not model.has_experts(layer_number):
-        return Parameters(dense + _mlp(model, model.ffn_size, tp))
-    dense += hidden * (model.num_experts or 0)
+        return found + _mlp(model, model.ffn_size, tp)
+    found += Parameters(hidden * (model.num_experts or 0))
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
-        dense += _mlp(model, shared, tp) + hidden * model.moe_shared_expert_gate
+        found += _mlp(model, shared, tp) + Parameters(hidden * model.moe_shared_expert_gate)
     parallel = config.parallel
     matrices = 3 if model.gated_linear_unit else 2
     local = (model.num_experts or 0) // parallel.expert_model_parallel_size
     width = model.expert_ffn_size // parallel.expert_tensor_size
-    return Parameters(dense, local * matrices * hidden * width)
+    return found + Parameters(experts=local * matrices * hidden * width)
 
 
-def embedding_parameters(config: RunConfig, vocab_size: int) -> int:
+def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
     """Elements of the embedding on a rank: its part of the vocabulary, and all learned positions."""
     model = config.model
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
     learned = model.position_embedding_type == "learned_absolute"
-    return table + (config.max_positions * model.hidden_size if learned else 0)
+    return _vectors(table + (config.max_positions * model.hidden_size if learned else 0))
 
 
-def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> int:
+def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
     """Elements of the last norm and of the output layer (0 if it is tied to an embedding on the same rank)."""
     model = config.model
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
     tied = model.share_embeddings_and_output_weights and beside_embedding
-    return norm_parameters(model) + (0 if tied else table)
+    return _vectors(norm_parameters(model) + (0 if tied else table))
 
 
 def rank_units(
@@ -90,11 +91,11 @@ def rank_units(
     for stage, run in enumerate(layers):
         units = ranks[stage_to_rank[stage]]
         if stage == 0:
-            units.append(Parameters(embedding_parameters(config, vocab_size)))
+            units.append(embedding_parameters(config, vocab_size))
         units += [each[kinds[layer]] for layer in run]
         if stage == last:
             beside = ends[0] == ends[1]
-            head = Parameters(head_parameters(config, vocab_size, beside_embedding=beside))
+            head = head_parameters(config, vocab_size, beside_embedding=beside)
             units.append(head + ahead_parameters(config, vocab_size, beside_embedding=beside))
     return ranks
 
@@ -116,25 +117,26 @@ def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
     return (model.hidden_size if size is None else size) * (1 if model.normalization == "RMSNorm" else 2)
 
 
-def _attention(model: ModelConfig, queries: int, groups: int) -> int:
-    fused = (model.hidden_size + model.has_qkv_bias) * (queries + 2 * groups)
-    return fused + queries * model.hidden_size + model.hidden_size * model.add_bias_linear
+def _vectors(elements: int) -> Parameters:
+    """Elements of norms, biases and tables."""
+    return Parameters(elements, outside=elements)
 
 
-def _latent_attention(model: ModelConfig, tp: int) -> int:
+def _attention(model: ModelConfig, queries: int, groups: int) -> Parameters:
+    fused, hidden = queries + 2 * groups, model.hidden_size
+    biases = _vectors(fused * model.has_qkv_bias + hidden * model.add_bias_linear)
+    return Parameters(hidden * (fused + queries)) + biases
+
+
+def _latent_attention(model: ModelConfig, tp: int) -> Parameters:
     """Elements of latent attention; down projections and norms of latents are replicated on every rank."""
-    hidden, heads, rank, q_rank = (
-        model.hidden_size,
-        model.num_attention_heads // tp,
-        model.kv_lora_rank,
-        model.q_lora_rank,
-    )
+    hidden, heads = model.hidden_size, model.num_attention_heads // tp
+    rank, q_rank = model.kv_lora_rank, model.q_lora_rank
     queries, up = heads * model.query_head_size, heads * (model.qk_head_dim + model.v_head_dim)
     found = hidden * queries if q_rank is None else q_rank * (hidden + queries)
-    found += hidden * (rank + model.qk_pos_emb_head_dim) + rank * up
-    if model.qk_layernorm:
-        found += norm_parameters(model, rank) + (0 if q_rank is None else norm_parameters(model, q_rank))
-    return found + heads * model.v_head_dim * hidden + hidden * model.add_bias_linear
+    found += hidden * (rank + model.qk_pos_emb_head_dim) + rank * up + heads * model.v_head_dim * hidden
+    norms = norm_parameters(model, rank) + (0 if q_rank is None else norm_parameters(model, q_rank))
+    return Parameters(found) + _vectors(norms * model.qk_layernorm + hidden * model.add_bias_linear)
 
 
 def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
@@ -143,13 +145,13 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bo
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if not model.mtp_num_layers:
         return Parameters()
-    own = Parameters(3 * norm_parameters(model) + 2 * model.hidden_size**2 // tp)
+    own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
     found = sum([own + layer_parameters(config, model.num_layers - 1)] * model.mtp_num_layers, Parameters())
     copied = not beside_embedding and model.untie_embeddings_and_output_weights
-    return found + Parameters(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
+    return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 
 
-def _mlp(model: ModelConfig, width: int, tp: int) -> int:
+def _mlp(model: ModelConfig, width: int, tp: int) -> Parameters:
     inner = width // tp * (2 if model.gated_linear_unit else 1)
-    biases = (inner + model.hidden_size) * model.add_bias_linear
-    return model.hidden_size * (inner + width // tp) + biases
+    biases = _vectors((inner + model.hidden_size) * model.add_bias_linear)
+    return Parameters(model.hidden_size * (inner + width // tp)) + biases

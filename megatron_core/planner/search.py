@@ -240,7 +240,7 @@ class Search:
         key = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
         if key not in self._parameters:
             layers = [layer_parameters(config, layer) for layer in range(config.model.num_layers)]
-            self._parameters[key] = sum(layers, Parameters(embedding_parameters(config, self.vocab_size)))
+            self._parameters[key] = sum(layers, embedding_parameters(config, self.vocab_size))
         total = self._parameters[key]
         share = Footprint(config, self.devices, NO_PLAN, (), ((total,),), self.vocab_size, {}).state(0)
         return (sum(share.values()) - share["units whole"]) / parallel.pipeline_model_parallel_size

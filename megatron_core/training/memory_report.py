@@ -8,7 +8,7 @@ from megatron_core.training.setup import Run
 
 def planned_bytes(run: Run) -> float:
     """Predicted bytes of weights, gradients and optimizer state; each bucket is sharded over its own group."""
-    config, optimizer = run.config, run.config.optimizer
+    config = run.config
     return sum(
         sum(parameter.numel() for parameter in shard.bucket.parameters)
         * sum(
@@ -16,8 +16,8 @@ def planned_bytes(run: Run) -> float:
                 config.training.compute_dtype,
                 shard.bucket.dp_group.size(),
                 zero_stage=config.parallel.dp_zero_stage,
-                moments=sum(0.5 if optimizer.keeps_in_bf16(name) else 1.0 for name in shard.algorithm.names),
-                has_main_weight=optimizer.main_params_dtype == "fp32",
+                optimizer=config.optimizer,
+                hidden=shard.bucket.kind.is_hidden_matrix,
             ).values()
         )
         for shard in run.optimizer.shards

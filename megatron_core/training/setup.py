@@ -14,7 +14,7 @@ from megatron_core.config.validate import check
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
-from megatron_core.data_parallel.fill import in_order
+from megatron_core.data_parallel.fill import in_order, whole_matrices
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
@@ -22,7 +22,6 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.muon import Muon
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
@@ -132,7 +131,8 @@ def data_parallel_of(
     Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
     enough matrices to fill every shard.
     """
-    whole = optimizer.optimizer == "muon" and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
+    for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
+    whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
     return DataParallel(
         stages,
         groups,
@@ -147,7 +147,7 @@ def data_parallel_of(
         compressor=_compressor(parallel, optimizer),
         initialise=initialise,
         weights_folder=None if parallel.zero3_param_offload_dir is None else Path(parallel.zero3_param_offload_dir),
-        rule_of=Muon.whole_matrices if whole else in_order,
+        rule_of=whole_matrices if whole else in_order,
     )
 
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.muon import newton_schulz
+from megatron_core.optimizer.algorithms import newton_schulz
 from megatron_core.parallel.sharding import ShardSpec, spec_of, split, split_fused, split_qkv
 from megatron_core.verify.ranks import run_ranks
 

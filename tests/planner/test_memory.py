@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.config import RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.models import GPTModel
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.planner import layer_activations, peak_activation_bytes, state_by_kind
@@ -86,7 +86,9 @@ def test_bytes_of_a_parameter() -> None:
     by_stage = [sum(state_by_kind("bfloat16", 8, zero_stage=stage).values()) for stage in range(4)]
     assert by_stage == [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]
     assert sum(state_by_kind("float32", 8, zero_stage=1).values()) == 8 + 8 / 8
-    assert sum(state_by_kind("float64", 2, zero_stage=3, moments=1).values()) == 24 / 2
+    assert (
+        sum(state_by_kind("float64", 2, zero_stage=3, optimizer=OptimizerConfig(optimizer="lion")).values()) == 24 / 2
+    )
 
 
 def test_layer_of_a_llama_by_hand() -> None:

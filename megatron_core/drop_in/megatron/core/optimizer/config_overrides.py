@@ -8,8 +8,8 @@ from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
 from megatron.core.utils import log_single_rank
+from megatron_core.config.optimizers import OPTIMIZERS
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.mup import width_factors
 
 
 class ParamGroupOverride(TypedDict, total=False):
@@ -44,7 +44,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 def get_mup_config_overrides(
     config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Learning rates and epsilon of maximal update parametrisation, by ``mup.width_factors``; none at width 1.
+    """Learning rates and epsilon of maximal update parametrization, by the optimizer's row; none at width 1.
 
     With ``decoupled_lr`` embeddings and output layer keep theirs.
     """
@@ -59,12 +59,15 @@ def get_mup_config_overrides(
     if mup_width_mult == 1.0:
         return {}
     family = "sgd" if kind == "sgd" else "muon" if "muon" in kind else "adam" if "adam" in kind else kind
+    row = OPTIMIZERS.get(config.muon_scalar_optimizer if family == "muon" else family)
+    if row is None:
+        raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; legal: {', '.join(OPTIMIZERS)}")
     overrides: dict[ParamKey, ParamGroupOverride] = {}
     for hidden in (True, False):
-        lr, eps = width_factors(family, mup_width_mult, hidden=hidden)
+        lr, eps = row.width_factors(mup_width_mult, hidden=hidden)
         rates = {"max_lr": config.lr, "min_lr": config.min_lr} if lr != 1.0 else {}
         override: Any = {name: value * lr for name, value in rates.items() if value is not None}
-        override |= {"eps": config.adam_eps * eps} if eps != 1.0 else {}
+        override |= {"eps": config.adam_eps * eps} if eps != 1.0 and family == "adam" else {}
         if override:
             key = ParamWithNamePredicate(f"mup {'hidden' if hidden else 'other'}", _of_class(config, family, hidden))
             overrides[ParamKey(with_name_predicate=key)] = override

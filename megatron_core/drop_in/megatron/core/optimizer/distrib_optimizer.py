@@ -68,10 +68,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
-        """The moments of each element."""
-        kind = self.config.muon_scalar_optimizer if self.config.optimizer == "muon" else self.config.optimizer
-        return ("exp_avg",) if kind == "lion" else ("exp_avg", "exp_avg_sq")
+        """The moments of each element; with Muon those of the parameters that it does not update."""
+        return tuple(moment.name for moment in self._own.kind_of(hidden=False).moments(self._own))
 
     def _get_state_key_dtype(self, key: str) -> torch.dtype:
-        dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
-        return dtypes.get(key, torch.float32)
+        moments = self._own.kind_of(hidden=False).moments(self._own)
+        is_bf16 = any(moment.name == key and moment.is_bf16(self._own) for moment in moments)
+        return torch.bfloat16 if is_bf16 else torch.float32

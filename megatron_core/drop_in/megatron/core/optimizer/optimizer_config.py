@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.mirror import mirror, refuse_changes
 from megatron_core import config
+from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.errors import ConfigError
 
 
@@ -92,7 +93,10 @@ class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
         for name, value in (values | {"muon_tp_mode": self.muon_tp_mode}).items():
             if (legal := get_args(kinds[name])) and isinstance(legal[0], str) and value not in legal:
                 raise ConfigError(f"OptimizerConfig: {name}={value!r} is not supported; legal: {', '.join(legal)}")
-        return config.OptimizerConfig(**values)
+        own = config.OptimizerConfig(**values)
+        if faults := list(optimizer_problems(own)):
+            raise ConfigError(f"OptimizerConfig: {faults[0]}")
+        return own
 
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

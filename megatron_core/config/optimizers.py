@@ -1,0 +1,189 @@
+"""All optimizers and their table. To add an optimizer, add its settings and a row here, and its update rule to
+``megatron_core/optimizer/algorithms.py``. Memory model, checkpoints, sharding and checks of settings read the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """The choice of the optimizer, and the settings of each optimizer."""
+
+    optimizer: str = "adam"
+    """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the rest."""
+    adam_beta1: float = 0.9
+    """Decay rate of the running mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay rate of the running mean of squared gradients."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the mean of squared gradients."""
+    sgd_momentum: float = 0.9
+    """Share of the last update in the next one, for --optimizer sgd; 0: no momentum and no state."""
+    lion_beta1: float = 0.95
+    """Share of the running mean in the direction of an update, for --optimizer lion."""
+    lion_beta2: float = 0.98
+    """Decay rate of the running mean of gradients, for --optimizer lion."""
+    muon_momentum: float = 0.9
+    """Decay rate of the sum of gradients, for --optimizer muon."""
+    muon_nesterov: bool = False
+    """Nesterov momentum, for --optimizer muon."""
+    muon_split_qkv: bool = True
+    """Make queries, keys and values orthogonal separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
+    matrix."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
+    sqrt(max(1, rows / columns))."""
+    muon_extra_scale_factor: float = 1.0
+    """Another factor of Muon's updates; 0.2 with the spectral one gives them the size of AdamW's (Liu et al. 2025)."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations, for --optimizer muon."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of the Newton-Schulz iterations, for --optimizer muon."""
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Matrix products of the Newton-Schulz iterations, for --optimizer muon: in bfloat16, in TF32 where the GPU has it,
+    or in float32. With --fp64 always in float64."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
+    use_layer_wise_param_layout: bool = True
+    """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
+    --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The first moment, or the momentum of optimizers that have one moment."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The second moment."""
+
+    def kind_of(self, *, hidden: bool) -> OptimizerKind:
+        """The optimizer of hidden matrices, or of the other parameters."""
+        kind = OPTIMIZERS[self.optimizer]
+        if hidden or kind.scalar_optimizer is None:
+            return kind
+        return OPTIMIZERS[getattr(self, kind.scalar_optimizer)]
+
+    @property
+    def kinds(self) -> tuple[OptimizerKind, ...]:
+        """The optimizers of all parameters."""
+        return tuple(dict.fromkeys((self.kind_of(hidden=True), self.kind_of(hidden=False))))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A tensor of optimizer state with one element per parameter, initially zero."""
+
+    name: str
+    """Its name in the state and, after ``optimizer.``, in checkpoints."""
+    dtype_setting: Literal["exp_avg_dtype", "exp_avg_sq_dtype"] | None = "exp_avg_dtype"
+    """Setting that may store it in bfloat16; None: always float32 (float64 with --fp64)."""
+    absent_at_zero: str | None = None
+    """Setting with which the moment does not exist if its value is 0."""
+
+    def exists(self, config: AlgorithmConfig) -> bool:
+        """Whether the optimizer stores this moment."""
+        return self.absent_at_zero is None or getattr(config, self.absent_at_zero) != 0
+
+    def is_bf16(self, config: AlgorithmConfig) -> bool:
+        """Whether the moment is stored in bfloat16."""
+        return self.dtype_setting is not None and getattr(config, self.dtype_setting) == "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """A row of the table of optimizers; its update rule is the one of the same name in ``optimizer.algorithms``."""
+
+    name: str
+    """The value of --optimizer."""
+    all_moments: tuple[Moment, ...]
+    """Its moments; see ``moments`` for the ones that a configuration stores."""
+    settings: tuple[str, ...] = ()
+    """Its own settings, fields of ``AlgorithmConfig``."""
+    scalar_optimizer: str | None = None
+    """Setting that names the optimizer of embeddings, output layer, norms and biases, for an optimizer that updates
+    only hidden matrices, each as a whole; None: this optimizer updates all parameters, element by element."""
+    hidden_lr_power: int = -1
+    """With --use-mup, the learning rate of hidden matrices is multiplied by (width / base width) to this power (Yang et
+    al. 2022, table 8)."""
+    other_lr_power: int = 0
+    """The same for the other parameters."""
+    hidden_eps_power: int = 0
+    """The same for ``adam_eps`` in updates of hidden matrices."""
+
+    def moments(self, config: AlgorithmConfig) -> tuple[Moment, ...]:
+        """The moments that the optimizer stores with these settings."""
+        return tuple(moment for moment in self.all_moments if moment.exists(config))
+
+    def moment_bytes(self, config: AlgorithmConfig, wide: int = 4) -> int:
+        """Bytes of state per parameter, without main weights; ``wide``: bytes of a number that is not bfloat16."""
+        return sum(2 if moment.is_bf16(config) else wide for moment in self.moments(config))
+
+    def width_factors(self, width: float, *, hidden: bool) -> tuple[float, float]:
+        """The factors of --use-mup on learning rate and epsilon at ``width`` times the base width.
+
+        ``hidden``: whether the parameter is a hidden matrix, as opposed to embedding, output layer, bias or norm.
+        """
+        if not hidden:
+            return width**self.other_lr_power, 1.0
+        return width**self.hidden_lr_power, width**self.hidden_eps_power
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {}
+"""All optimizers by name."""
+
+
+def add_optimizer(kind: OptimizerKind) -> None:
+    """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
+    if kind.name in OPTIMIZERS:
+        raise ConfigError(f"optimizer {kind.name!r} is already registered; choose another name")
+    OPTIMIZERS[kind.name] = kind
+
+
+add_optimizer(
+    OptimizerKind(
+        name="adam",
+        all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
+        settings=("adam_beta1", "adam_beta2", "adam_eps"),
+        hidden_eps_power=-1,
+    )
+)
+add_optimizer(
+    OptimizerKind(
+        name="sgd",
+        all_moments=(Moment("momentum_buffer", absent_at_zero="sgd_momentum"),),
+        settings=("sgd_momentum",),
+        hidden_lr_power=0,
+        other_lr_power=1,
+    )
+)
+add_optimizer(OptimizerKind(name="lion", all_moments=(Moment("exp_avg"),), settings=("lion_beta1", "lion_beta2")))
+add_optimizer(
+    OptimizerKind(
+        name="muon",
+        all_moments=(Moment("momentum_buffer"),),
+        settings=(
+            *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor"),
+            *("muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
+        ),
+        scalar_optimizer="muon_scalar_optimizer",
+        hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
+    )
+)
+
+
+def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
+    """Check that the optimizer is registered."""
+    if config.optimizer not in OPTIMIZERS:
+        yield f"optimizer={config.optimizer} is unknown; legal: {', '.join(OPTIMIZERS)}"
+
+
+def settings_by_readers() -> dict[tuple[str, ...], list[str]]:
+    """The settings of single optimizers, by the names of the optimizers that read them."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings):
+        readers = tuple(kind.name for kind in OPTIMIZERS.values() if name in kind.settings)
+        found.setdefault(readers, []).append(name)
+    return found
