@@ -103,7 +103,7 @@ class Mine(ColumnParallelLinear):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"linear_qkv": Mine}, "linear_qkv=.*Mine.* is not of this package"),
+        ({"linear_qkv": Mine}, "linear_qkv=.*Mine.* is not a class of this package"),
         ({"q_layernorm": te.TENorm}, "qk_layernorm"),
     ],
 )

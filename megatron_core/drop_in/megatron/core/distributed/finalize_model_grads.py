@@ -1,4 +1,4 @@
-"""Complete and average the gradients of a step."""
+"""Reduction of the gradients of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron.core.process_groups_config import check_groups
-from megatron.core.transformer.loss_collector import update_expert_biases_of
+from megatron.core.transformer.exported import update_expert_biases_of
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
 
@@ -17,12 +17,12 @@ def finalize_model_grads(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Finish the gradients of all chunks; with ``num_tokens`` divide them by its sum over all ranks.
+    """Reduce the gradients of all chunks; with ``num_tokens`` divide them by its sum over all ranks.
 
     Gradients of norms under sequence parallelism, of shared keys and of tied embeddings are completed before data
-    parallelism sums them. The biases of experts (``moe_router_enable_expert_bias``) move by the loads of the step.
-    ``num_tokens`` is this rank's count of tokens whose loss was added up, of which the last stage's counts, for models
-    with ``calculate_per_token_loss``. ConfigError: groups of ``pg_collection`` that are not the current layout's.
+    parallelism sums them. Expert biases (``moe_router_enable_expert_bias``) are updated from the loads of the step.
+    For models with ``calculate_per_token_loss``, ``num_tokens`` is the number of tokens in this rank's loss; the value
+    of the last stage is used. Raises ConfigError if ``pg_collection`` differs from the current groups.
     """
     check_groups(pg_collection, ("tp", "pp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"), "finalize_model_grads")
     groups = current()

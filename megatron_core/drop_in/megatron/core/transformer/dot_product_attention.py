@@ -13,8 +13,11 @@ from megatron_core.transformer.core_attention import CoreAttention
 
 
 class DotProductAttention(ExportedModule, CoreAttention):
-    """softmax(scale q k^T) v over the heads of this rank. In a layer's specification it stands for the attention that
-    is there anyway; alone it attends within whole sequences (no context parallelism, no packed documents)."""
+    """softmax(scale q k^T) v over the heads of this rank.
+
+    In a layer's specification it selects the engine's attention. Alone it attends within whole sequences, without
+    context parallelism and packed documents.
+    """
 
     stands_for = CoreAttention
 
@@ -33,15 +36,15 @@ class DotProductAttention(ExportedModule, CoreAttention):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
-        nn.Module.__init__(self)  # a model's attention is made by ``CoreAttention``, and is this class afterwards
+        nn.Module.__init__(self)  # in a model ``CoreAttention`` builds the module, and ``adopt`` changes its class
         if config.context_parallel_size > 1:
-            raise ConfigError("DotProductAttention with context_parallel_size above 1: use a TransformerLayer")
+            raise ConfigError("DotProductAttention: context_parallel_size > 1 is not supported; use a TransformerLayer")
         self.config, self.attn_mask_type, self.layer_number = config, attn_mask_type, layer_number
         self.rate = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
 
     def bind(self, config: Any, context: LayerContext, samples: SampleNumbers) -> None:
-        """Take rate and scale of the configuration, unless they were given."""
+        """Bind the module; rate and scale default to those of the configuration."""
         super().bind(config, context, samples)
         self.rate, self.scale = (
             vars(self).get(name, default)
@@ -59,7 +62,7 @@ class DotProductAttention(ExportedModule, CoreAttention):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """``[s, b, heads, d]``, keys, values ``[t, b, groups, d]`` -> ``[s, b, heads d]``; the mask ``[b, 1, s, t]`` is
-        True where a query must not see a key. torch's generator draws the dropout, as in Megatron."""
+        True where a query must not see a key. torch's generator draws dropout, as in Megatron."""
         if isinstance(attention_mask, SequenceContext):
             return super().forward(query, key, value, attention_mask)
         if packed_seq_params is not None:

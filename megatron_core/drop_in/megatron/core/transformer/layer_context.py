@@ -1,7 +1,8 @@
-"""From a ``TransformerConfig`` and a layer's specification to what layers are built from."""
+"""Converts a ``TransformerConfig`` and layer specifications to the engine's layer contexts and specifications."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core.config import ModelConfig
-from megatron_core.errors import ConfigError
+from megatron_core import parallel_state
+from megatron_core.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_core.config.partition import Ends, layers_by_stage, partition
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
+from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
@@ -27,7 +31,7 @@ from megatron_core.transformer.norm import Norm
 
 @dataclass
 class MoESubmodules:
-    """Experts, shared experts and router of a layer's specification; they are always this package's."""
+    """Experts, shared experts and router in a layer's specification; the engine's are always used."""
 
     experts: Any = None
     shared_experts: Any = None
@@ -36,11 +40,12 @@ class MoESubmodules:
 
 @dataclass
 class TransformerLayerSubmodules:
-    """The parts of a layer under Megatron's names: classes of this package, or a caller's own.
+    """The parts of a layer under Megatron's names: classes of the engine or of the caller.
 
     A caller's norm is built as ``module(config=, hidden_size=, eps=)``; attention and MLP as ``module(config=,
     layer_number=)`` with the layer's number from 1 and return (output, bias or None): an MLP of the hidden states,
-    attention of these and ``attention_mask``. ``IdentityOp`` as a norm leaves it out.
+    attention of these and ``attention_mask``. ``IdentityOp`` in place of a norm
+    omits the norm.
     """
 
     input_layernorm: Any = Norm
@@ -53,7 +58,7 @@ class TransformerLayerSubmodules:
 
 @dataclass
 class TransformerBlockSubmodules:
-    """The specifications of all layers of the model, and of the final norm, which is always this package's."""
+    """The specifications of all layers of the model and of the final norm; the engine's final norm is always used."""
 
     layer_specs: list[Any] | None = None
     layer_norm: Any = None
@@ -62,7 +67,7 @@ class TransformerBlockSubmodules:
 def layer_context(
     config: TransformerConfig, model: ModelConfig, pg_collection: Any = None, tp_group: Any = None
 ) -> LayerContext:
-    """What layers of ``model`` are built from, in the current layout or with the groups of ``pg_collection``."""
+    """Return the context from which layers of ``model`` are built, with the current or the given process groups."""
     tp_group = getattr(pg_collection, "tp", None) or tp_group
     groups = current() if tp_group is None or tp_group is current_tp() else ParallelGroups.single()
     options = replace(config.parallel_options(), perform_initialization=False)
@@ -75,15 +80,57 @@ def current_tp() -> Any:
     return current().group("tp")
 
 
+def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> range:
+    """Return the layers, numbered from 0, on chunk ``vp_stage`` of a pipeline rank, by default this one.
+
+    As in Megatron Core, the split is ``pipeline_model_parallel_layout``, or has given sizes of the first and the last
+    stage, or is even, where embedding and loss may count as layers.
+    """
+    ranks, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    if pp_rank is None:
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank() if ranks > 1 else 0
+    if not 0 <= pp_rank < ranks or not 0 <= (vp_stage or 0) < chunks:
+        raise LayoutError(
+            f"pp_rank={pp_rank}, vp_stage={vp_stage} is outside of the {ranks} ranks with {chunks} chunks"
+        )
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        first = layout.get_layer_offset(vp_stage=vp_stage or 0, pp_rank=pp_rank)
+        return range(first, first + layout.get_num_layers_to_build(vp_stage=vp_stage or 0, pp_rank=pp_rank))
+    return _all_stages(config, ranks * chunks)[(vp_stage or 0) * ranks + pp_rank]
+
+
+def _all_stages(config: TransformerConfig, stages: int) -> list[range]:
+    ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
+    if ends != (None, None):
+        parallel = ParallelConfig(
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            decoder_first_pipeline_num_layers=ends[0],
+            decoder_last_pipeline_num_layers=ends[1],
+        )
+        run = RunConfig(model=ModelConfig(num_layers=config.num_layers), parallel=parallel)
+        found = layers_by_stage(run, 1, stages)
+        if found[-1].stop != config.num_layers:
+            raise LayoutError(f"the stages have {found[-1].stop} layers, but num_layers={config.num_layers}")
+        return found
+    costs = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
+    if (config.num_layers + sum(costs)) % stages:
+        raise LayoutError(
+            f"num_layers={config.num_layers} cannot be divided by {stages} stages (ranks x chunks); give "
+            "num_layers_in_first_pipeline_stage, or a pipeline_model_parallel_layout"
+        )
+    return partition(config.num_layers, stages, Ends(Fraction(costs[0]), Fraction(costs[1]), as_layers=True))
+
+
 def layer_specs_of(config: TransformerConfig, spec: Any) -> LayerSpecs:
-    """This package's specifications of what ``spec`` says: a layer's ModuleSpec or its submodules, or a block's."""
+    """Return the engine's specifications for ``spec``: the ModuleSpec or the submodules of a layer or of a block."""
     if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
         spec = spec.submodules
     if isinstance(spec, TransformerBlockSubmodules):
         specs = list(spec.layer_specs or ())
         if len(specs) != config.num_layers:
             raise ConfigError(f"{len(specs)} layer_specs for num_layers={config.num_layers}; give one for each layer")
-        # A layer of multi-token prediction is as the last one.
+        # Layers of multi-token prediction use the specification of the last layer.
         return lambda model, number: _layer_spec(config, model, number, specs[min(number, len(specs) - 1)])
     return lambda model, number: _layer_spec(config, model, number, spec)
 
@@ -91,7 +138,7 @@ def layer_specs_of(config: TransformerConfig, spec: Any) -> LayerSpecs:
 def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec: Any) -> LayerSpec:
     parts = spec if isinstance(spec, TransformerLayerSubmodules) else getattr(spec, "submodules", None)
     if not isinstance(parts, TransformerLayerSubmodules):
-        raise ConfigError(f"{spec!r} is no specification of a transformer layer; see get_gpt_layer_local_spec")
+        raise ConfigError(f"{spec!r} is not a specification of a transformer layer; see get_gpt_layer_local_spec")
     for part in (parts.self_attention, parts.mlp):
         check_submodules(model, getattr(part, "submodules", None))
     own = layer_spec(model, number)
@@ -100,9 +147,9 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     if _is_ours(parts.mlp, MLP, MoELayer):
         if has_experts != model.has_experts(number):
             raise ConfigError(
-                f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, and "
-                f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq} says otherwise; "
-                "use get_gpt_decoder_block_spec, or give both the same"
+                f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, contrary to "
+                f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq}; use "
+                "get_gpt_decoder_block_spec, or change one of them"
             )
     elif _extends_ours(parts.mlp, MoELayer):
         changes["mlp"] = _built(config, parts.mlp)
@@ -125,15 +172,14 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
 
 
 def _is_ours(part: Any, *kinds: type) -> bool:
-    """Whether a part is one of these classes, or this package's under another name."""
+    """Whether a part is one of these classes and defined in this package."""
     module = get_module(part)
     own = isinstance(module, type) and module.__module__.startswith(("megatron.core.", "megatron_core."))
     return own and (not kinds or issubclass(module, kinds))
 
 
 def _extends_ours(part: Any, *kinds: type) -> bool:
-    """Whether a part is a caller's class that extends one of these with Megatron's arguments, whose ``forward`` takes
-    what a model passes, too."""
+    """Whether a part is a caller's subclass of one of these classes."""
     module = get_module(part)
     return isinstance(module, type) and issubclass(module, kinds) and not _is_ours(part)
 
@@ -143,31 +189,29 @@ def _built(config: TransformerConfig, spec: Any) -> Callable[[LayerContext, int]
 
 
 def _normalizes(spec: Any) -> bool:
-    """Whether the first projection of attention or of an MLP has the norm before it, so that the layer names none."""
+    """Whether the first projection of attention or of an MLP includes the norm before it."""
     parts = getattr(spec, "submodules", None)
     first = getattr(parts, "linear_qkv", None) or getattr(parts, "linear_fc1", None)
     return getattr(get_module(first), "normalizes_input", False)
 
 
 def check_submodules(model: ModelConfig, parts: Any) -> None:
-    """ConfigError for parts of attention or of an MLP that would not be used: a caller's own, other norms of heads."""
+    """Raise ConfigError for parts of attention or of an MLP that would not be used."""
     if not isinstance(parts, SelfAttentionSubmodules | MLPSubmodules | MoESubmodules):
         return
     for name, part in vars(parts).items():
         if part is not None and not _is_ours(part):
             raise ConfigError(
-                f"{type(parts).__name__}: {name}={get_module(part)} is not of this package; replace attention or "
-                "MLP as a whole by a module of your own"
+                f"{type(parts).__name__}: {name}={get_module(part)} is not a class of this package; replace the whole "
+                "attention or MLP by your module"
             )
         is_norm = name in ("q_layernorm", "k_layernorm") and part is not None and get_module(part) is not IdentityOp
         if is_norm and not (model.qk_layernorm and _is_ours(part, Norm, WrappedTorchNorm)):
-            raise ConfigError(
-                f"{name}={get_module(part)} needs qk_layernorm=True, and a norm as config.normalization says"
-            )
+            raise ConfigError(f"{name}={get_module(part)} needs qk_layernorm=True and the norm of config.normalization")
 
 
 class _Foreign(nn.Module):
-    """A caller's module in the place of one of this package's."""
+    """A caller's module in place of one of the engine's."""
 
     def __init__(self, module: nn.Module, call: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         super().__init__()
@@ -188,17 +232,17 @@ def _foreign_norm(config: TransformerConfig, spec: Any, context: LayerContext, s
 
 
 class SampleNumbers:
-    """Numbers of the sequences that pass through a model, which key its dropout: Megatron's calls bring none.
+    """Numbers the sequences that pass through a model, as keys of dropout: Megatron's calls have no such argument.
 
-    Every training call takes the next ones, on each data-parallel rank its own; all ranks of a pipeline see the same
-    micro-batches in the same order.
+    Every training call takes the next numbers, different ones on each data-parallel rank. All ranks of a pipeline see
+    the same micro-batches in the same order.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups, self.taken = groups, 0
 
     def take(self, batch: int, device: torch.device) -> Tensor:
-        """The numbers of a micro-batch of ``batch`` sequences: int64 ``[batch]``."""
+        """Return the numbers of a micro-batch of ``batch`` sequences: int64 ``[batch]``."""
         first = self.taken + self.groups.index("dp") * batch
         self.taken += self.groups.size("dp") * batch
         return torch.arange(first, first + batch, device=device)
@@ -214,8 +258,11 @@ def sequence_context(
     *,
     documents: PackedDocuments | None = None,
 ) -> SequenceContext:
-    """What layers need to know of ``hidden`` ``[s, b, h]``; ``rotary_pos_emb`` ``[s, 1, 1, r]`` are Megatron's angles,
-    each twice. ``padding_mask`` ``[b, s]`` is True for padding."""
+    """Return the engine's context of ``hidden`` ``[s, b, h]``.
+
+    ``rotary_pos_emb`` ``[s, 1, 1, r]`` has Megatron's angles, each twice. ``padding_mask`` ``[b, s]`` is True for
+    padding.
+    """
     split = context.split
     length = hidden.shape[0] * (split.tp_size if split.sequence_parallel else 1)
     positions = split.positions(length * split.cp_size, hidden.device)
@@ -233,3 +280,10 @@ def sequence_context(
         residual_positions=split.residual(positions),
         token_mask=None if padding_mask is None else (~padding_mask.bool()).transpose(0, 1).to(hidden.dtype),
     )
+
+
+def draw_weights(module: nn.Module, seed: int, prefix: str) -> None:
+    """Initialize the parameters of the engine's layers as parts of a model, under the names ``prefix + name``."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "init_method"):
+            draw_by_name(prefix + name, parameter, seed)

@@ -10,11 +10,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import SampleNumbers, check_submodules, layer_context
-from megatron.core.transformer.loss_collector import keep_expert_biases_in_fp32
-from megatron.core.transformer.stages import draw_weights
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.current import current
 from megatron_core.transformer import attention, mlp
 from megatron_core.transformer.attention import SelfAttentionSubmodules
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -24,10 +21,8 @@ from megatron_core.transformer.moe import router
 
 
 class SelfAttention(ExportedModule, attention.SelfAttention):
-    """Attention alone; ``layer_number`` counts from 1 and is a part of the weights' names.
-
-    ``layer_number`` as an attribute counts from 0.
-    """
+    """Attention alone. Weights are named by ``layer_number``, which counts from 1 as an argument and from 0 as an
+    attribute."""
 
     stands_for = attention.SelfAttention
 
@@ -46,14 +41,13 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
     ) -> None:
         model, number = config.model_config(), layer_number - 1
         if model.multi_latent_attention:
-            raise ConfigError("SelfAttention: multi_latent_attention=True is another kind; build a TransformerLayer")
+            raise ConfigError("SelfAttention: multi_latent_attention=True is not supported; build a TransformerLayer")
         check_submodules(model, submodules)
         context = layer_context(config, model, pg_collection)
         given: Any = layer_spec(model, number).self_attention
         attention.SelfAttention.__init__(self, context, number, **given.keywords)
         self.attn_mask_type = attn_mask_type
-        adopt(self, PARTS, config, context, SampleNumbers(current()))
-        draw_weights(self, context.seed, f"decoder.layers.{number}.self_attention.")
+        adopt(self, PARTS, config, context, f"decoder.layers.{number}.self_attention.")
 
     def forward(
         self,
@@ -71,20 +65,11 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, h]`` -> (the same shape, the bias to be added or None). Without a mask every query sees all keys,
-        unless ``attn_mask_type`` is causal."""
+        """``[s, b, h]`` -> (the same shape, the bias to add or None). Without a mask every query sees all keys, unless
+        ``attn_mask_type`` is causal."""
         if isinstance(attention_mask, SequenceContext):
             return super().forward(hidden_states, attention_mask)
-        refuse(
-            "SelfAttention.forward",
-            key_value_states=key_value_states,
-            inference_context=inference_context if inference_params is None else inference_params,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            rotary_pos_cos_sin=rotary_pos_cos_sin,
-            attention_bias=attention_bias,
-            sequence_len_offset=sequence_len_offset,
-        )
+        refuse("SelfAttention.forward", locals())
         if attention_mask is None and packed_seq_params is None and not is_causal(self.attn_mask_type):
             split = self.context.split
             if split.cp_size > 1:
@@ -96,13 +81,13 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
 
 
 def is_causal(kind: AttnMaskType) -> bool:
-    """Whether a query sees no key behind its own."""
+    """Whether a query does not see later keys."""
     return kind in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 class MLP(ExportedModule, mlp.MLP):
-    """The feed-forward layer alone. Its weights depend on ``name``, or on a number of torch's CPU generator, which
-    ``model_parallel_cuda_manual_seed`` seeds alike on all ranks."""
+    """The feed-forward layer alone. Its weights depend on ``name``, or on a number from torch's CPU generator, which
+    ``model_parallel_cuda_manual_seed`` seeds equally on all ranks."""
 
     stands_for = mlp.MLP
 
@@ -119,8 +104,8 @@ class MLP(ExportedModule, mlp.MLP):
     ) -> None:
         if is_expert or input_size not in (None, config.hidden_size):
             raise ConfigError(
-                f"MLP: is_expert={is_expert}, input_size={input_size} is not supported; experts are in a MoELayer, and "
-                f"the input has hidden_size={config.hidden_size}"
+                f"MLP: is_expert={is_expert}, input_size={input_size} is not supported; build a MoELayer for "
+                f"experts, and use hidden_size={config.hidden_size} as the size of the input"
             )
         model = config.model_config()
         check_submodules(model, submodules)
@@ -128,19 +113,18 @@ class MLP(ExportedModule, mlp.MLP):
         if ffn_hidden_size is not None:
             context = replace(context, config=replace(model, ffn_hidden_size=ffn_hidden_size))
         mlp.MLP.__init__(self, context, 0)
-        adopt(self, PARTS, config, context, SampleNumbers(current()))
-        draw_weights(self, context.seed, f"{name or f'mlp.{int(torch.randint(2**62, ()))}'}.")
+        adopt(self, PARTS, config, context, f"{name or f'mlp.{int(torch.randint(2**62, ()))}'}.")
 
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, h]`` -> (the same shape, the bias to be added or None)."""
+        """``[s, b, h]`` -> (the same shape, the bias to add or None)."""
         if not isinstance(per_token_scale, SequenceContext):
-            refuse("MLP.forward", per_token_scale=per_token_scale)
+            refuse("MLP.forward", locals())
             per_token_scale = SequenceContext()
         return super().forward(hidden_states, per_token_scale)
 
 
 class TopKRouter(ExportedModule, router.TopKRouter):
-    """The router alone. ``layer_number`` as an attribute counts from 0; ``set_layer_number`` from 1."""
+    """The router alone. The attribute ``layer_number`` counts from 0, the argument of ``set_layer_number`` from 1."""
 
     stands_for = router.TopKRouter
 
@@ -149,22 +133,20 @@ class TopKRouter(ExportedModule, router.TopKRouter):
     ) -> None:
         context = layer_context(config, config.model_config(), pg_collection)
         router.TopKRouter.__init__(self, context, 0)
-        adopt(self, PARTS, config, context, SampleNumbers(current()))
-        keep_expert_biases_in_fp32(self)
-        draw_weights(self, context.seed, f"{name or f'router.{int(torch.randint(2**62, ()))}'}.")
+        adopt(self, PARTS, config, context, f"{name or f'router.{int(torch.randint(2**62, ()))}'}.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
-        """The configuration stays this package's, which the router reads."""
+        """Bind the router; its ``config`` stays the engine's."""
         self._context, self._samples, self.expert_layers = context, samples, [self.layer_number]
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Number the layer, from 1."""
+        """Set the number of the layer, from 1."""
         self.layer_number, self.expert_layers = layer_number - 1, [layer_number - 1]
 
     def forward(self, input: Tensor, padding_mask: Any = None, context: SequenceContext | None = None) -> Any:
-        """``[s, b, h]`` -> (probabilities ``[s b, E]``, 0 where a token does not go, and where it goes, bool).
+        """``[s, b, h]`` -> (probabilities ``[s b, E]``, 0 for experts that were not chosen; the choice as bool).
 
-        ``padding_mask`` ``[s, b]`` is True for padding. Losses that balance the load join in backward.
+        ``padding_mask`` ``[s, b]`` is True for padding. Balancing losses take part in the backward pass.
         """
         if isinstance(padding_mask, router.Tokens):
             assert context is not None, "the layer passes both"
@@ -172,7 +154,7 @@ class TopKRouter(ExportedModule, router.TopKRouter):
         mask = None if padding_mask is None else padding_mask.transpose(0, 1)
         passed = self.sequence(input, padding_mask=mask)
         names = (router.BALANCING,) * self.config.balancing_loss + (router.Z_LOSS,) * self.config.router_z_loss
-        passed = self.with_losses(self.context, names, input, passed, per_token=False)
+        passed = self.with_losses(names, input, passed, per_token=False)
         counted = input.new_ones(input.shape[:2]) if passed.token_mask is None else passed.token_mask
         assert passed.residual_positions is not None, "sequence makes them"
         routing = super().forward(input, router.Tokens(counted, passed.residual_positions, len(input)), passed)

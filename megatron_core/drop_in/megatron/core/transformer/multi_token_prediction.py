@@ -1,4 +1,4 @@
-"""Layers that predict tokens further ahead, and their labels."""
+"""Layers of multi-token prediction, their labels and losses."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from torch import Tensor
 
 from megatron.core.enums import LayerType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
-from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
+from megatron.core.transformer.layer_context import layer_context, layer_specs_of
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.stages import draw_weights
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.current import current
 from megatron_core.transformer import multi_token
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
-from megatron_core.transformer.multi_token import (
-    MultiTokenPredictionLayer,
-)
+from megatron_core.transformer.multi_token import MultiTokenPredictionLayer
 
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """The specifications of these layers; they are made as the model's last layer is."""
+    """The specifications of these layers, which equal the model's last layer."""
 
     layer_specs: list[Any] = field(default_factory=list)
 
@@ -50,12 +46,7 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         mamba_submodules: Any = None,
         name: str | None = None,
     ) -> None:
-        refuse(
-            "MultiTokenPredictionBlock",
-            mtp_layer_pattern=mtp_layer_pattern,
-            hybrid_submodules=hybrid_submodules,
-            mamba_submodules=mamba_submodules,
-        )
+        refuse("MultiTokenPredictionBlock", locals())
         parts = getattr(spec, "submodules", spec)
         if not config.mtp_num_layers or not isinstance(parts, MultiTokenPredictionBlockSubmodules):
             raise ConfigError(
@@ -69,8 +60,7 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         multi_token.MultiTokenPredictionBlock.__init__(self, context, 1, specs, own_embedding=False)
         self._loss_names = auxiliary_loss_names(model, specs)
         self.expert_layers = model.expert_layers
-        adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, SampleNumbers(current()))
-        draw_weights(self, context.seed, "mtp.")
+        adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, "mtp.")
 
     _loss_names: tuple[str, ...] = ()
 
@@ -93,25 +83,14 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         extra_block_kwargs: Any = None,
         embedding: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states ``[s, b, h]`` of the model -> ``[(1 + n) s, b, h]``: these, and those of each depth, for
+        """Hidden states ``[s, b, h]`` -> ``[(1 + n) s, b, h]``: the input and the output of each depth, for
         ``process_mtp_loss``. ``embedding(input_ids=, position_ids=)`` is the model's."""
-        refuse(
-            "MultiTokenPredictionBlock.forward",
-            context=context,
-            context_mask=context_mask,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            attention_bias=attention_bias,
-            inference_params=inference_params,
-            sequence_len_offset=sequence_len_offset,
-            extra_block_kwargs=extra_block_kwargs,
-        )
+        refuse("MultiTokenPredictionBlock.forward", locals())
         if embedding is None:
             raise ConfigError("MultiTokenPredictionBlock.forward: embedding=None; pass the model's embedding")
         outputs: list[Tensor] = [hidden_states]
         passed = self.sequence(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, padding_mask)
-        per_token = self.config.calculate_per_token_loss
-        passed = self.with_losses(self.context, self._loss_names, hidden_states, passed, per_token=per_token)
+        passed = self.with_losses(self._loss_names, hidden_states, passed)
         ids: Tensor | None = input_ids
         positions: Tensor | None = position_ids
         given = {"cp_group": self.context.cp.whole, "packed_seq_params": packed_seq_params}
@@ -129,7 +108,7 @@ def mtp_on_this_rank(
 ) -> bool:
     """Return whether this pipeline rank, or its chunk ``vp_stage``, has layers of multi-token prediction.
 
-    They are where ``layout`` has them, or on the last stage. Programs for older releases pass the
+    They are on the stages that ``layout`` names, or on the last stage. Programs for older releases pass the
     ``TransformerConfig``.
     """
     if isinstance(layout, TransformerConfig):
@@ -146,7 +125,7 @@ def mtp_on_this_rank(
 
 
 def get_mtp_ranks(pp_ranks: list[int], config: TransformerConfig) -> list[int]:
-    """Return those of the global ranks ``pp_ranks`` of a pipeline that have layers of multi-token prediction."""
+    """Return the ranks among ``pp_ranks``, the global ranks of a pipeline, with layers of multi-token prediction."""
     layout = config.pipeline_model_parallel_layout
     if not config.mtp_num_layers:
         return []
@@ -164,10 +143,9 @@ def roll_tensor(
     packed_seq_params: Any = None,
     return_sum: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The tokens that follow, 0 behind the last one of a sequence or of each document, and with ``return_sum`` their
-    sum.
+    """Return the next tokens, 0 after the last token of a sequence or document; with ``return_sum`` also their sum.
 
-    ConfigError for context parallelism, where they are on other ranks, and for other shifts than to the next token.
+    Raises ConfigError with context parallelism, where the next token is on another rank, and for other shifts.
     """
     if tensor is None:
         return None, None
@@ -181,25 +159,25 @@ def roll_tensor(
 
 
 class MTPLossAutoScaler(torch.autograd.Function):
-    """(output, loss) -> output, whose backward gives every element of the loss the gradient ``scale``."""
+    """(output, loss) -> output; in backward every element of the loss has the gradient ``scale``."""
 
     scale: Tensor = torch.tensor(1.0)
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, mtp_loss: Tensor) -> Tensor:
-        """The output."""
+        """Return the output."""
         ctx.save_for_backward(mtp_loss)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """The output's gradient, and the loss's."""
+        """Return the gradients of output and loss."""
         (loss,) = ctx.saved_tensors
         return grad_output, torch.ones_like(loss) * MTPLossAutoScaler.scale.to(loss)
 
     @classmethod
     def set_loss_scale(cls, scale: Tensor) -> None:
-        """What the main loss is multiplied by before its backward: the loss scale over the number of micro-batches."""
+        """Set the factor of the main loss in backward: the loss scale divided by the number of micro-batches."""
         cls.scale = scale
 
 
@@ -219,11 +197,11 @@ def process_mtp_loss(
     scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
     input_ids: Tensor | None = None,
 ) -> Tensor:
-    """The first ``[s, b, h]`` of ``hidden_states`` ``[(1 + n) s, b, h]``, with the gradients of the losses of the rest.
+    """Return the first ``[s, b, h]`` of ``hidden_states`` ``[(1 + n) s, b, h]``; the rest adds its losses in backward.
 
-    Part k predicts the labels ``[b, s]`` k tokens later; its loss is a mean over the tokens that count, times
-    ``mtp_loss_scaling_factor`` / n, and times the number of tokens with ``calculate_per_token_loss``. Without labels
-    they are the tokens that follow in ``input_ids``, and without these either nothing is added.
+    Part k predicts the labels ``[b, s]`` k tokens later. Its loss is the mean over the counted tokens, times
+    ``mtp_loss_scaling_factor`` / n, and with ``calculate_per_token_loss`` times the number of tokens. The default
+    labels are the next tokens of ``input_ids``; without both there is no loss.
     """
     main, *later = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
     mask: Any = loss_mask
@@ -245,7 +223,7 @@ def process_mtp_loss(
             logits = scale_logits_fn(logits)
         shown, _ = roll_tensor(shown, cp_group=cp_group, packed_seq_params=packed_seq_params)
         mask, counted = roll_tensor(mask, cp_group=cp_group, packed_seq_params=packed_seq_params)
-        assert counted is not None, "it was asked for"
+        assert counted is not None, "return_sum is True"
         factor = config.mtp_loss_scaling_factor / len(later) * tokens / counted.clamp(min=1)
         main = MTPLossAutoScaler.apply(main, factor * mask * compute_language_model_loss(shown, logits))
     return main

@@ -1,4 +1,4 @@
-"""Specifications of GPT layers; those with Transformer Engine's name give the same layer."""
+"""Specifications of GPT layers; functions with Transformer Engine's name return the same layers."""
 
 from typing import Any, NoReturn
 
@@ -27,11 +27,11 @@ def get_gpt_layer_local_submodules(
     qk_l2_norm: bool = False,
     **unsupported: Any,
 ) -> TransformerLayerSubmodules:
-    """The parts of a layer, of which only ``num_experts`` changes the classes.
+    """Return the parts of a layer; only ``num_experts`` changes the classes.
 
-    What the layer's norms, heads and products are, ``TransformerConfig`` says: ``qk_layernorm``, ``normalization`` and
-    ``multi_latent_attention`` must be set there, and ``fp8``; ``moe_grouped_gemm`` changes nothing. ConfigError for
-    qk_l2_norm and other arguments that are set.
+    ``TransformerConfig`` determines norms, attention and precision: ``qk_layernorm``, ``normalization``,
+    ``multi_latent_attention`` and ``fp8`` must be set there. ``moe_grouped_gemm`` has no effect. Raises ConfigError if
+    ``qk_l2_norm`` or another argument is set.
     """
     wrong = [name for name, value in {"qk_l2_norm": qk_l2_norm, **unsupported}.items() if value]
     wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
@@ -49,7 +49,7 @@ def get_gpt_layer_local_submodules(
 
 
 def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """The specification of a layer with ``get_gpt_layer_local_submodules(...)``."""
+    """Return the specification of a layer with ``get_gpt_layer_local_submodules(...)``."""
     return ModuleSpec(TransformerLayer, submodules=get_gpt_layer_local_submodules(*args, **kwargs))
 
 
@@ -65,36 +65,21 @@ def get_gpt_layer_with_transformer_engine_submodules(
     use_te_activation_func: bool = False,
     **unsupported: Any,
 ) -> TransformerLayerSubmodules:
-    """The same as ``get_gpt_layer_local_submodules``; ``use_te_op_fuser`` and ``use_te_activation_func`` change
-    nothing."""
+    """Return the parts of ``get_gpt_layer_local_submodules``; the two other ``use_te`` switches have no effect."""
+    unsupported |= {"qk_l2_norm": qk_l2_norm, "use_kitchen": use_kitchen}
     return get_gpt_layer_local_submodules(
-        num_experts,
-        moe_grouped_gemm,
-        qk_layernorm,
-        multi_latent_attention,
-        fp8,
-        qk_l2_norm=qk_l2_norm,
-        use_kitchen=use_kitchen,
-        **unsupported,
+        num_experts, qk_layernorm=qk_layernorm, multi_latent_attention=multi_latent_attention, **unsupported
     )
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """The specification of a layer with ``get_gpt_layer_with_transformer_engine_submodules(...)``."""
+    """Return the specification of a layer with ``get_gpt_layer_with_transformer_engine_submodules(...)``."""
     return ModuleSpec(TransformerLayer, submodules=get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs))
 
 
-def get_gpt_decoder_block_spec(
-    config: TransformerConfig,
-    use_transformer_engine: bool,
-    normalization: str | None = None,
-    qk_l2_norm: bool = False,
-    vp_stage: int | None = None,
-    pp_rank: int | None = None,
-) -> TransformerBlockSubmodules:
-    """Return the specifications of all layers of the model as one block, see ``get_gpt_decoder_layer_specs``."""
-    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+def get_gpt_decoder_block_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
+    """Return the specification of a block with ``get_gpt_decoder_layer_specs(...)``."""
+    return TransformerBlockSubmodules(layer_specs=get_gpt_decoder_layer_specs(*args, **kwargs), layer_norm=Norm)
 
 
 def get_gpt_decoder_layer_specs(
@@ -105,16 +90,16 @@ def get_gpt_decoder_layer_specs(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> list[ModuleSpec]:
-    """Return the specification of each layer of the model, with experts where ``config.moe_layer_freq`` has them."""
+    """Return the specification of each layer of the model; ``config.moe_layer_freq`` selects layers with experts."""
     model = config.model_config()
     experts = [config.num_moe_experts if model.has_experts(i) else None for i in range(config.num_layers)]
     return [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
 
 
 def get_gpt_layer_with_inference_spec(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: there are no layers for inference alone."""
+    """Raise ConfigError: there are no layers for inference only."""
     raise ConfigError(
-        "transformer_impl='inference_optimized' is not supported; use transformer_impl='local', which generates as well"
+        "transformer_impl='inference_optimized' is not supported; use transformer_impl='local' for generation, too"
     )
 
 
@@ -125,8 +110,10 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """The layers of multi-token prediction, ``config.mtp_num_layers`` of them, made as the model's last layer; None
-    without them. ``GPTModel`` builds them on its last stage."""
+    """Return the specification of ``config.mtp_num_layers`` layers of multi-token prediction; None without them.
+
+    They equal the model's last layer. ``GPTModel`` builds them on its last stage.
+    """
     if not config.mtp_num_layers:
         return None
     return ModuleSpec(MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules([spec]))

@@ -1,4 +1,4 @@
-"""A GPT, or this rank's stage of one, with Megatron Core's arguments."""
+"""A GPT, or one stage of it, with Megatron Core's arguments."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,14 +12,12 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.exported import adopt, refuse
-from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of
-from megatron.core.transformer.loss_collector import LossCollector, keep_expert_biases_in_fp32
+from megatron.core.transformer.exported import LossCollector, adopt, refuse
+from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of, stage_layers
 from megatron.core.transformer.module import sharded
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.stages import stage_layers
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
@@ -38,12 +36,12 @@ _CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_P
 
 
 class GPTModel(LossCollector, LanguageModule, model.GPTModel):
-    """``model.GPTModel`` built from a ``TransformerConfig`` and a layer's specification, see ``layer_specs_of``.
+    """The engine's ``GPTModel`` built from a ``TransformerConfig`` and a layer specification, see ``layer_specs_of``.
 
-    The layers are those of this pipeline rank and of chunk ``vp_stage``. Weights and dropout depend on the seed of
-    ``model_parallel_cuda_manual_seed`` (1234 before it is called), on names and on the numbers of the sequences, never
-    on ranks; layers keep their global numbers in ``state_dict``. Losses of experts and of multi-token prediction
-    (``config.mtp_num_layers``) join in backward, as means over each micro-batch. ConfigError for what is not supported.
+    It has the layers of this pipeline rank and chunk ``vp_stage``, with their global numbers in ``state_dict``. Weights
+    and dropout depend on the seed of ``model_parallel_cuda_manual_seed`` (default 1234), on names and on the numbers of
+    the sequences, never on ranks. Losses of experts and of multi-token prediction (``config.mtp_num_layers``) take part
+    in the backward pass, as means over each micro-batch. Unsupported arguments raise ConfigError.
     """
 
     _input_tensor: Tensor | None = None
@@ -77,12 +75,12 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             "scatter_embedding_sequence_parallel=False": not scatter_embedding_sequence_parallel,
             "mtp_block_spec without mtp_num_layers": mtp_block_spec is not None and not config.mtp_num_layers,
             "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
-            # A training loop of this package counts them over the whole batch; the caller's has no place for them.
+            # It needs sums over the global batch, which only the engine's own training loop takes.
             "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
         }
         if wrong := [name for name, value in refused.items() if value]:
             raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
-        kinds = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
+        kinds = ("learned_absolute", "rope", "none")
         if position_embedding_type not in kinds:
             raise ConfigError(f"position_embedding_type={position_embedding_type!r} is none of {', '.join(kinds)}")
         rotary = {
@@ -124,8 +122,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         self.samples, self._context_group = SampleNumbers(groups), groups.group("cp")
         self._loss_names = auxiliary_loss_names(own, specs)
         self.expert_layers = own.expert_layers
-        adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), self.samples)
-        keep_expert_biases_in_fp32(self)
+        adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), None, self.samples)
         self._replay = None
         if config.moe_enable_routing_replay:
             self._replay = _Replay({n: RouterReplay() for n in stage_layers(config, vp_stage) if own.has_experts(n)})
@@ -153,23 +150,15 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         output_processor_context: Any = None,
         sample_index: Tensor | None = None,
     ) -> Tensor:
-        """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]`` (this rank's part of it with
-        ``parallel_output``); ``[s, b, h]`` before the last stage.
+        """Return losses ``[b, s]`` with ``labels``, else logits ``[b, s, v]``; ``[s, b, h]`` before the last stage.
 
-        A mask is ``[b, 1, s, s]``, or with context parallelism the rows of this rank, True where a query must not see a
-        key; None is causal, and faster. A stage without embedding and loss needs no ``input_ids``.
-        ``packed_seq_params`` says where documents lie. ``padding_mask`` ``[b, s]`` is True for tokens that do not count
-        in losses and loads of experts, by default those whose ``loss_mask`` is 0. ``sample_index`` ``[b]`` keys
-        dropout; by default sequences are counted as they come.
+        With ``parallel_output`` logits are this rank's part. A mask is ``[b, 1, s, s]``, or with context parallelism
+        the rows of this rank, True where a query must not see a key; None is causal and faster. A stage without
+        embedding and loss needs no ``input_ids``. ``packed_seq_params`` has the borders of documents. ``padding_mask``
+        ``[b, s]`` is True for tokens that do not count in losses and loads of experts, by default tokens whose
+        ``loss_mask`` is 0. ``sample_index`` ``[b]`` keys dropout; by default sequences are numbered in order.
         """
-        refuse(
-            "GPTModel.forward",
-            decoder_input=decoder_input,
-            inference_context=inference_context if inference_params is None else inference_params,
-            extra_block_kwargs=extra_block_kwargs,
-            output_processor=output_processor,
-            output_processor_context=output_processor_context,
-        )
+        refuse("GPTModel.forward", locals())
         if input_ids is None:
             input_ids = self._received_tokens()
         attention_mask = self._whole_mask(attention_mask)
@@ -199,7 +188,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return output if labels is None or not self.post_process else output.contiguous()
 
     def _received_tokens(self) -> Tensor:
-        """Zeros ``[b, s]`` in place of the tokens of the hidden states that a stage without embedding received."""
+        """Return zeros ``[b, s]`` as tokens, for a stage without embedding that received hidden states."""
         if self.embedding is not None or self._input_tensor is None:
             raise ConfigError("GPTModel.forward: input_ids=None on a stage that embeds tokens; pass the tokens")
         residual, batch, _ = self._input_tensor.shape
@@ -207,7 +196,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return torch.zeros(batch, length, dtype=torch.int64, device=self._input_tensor.device)
 
     def _whole_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The mask of whole sequences ``[b, 1, s, s]``, gathered if it has only the rows of this rank."""
+        """Return the mask of whole sequences ``[b, 1, s, s]``, gathered if it has only the rows of this rank."""
         size = self.split.cp_size
         if mask is None or size == 1 or mask.shape[-2] == mask.shape[-1]:
             return mask
@@ -224,8 +213,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         counted: Tensor | None,
         documents: Any,
     ) -> tuple[MicroBatchAuxiliaryLosses | None, LaterTokens | None]:
-        """A place for the losses that layers add, as means over this micro-batch, and the labels of multi-token
-        prediction; None outside of the training."""
+        """Return the collector of auxiliary losses and the labels of multi-token prediction; None outside training."""
         adds = self._loss_names or self.model_config.moe_router_enable_expert_bias
         if not adds or not self.training or not torch.is_grad_enabled():
             return None, None
@@ -256,25 +244,25 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return super()._logits(logits) if self._gathers or self.tp_group.size() == 1 else logits
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """The weight that embeds tokens and, when tied, scores them."""
+        """Return the weight of the embedding, which a tied output layer shares."""
         return self._shared_weight()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Every parameter as a part of a global tensor, by its name in ``state_dict``."""
+        """Return every parameter as a part of a global tensor, by its name in ``state_dict``."""
         return sharded(self, prefix)
 
 
 class _Replay(router_replay.RouterReplay):
-    """What layers of this package ask, answered by those that Megatron's users speak to; by layer."""
+    """Answers the engine's layers from the ``RouterReplay`` of each, which the caller controls."""
 
     def __init__(self, layers: dict[int, RouterReplay]) -> None:
         super().__init__()
         self._layers = layers
 
     def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
-        """The experts ``[n, b, k]`` that a layer is to use; users' are ``[n b, k]``."""
+        """Return the experts ``[n, b, k]`` of a layer; the caller's tensors are ``[n b, k]``."""
         return self._layers[layer_number].replayed(chosen.flatten(0, 1)).view_as(chosen)
 
 
@@ -282,5 +270,5 @@ def _check_stages(config: TransformerConfig, groups: Any) -> None:
     if groups.size("pp") > 1 and config.pipeline_model_parallel_size != groups.size("pp"):
         raise ConfigError(
             f"TransformerConfig has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but the "
-            f"current groups have {groups.size('pp')} pipeline ranks; set it, so that each stage gets its layers"
+            f"current groups have {groups.size('pp')} pipeline ranks; set it to this number"
         )

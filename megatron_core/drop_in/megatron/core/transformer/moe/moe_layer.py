@@ -5,16 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
-from megatron.core.transformer.layer_context import (
-    MoESubmodules,
-    SampleNumbers,
-    layer_context,
-)
+from megatron.core.transformer.layer_context import MoESubmodules, SampleNumbers, layer_context
 from megatron.core.transformer.layer_parts import PARTS
-from megatron.core.transformer.loss_collector import keep_expert_biases_in_fp32
-from megatron.core.transformer.stages import draw_weights
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core.parallel.current import current
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe import layer
 
@@ -22,8 +15,8 @@ from megatron_core.transformer.moe import layer
 class MoELayer(ExportedModule, layer.MoELayer):
     """A layer of experts alone; ``layer_number`` counts from 1 and is a part of the weights' names.
 
-    Losses that balance the load join in backward, as means over each micro-batch; ``finalize_model_grads`` moves the
-    biases of experts.
+    Balancing losses take part in the backward pass, as means over each micro-batch; ``finalize_model_grads`` updates
+    the expert biases.
     """
 
     stands_for = layer.MoELayer
@@ -41,12 +34,10 @@ class MoELayer(ExportedModule, layer.MoELayer):
     ) -> None:
         context, number = layer_context(config, config.model_config(), pg_collection), (layer_number or 1) - 1
         layer.MoELayer.__init__(self, context, number)
-        adopt(self, PARTS, config, context, SampleNumbers(current()))
-        keep_expert_biases_in_fp32(self)
-        draw_weights(self, context.seed, f"decoder.layers.{number}.mlp.")
+        adopt(self, PARTS, config, context, f"decoder.layers.{number}.mlp.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
-        """Number the layer from 1, too."""
+        """Bind the layer and number it from 1."""
         super().bind(config, context, samples)
         self.expert_layers, self.layer_number = [self.router.layer_number], self.router.layer_number + 1
 
@@ -57,11 +48,10 @@ class MoELayer(ExportedModule, layer.MoELayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """``[s, b, h]`` -> (the same shape, None: there is no bias to add). ``padding_mask`` ``[b, s]`` is True for
-        padding, which counts neither in losses nor in loads."""
+        padding, which does not count in losses and loads."""
         if isinstance(intermediate_tensors, SequenceContext):
             return super().forward(hidden_states, intermediate_tensors)
-        refuse("MoELayer.forward", intermediate_tensors=intermediate_tensors)
+        refuse("MoELayer.forward", locals())
         passed = self.sequence(hidden_states, padding_mask=padding_mask)
-        names, per_token = layer.moe_loss_names(self.context.config), self.config.calculate_per_token_loss
-        passed = self.with_losses(self.context, names, hidden_states, passed, per_token=per_token)
+        passed = self.with_losses(layer.moe_loss_names(self.context.config), hidden_states, passed)
         return super().forward(hidden_states, passed)

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
-from megatron.core.transformer.layer_context import SampleNumbers, layer_context, sequence_context
-from megatron.core.transformer.stages import draw_weights
+from megatron.core.transformer.layer_context import layer_context, sequence_context
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
 from megatron_core.models.gpt import model
-from megatron_core.parallel.current import current
 from megatron_core.transformer.context import SequenceContext
 
 
 class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
-    """Token ids ``[b, s]`` -> ``[s, b, h]``, with learned positions where ``position_embedding_type`` says so."""
+    """Token ids ``[b, s]`` -> ``[s, b, h]``, plus learned positions for position_embedding_type="learned_absolute"."""
 
     stands_for = model.LanguageModelEmbedding
 
@@ -37,8 +35,7 @@ class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
         context = layer_context(config, own, pg_collection, tp_group)
         model.LanguageModelEmbedding.__init__(self, context, vocab_size, max_sequence_length)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
-        adopt(self, (), config, context, SampleNumbers(current()))
-        draw_weights(self, context.seed, "embedding.")
+        adopt(self, (), config, context, "embedding.")
 
     @torch.no_grad()
     def zero_parameters(self) -> None:
@@ -50,7 +47,7 @@ class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
         """``[b, s]`` twice -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel)."""
         if isinstance(tokentype_ids, SequenceContext):
             return super().forward(input_ids, position_ids, tokentype_ids)
-        refuse("LanguageModelEmbedding.forward", tokentype_ids=tokentype_ids)
+        refuse("LanguageModelEmbedding.forward", locals())
         samples = self._samples.take(len(input_ids), input_ids.device) if self.training else None
         own = self.context.split.residual(position_ids, dim=1)
         passed = sequence_context(self.context, own.transpose(0, 1), None, None, samples)
