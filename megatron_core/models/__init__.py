@@ -1,3 +1,3 @@
-"""Models assembled from the parallel layers."""
+"""Models built from the parallel layers."""
 
 from megatron_core.models.gpt.model import GPTModel

@@ -1,4 +1,4 @@
-"""From a configuration to this rank's stages of the model, and whether those of all ranks are one whole model."""
+"""Build this rank's stages of the model, and check that the stages of all ranks make up the whole model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
 def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The global shapes of the model's parameters by name, from a model without memory."""
+    """The global shapes of the model's parameters by name, from a model on the meta device."""
     parallel = ModelParallelConfig(
         params_dtype=torch.float32, perform_initialization=False, device=torch.device("meta")
     )
@@ -43,9 +43,9 @@ def build_stages(
     """The layers of every stage of the whole model, and this rank's stages by number.
 
     ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
-    weights are left as they come, for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
-    rank that has no room for all of them: ``DataParallel`` makes and shards them one bucket after another. Without
-    ``context_parallel`` every context-parallel rank is given whole sequences.
+    weights are uninitialized memory for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
+    rank without memory for all of them: ``DataParallel`` allocates and shards them one bucket at a time. Without
+    ``context_parallel`` every context-parallel rank receives whole sequences.
     """
     chunks = config.parallel.num_chunks(config.model.num_layers)
     stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
@@ -86,11 +86,11 @@ def build_stages(
 
 
 def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:
-    """The weight of the word embedding that the last stage uses, if the first stage lies on this rank."""
+    """The weight of the word embedding for the last stage, if the first stage is on this rank."""
     if not config.model.last_stage_embeds or 0 not in stages:
         return None
     embedding = stages[0].embedding
-    assert embedding is not None, "the first stage has it"
+    assert embedding is not None, "the first stage has an embedding"
     return embedding.word_embeddings.weight
 
 
@@ -100,31 +100,31 @@ EMBEDDING, OUTPUT = "the embedding", "the output layer"
 def check_complete(
     stages: Mapping[int, GPTModel], num_layers: int, groups: ParallelGroups, device: torch.device
 ) -> None:
-    """Compare what the ranks really hold with what the model has; all ranks of the pipeline call this together.
+    """Compare the parts on all ranks of the pipeline with the parts of the model; a collective call.
 
-    Errors: ``LayoutError``, the same one on all of them, if a part of the model is on no rank or on two.
+    Errors: ``LayoutError``, the same on all ranks, if a part of the model is on no rank or on two.
     """
     pipeline = groups.group("pp")
     if isinstance(pipeline, LocalGroup) and pipeline.size() > 1:
-        return  # One rank of a pipeline that does not run: the others cannot be asked.
+        return  # one rank of a pipeline that is only planned: there are no others to compare with
     mine = "\n".join(part for model in stages.values() for part in parts_of(model))
     held = [text.splitlines() for text in gather_texts(mine, pipeline, device)]
     found = faults(held, num_layers)
     if found:
         raise LayoutError(
-            f"the pipeline's ranks {listed(groups.ranks('pp'))} do not make up one whole model: {'; '.join(found)}. "
+            f"pipeline ranks {listed(groups.ranks('pp'))} do not make up one whole model: {'; '.join(found)}. "
             "Give all ranks the same flags and the same code, and check pipeline_model_parallel_layout"
         )
 
 
 def parts_of(model: GPTModel) -> list[str]:
-    """The parts of the model that a stage holds, by name."""
+    """The names of the parts of the model in a stage."""
     names = [EMBEDDING] * (model.embedding is not None) + [f"layer {number}" for number in model.decoder.layers.keys()]  # noqa: SIM118
     return names + [OUTPUT] * (model.output_layer is not None)
 
 
 def faults(held: Sequence[Iterable[str]], num_layers: int) -> list[str]:
-    """What is missing, doubled or too much, given the parts that each pipeline rank holds."""
+    """Messages about missing, duplicate and unknown parts, given the parts on each pipeline rank."""
     holders: dict[str, list[int]] = {}
     for rank, parts in enumerate(held):
         for part in parts:

@@ -19,7 +19,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_hugging_face
 from megatron_core.models.megatron_lm import MegatronReader
-from megatron_core.models.megatron_lm.progress import Progress
+from megatron_core.models.megatron_lm.arguments import Progress
 from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of

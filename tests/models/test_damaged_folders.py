@@ -188,7 +188,7 @@ def test_a_weight_map_must_be_an_object(value: object, tmp_path: Path) -> None:
         ("x" * 5000, "cannot be read"),
         (
             "model-00001-of-00008.safetensors",
-            "names model-00001-of-00008.safetensors for lm_head.weight, which it does",
+            "names model-00001-of-00008.safetensors for lm_head.weight, but the file does",
         ),
     ],
 )

@@ -166,8 +166,12 @@ def _plant_metadata(path: Path) -> None:
 
 
 FAULTS: dict[str, tuple[bool, Any, str]] = {
-    "an object": (False, lambda f: _plant(f / "mp_rank_00/model_optim_rng.pt"), r"posix\.mkdir, which is not read"),
-    "an object in the metadata": (True, lambda f: _plant_metadata(f / ".metadata"), r"posix\.mkdir, which is not read"),
+    "an object": (False, lambda f: _plant(f / "mp_rank_00/model_optim_rng.pt"), r"mkdir, which is not allowed"),
+    "an object in the metadata": (
+        True,
+        lambda f: _plant_metadata(f / ".metadata"),
+        r"mkdir, which is not allowed",
+    ),
     "damaged metadata": (True, lambda f: (f / ".metadata").write_bytes(b"\x80\x05x"), r"\.metadata cannot be read"),
     "damaged": (False, lambda f: (f / "mp_rank_00/model_optim_rng.pt").write_bytes(b"x" * 99), "cannot be read"),
     "a missing rank": (False, lambda f: (f / "mp_rank_01/model_optim_rng.pt").unlink(), "has no mp_rank_01/"),

@@ -1,1 +1,1 @@
-"""The GPT model, whole or one pipeline stage of it."""
+"""The GPT model, whole or as a pipeline stage."""

@@ -1,4 +1,4 @@
-"""A GPT, or the stage of one that a pipeline rank holds."""
+"""The GPT model, whole or as a pipeline stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,12 +35,12 @@ TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 
 
 class PositionEmbedding(nn.Module):
-    """A table of learned positions ``[max_sequence_length, h]``, whole on every rank."""
+    """Learned position embeddings ``[max_sequence_length, h]``, replicated on all ranks."""
 
     def __init__(self, context: LayerContext, max_sequence_length: int) -> None:
         super().__init__()
         shape = (max_sequence_length, context.config.hidden_size)
-        # With sequence parallel a rank looks up the positions of its part of the sequence alone.
+        # With sequence parallelism a rank looks up only the positions of its part of the sequence.
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.embedding_init_method
@@ -51,7 +51,7 @@ class PositionEmbedding(nn.Module):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallel), plus learned positions."""
+    """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism), plus learned positions."""
 
     def __init__(self, context: LayerContext, vocab_size: int, max_sequence_length: int) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class LanguageModelEmbedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(context, max_sequence_length)
-        # A number of the weights' dtype, as in the models that were trained with it.
+        # Rounded to the dtype of the weights, as in the published models.
         root = torch.tensor(config.hidden_size**0.5, dtype=parallel.params_dtype)
         self.scale = root.item() if config.scale_embeddings else None
         self.factor = config.embedding_factor
         self.dropout = context.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
-        """``position_ids`` are those of the output: ``[b, s]`` or ``[1, s]``, ``s/tp`` with sequence parallel."""
+        """``position_ids`` ``[b, s]`` or ``[1, s]`` belong to the output: ``s/tp`` with sequence parallelism."""
         hidden = self.word_embeddings(input_ids)
         if self.scale is not None:
             hidden = hidden * self.scale
@@ -93,14 +93,14 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """A decoder-only language model, or the part of it with the given ``layers``.
+    """A decoder-only language model, or the stage of it with the given ``layers``.
 
-    ``pre_process`` adds the embedding before them, ``post_process`` the final norm and the output layer behind them.
-    Initial weights depend on ``seed`` and the parameters' global names alone. ``tied_weight`` is the word embedding's,
-    for a last stage on the rank that holds the first one, too. ``layer_specs(config, layer_number)`` says what each
-    layer is made of. ``groups`` are this rank's, by default those of the current layout; ``tp_group`` alone is enough
-    for a model without experts. With ``context_parallel`` the ranks of its axis are given parts of every sequence
-    (``SequenceSplit.local``), without it whole ones.
+    ``pre_process`` adds the embedding before the layers, ``post_process`` the final norm and the output layer after
+    them. Initial weights depend only on ``seed`` and the parameters' global names. ``tied_weight`` is the weight of the
+    word embedding, for a last stage on the same rank as the first. ``layer_specs(config, layer_number)`` chooses the
+    parts of each layer. ``groups`` defaults to the current layout; ``tp_group`` alone suffices for a model without
+    experts. With ``context_parallel`` each rank of its axis receives a part of every sequence
+    (``SequenceSplit.local``), without it whole sequences.
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -125,8 +125,8 @@ class GPTModel(nn.Module):
         self.config = self.model_config = config
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         parallel = parallel or ModelParallelConfig()
-        # The weights are drawn below, by name and once; layers that drew their own would do it in vain.
-        # Embedding and output layer stay out of FP8.
+        # Weights are initialized below by global name, so that layers need not initialize their own.
+        # Embedding and output layer do not use FP8.
         self.parallel = replace(parallel, perform_initialization=False, fp8_precision=None)
         if groups is None:
             groups = current() if tp_group is None else ParallelGroups.single()
@@ -136,7 +136,7 @@ class GPTModel(nn.Module):
         context = LayerContext(config, of_layers, self.tp_group, seed, groups, cp)
         self.split = context.split
         self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
-        # In a tuple, because a module makes every parameter that it is given its own.
+        # In a tuple, because a module registers every parameter that is assigned to it.
         self._weights_of_others = () if tied_weight is None else (tied_weight,)
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
@@ -148,13 +148,13 @@ class GPTModel(nn.Module):
         self._mark_embedding_and_output()
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
-            assert shared is not None, "a first or last stage has it"
+            assert shared is not None, "a first or last stage has the weight"
             amend_spec(shared, tied=True, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
 
     def _make_output_layer(self, context: LayerContext) -> ColumnParallelLinear:
-        """The output layer; a tied one has no weight of its own on the stage, or on the rank, of the embedding."""
+        """Build the output layer; tied to an embedding on the same rank, it has no weight of its own."""
         tied = self.model_config.share_embeddings_and_output_weights
         tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
         size, index = self.tp_group.size(), self.tp_group.rank()
@@ -171,7 +171,7 @@ class GPTModel(nn.Module):
         )
 
     def _mark_embedding_and_output(self) -> None:
-        """Under Megatron's name, for ``--decoupled-lr`` and optimizers of hidden matrices."""
+        """Set the attribute that ``--decoupled-lr`` and optimizers of hidden matrices read; its name is Megatron's."""
         if self.embedding is not None:
             for parameter in self.embedding.parameters():
                 parameter.is_embedding_or_output_parameter = True
@@ -181,7 +181,7 @@ class GPTModel(nn.Module):
             self.mtp.word_embeddings.is_embedding_or_output_parameter = True
 
     def _shared_weight(self) -> nn.Parameter | None:
-        """The weight that embeds tokens and, when tied, scores them."""
+        """The weight of the word embedding, which a tied output layer shares."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
         if self._weights_of_others:
@@ -191,14 +191,14 @@ class GPTModel(nn.Module):
         return self.output_layer.weight if self.output_layer is not None else None
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with names that do not depend on the stage; the copy of a tied weight has the original's name."""
+        """Parameters with names that do not depend on the stage; a copy of a tied weight has the original's name."""
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name in TIED_COPIES and spec_of(parameter).is_copy else name), parameter
 
     def units(self) -> list[list[nn.Module]]:
-        """What data parallelism gathers, frees and reduces together: the embedding, each layer, the head.
+        """Units of data parallelism, gathered, freed and reduced together: the embedding, each layer, the head.
 
-        A head that uses the embedding's weight names it, too: it belongs to the first unit, and is needed here.
+        A head that uses the embedding's weight lists it, too: the weight belongs to the first unit.
         """
         head: list[nn.Module | None] = [self.decoder.final_layernorm, self.mtp, self.output_layer]
         embeds = self.output_layer is not None and (self.output_layer.weight is None or self.mtp is not None)
@@ -208,7 +208,7 @@ class GPTModel(nn.Module):
         return [present for unit in units if (present := [module for module in unit if module is not None])]
 
     def initialise(self, seed: int) -> None:
-        """Initialise all weights by their global names."""
+        """Initialize all weights from the seed and their global names."""
         for name, parameter in self.named_global_parameters():
             initialise_by_name(parameter, parameter.init_method, seed, name)
 
@@ -232,16 +232,21 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
-        ``input_ids``, ``labels`` ``[b, s]``; ``positions`` ``[s]`` says where the tokens stand in their sequences, None
-        for 0, 1, 2, ..., or this rank's part of them. Learned and rotary positions follow ``position_ids`` ``[b, s]``,
-        or ``[1, s]`` for the same in every sequence; None: ``positions``. ``hidden_states`` is the previous stage's
-        output; ``sample_index`` ``[b]`` keys dropout. ``document_lengths`` has for each whole sequence the lengths of
-        its documents, in order; no document attends to another. ``cache`` holds the keys and values of
-        earlier positions; with ``document_lengths`` each document is a new sequence in it. ``logit_positions``
-        ``[b, k]`` are the indices in each row of ``input_ids`` whose logits ``[b, k, vocabulary]`` are wanted; None:
-        all. ``auxiliary_losses`` collects those of this micro-batch that layers add; ``loss_mask`` ``[b, s]`` is 0 for
-        tokens that do not count in them. ``router_replay`` records which experts tokens go to, or repeats a record;
-        ``later`` are the labels of multi-token prediction, without which it adds no losses.
+        Args:
+            input_ids, labels: ``[b, s]``.
+            position_ids: ``[b, s]``, or ``[1, s]`` for all sequences, for learned and rotary positions; by default
+                ``positions``.
+            hidden_states: output of the previous stage.
+            sample_index: ``[b]``, keys of dropout.
+            document_lengths: lengths of the documents of each whole sequence; no document attends to another.
+            cache: keys and values of earlier positions; with ``document_lengths`` each document is a sequence in it.
+            positions: ``[s]``, indices of the tokens in their sequences; by default 0, 1, 2, ..., or this rank's part.
+            logit_positions: ``[b, k]``, indices into ``input_ids`` of the logits ``[b, k, vocabulary]`` to compute; by
+                default all.
+            auxiliary_losses: collects the auxiliary losses of the layers for this micro-batch.
+            loss_mask: ``[b, s]``, 0 for tokens that auxiliary losses ignore.
+            router_replay: records the experts of the tokens, or repeats a record.
+            later: labels of multi-token prediction; without them it adds no losses.
         """
         if positions is None:
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
@@ -286,12 +291,12 @@ class GPTModel(nn.Module):
         tied: nn.Parameter | None,
         context: SequenceContext,
     ) -> Tensor:
-        """``losses``, through whose backward the gradients of the losses of multi-token prediction come.
+        """Return ``losses`` with the gradients of the losses of multi-token prediction attached to their backward.
 
-        Each is a mean over the tokens of the global batch that count at its depth.
+        The loss of each depth is a mean over the unmasked tokens of the global batch at that depth.
         """
         weight = self._shared_weight()
-        assert self.mtp is not None and weight is not None, "the last stage has them"
+        assert self.mtp is not None and weight is not None, "only the last stage computes losses"
         names, tokens = mtp_loss_names(self.config), labels
         for depth, layer in enumerate(self.mtp.layers):
             hidden = layer(self.mtp.embed(tokens, weight), hidden, context)
@@ -314,7 +319,7 @@ class GPTModel(nn.Module):
         hidden_states = self._scaled(hidden_states)
         if self.model_config.fuses_output_layer_with_loss:
             weight = self.output_layer.weight if tied is None else tied
-            assert weight is not None, "an output layer without a weight is tied"
+            assert weight is not None, "an output layer without a weight of its own is tied"
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
@@ -328,16 +333,16 @@ class GPTModel(nn.Module):
         )
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """What the output layer reads, so that logits have their factor (``ModelConfig.logit_factor``)."""
+        """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
         factor = self.model_config.logit_factor
         return hidden if factor == 1.0 else hidden * factor
 
     def _logits(self, logits: Tensor) -> Tensor:
-        """This rank's columns of the logits -> those of the whole vocabulary, without its padding."""
+        """This rank's columns of the logits -> logits of the whole vocabulary, without padding."""
         return gather_channels(logits, self.tp_group)[..., : self.vocab_size]
 
     def _capped(self, logits: Tensor) -> Tensor:
-        """c tanh(logits / c) where the configuration has a bound c (Gemma 2, arXiv 2408.00118, section 2)."""
+        """c tanh(logits / c) for ``final_logit_softcapping`` c (Gemma 2, arXiv 2408.00118, section 2)."""
         cap = self.model_config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

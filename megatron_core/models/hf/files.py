@@ -1,4 +1,4 @@
-"""The JSON and safetensors files in a folder of Hugging Face."""
+"""The JSON and safetensors files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_core.parallel.texts import listed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096
-"""Rows that are in memory while two tensors are compared."""
+"""Rows of each tensor in memory while two tensors are compared."""
 
 
 class TensorFiles:
     """The open safetensors files of a folder.
 
-    ``transformers`` reads ``model.safetensors`` if there is one, and the files of the index if not; so does this.
-    Errors: ``CheckpointError`` for files that are missing, damaged or not those of the index.
+    As in ``transformers``, ``model.safetensors`` takes precedence over the files of the index.
+    Errors: ``CheckpointError`` for files that are missing, damaged, or disagree with the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,17 +49,17 @@ class TensorFiles:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, which must be one of floating-point weights."""
+        """The dtype of a tensor. Errors: ``CheckpointError`` unless it is a floating-point dtype of weights."""
         found = self._slice(name).get_dtype()
         if found not in TORCH_DTYPES:
             raise CheckpointError(
                 f"{self._where[name]}: {name} has the dtype {found}; weights must be {', '.join(TORCH_DTYPES)}. Save "
-                "the model with such weights: quantized ones, and integers in place of weights, are not read"
+                "the model in one of these dtypes: quantized weights are not supported"
             )
         return TORCH_DTYPES[found]
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor."""
+        """Read a part of a tensor."""
         try:
             return self._slice(name)[index]
         except SafetensorError as error:
@@ -77,14 +77,14 @@ class TensorFiles:
         )
 
     def _find(self) -> dict[str, Path]:
-        """The file of every tensor, those included that the index does not name."""
+        """The file of each tensor, including tensors that the index does not list."""
         path, index = self.folder / WEIGHTS, self.folder / INDEX
         if path.is_file():
             return dict.fromkeys(self._file(path).keys(), path)
         if not index.is_file():
             raise CheckpointError(
                 f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model with transformers' "
-                "save_pretrained, which writes safetensors (pickled weights are not read)"
+                "save_pretrained, which writes safetensors (pickled weights are not supported)"
             )
         named = read_json(index).get("weight_map")
         if not isinstance(named, dict):
@@ -101,7 +101,7 @@ class TensorFiles:
             absent = [name for name in names if name not in stored]
             if absent:
                 raise CheckpointError(
-                    f"{index} names {path.name} for {listed(absent)}, which it does not hold; copy both again"
+                    f"{index} names {path.name} for {listed(absent)}, but the file does not contain it; copy both again"
                 )
             found |= dict.fromkeys(names, path)
             further |= dict.fromkeys(stored - named.keys(), path)
@@ -128,7 +128,7 @@ class TensorFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Read the object in a JSON file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -136,5 +136,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}; it must contain an object")
     return content

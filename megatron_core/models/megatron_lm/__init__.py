@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM, read as checkpoints of ours."""
+"""Import of Megatron-LM's checkpoints."""
 
+from megatron_core.models.megatron_lm.arguments import settings_of_arguments
 from megatron_core.models.megatron_lm.reader import MegatronReader
-from megatron_core.models.megatron_lm.settings import settings_of_arguments

@@ -1,7 +1,7 @@
 """Adam's state in the flat buffers of Megatron Core's distributed optimizer (``dp_reshardable``, its default).
 
-A rank of the model stores its parameters in the reverse order of their registration; each starts at a multiple of 64
-elements. The buffers also hold the main weights, which show whether this order is the one of the checkpoint.
+Each model-parallel rank stores its parameters in reverse order of registration, each at a multiple of 64 elements. The
+buffers also contain the main weights, so that comparing them with the weights verifies the order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ORDERS = (
     ["input_layernorm", "self_attention.linear_proj", *_REST],
     ["self_attention.linear_proj", "input_layernorm", *_REST],
 )
-"""Registration order of a layer's modules with the local layers, and with those of Transformer Engine."""
+"""Registration order of a layer's modules: local layers, layers of Transformer Engine."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def buckets_of(names: Iterable[str]) -> dict[int, list[str]]:
-    """The names of each model rank's buckets, without their kinds; empty if a rank has several buffers or dtypes."""
+    """Prefixes of the buckets of each model-parallel rank; empty if a rank has several buffers or dtypes."""
     found: dict[int, list[tuple[int, str]]] = {}
     kinds = set()
     for name in names:
@@ -41,7 +41,7 @@ def buckets_of(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def registered(shapes: Shapes, order: list[str], layers: range, *, first: bool, last: bool) -> list[str]:
-    """Names of a stage's parameters in the order of registration; empty if a name has no place in it."""
+    """Names of a stage's parameters in order of registration."""
     names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"] * first
     for layer in layers:
         for module in order:
@@ -51,7 +51,7 @@ def registered(shapes: Shapes, order: list[str], layers: range, *, first: bool, 
 
 
 def slices(names: list[str], shapes: Shapes, sizes: list[int]) -> dict[str, tuple[int, int]] | None:
-    """Bucket and offset of every parameter, for buckets of ``sizes`` elements; None if they do not fit."""
+    """Bucket and offset of each parameter in buckets of ``sizes`` elements; None if the sizes do not fit."""
     found, bucket, end = {}, 0, 0
     for name in reversed(names):
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -67,7 +67,7 @@ def slices(names: list[str], shapes: Shapes, sizes: list[int]) -> dict[str, tupl
 def split(
     names: list[str], shapes: Shapes, buckets: Mapping[str, list[Tensor]], weight: Callable[[str], Tensor]
 ) -> dict[str, dict[str, Tensor]] | None:
-    """Each kind's tensors by parameter; None if the buffers do not hold the weights in this order."""
+    """Tensors of each kind by parameter; None if the buffers have another order of parameters."""
     places = slices(names, shapes, [tensor.numel() for tensor in buckets["param"]])
     if places is None:
         return None

@@ -1,7 +1,7 @@
-"""Files of Megatron-LM that are pickles, read without running anything that they name.
+"""Read Megatron-LM's pickles without executing code that they name.
 
-``torch.load`` with ``weights_only`` makes tensors and plain containers alone. What else Megatron-LM stores beside the
-weights (its arguments, states of random generators) becomes an inert object; any other name is refused.
+``torch.load`` with ``weights_only`` creates tensors and plain containers only. Other objects that Megatron-LM stores
+(its arguments, states of random generators) become inert objects; any other name is refused.
 """
 
 import io
@@ -19,7 +19,7 @@ INERT = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
     r"|numpy(\.\w+)+|(megatron|transformer_engine)(\.\w+)+"
 )
-"""Names that stand for an object without behaviour, whatever they name elsewhere."""
+"""Names that are replaced by a class without behaviour."""
 METADATA = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "contiguous_format", "strided"},
@@ -36,13 +36,13 @@ METADATA = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""The plain records that describe a folder of ``torch.distributed.checkpoint``."""
+"""Records that describe a folder of ``torch.distributed.checkpoint``."""
 PLANS = {"torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}}
-"""Records of the saving itself, which Megatron Core keeps in the metadata and nothing here reads."""
+"""Records of the save operation in Megatron Core's metadata; they are not used."""
 
 
 class Inert:
-    """What a name of ``INERT`` becomes: it keeps what it is given."""
+    """Stands for an object of a name in ``INERT``: it stores its arguments and has no behaviour."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments: Any = arguments
@@ -52,9 +52,9 @@ class Inert:
 
 
 def load_tensors(source: Path | bytes) -> Any:
-    """The content of a file that ``torch.save`` wrote; tensors in a file stay there until they are read.
+    """Load the output of ``torch.save``; tensors in a file are memory-mapped.
 
-    Errors: ``CheckpointError`` for a file that is damaged or names an object that is not read.
+    Errors: ``CheckpointError`` for a file that is damaged or names a Python object outside the lists above.
     """
     shown = source if isinstance(source, Path) else "a stored object"
     try:
@@ -63,8 +63,8 @@ def load_tensors(source: Path | bytes) -> Any:
         refused = [name for name in names if not INERT.fullmatch(name)]
         if refused:
             raise CheckpointError(
-                f"{shown} names the Python object {refused[0]}, which is not read from a checkpoint; save it again "
-                "without it"
+                f"{shown} names the Python object {refused[0]}, which is not allowed in a checkpoint; save the "
+                "checkpoint without it"
             )
         if not isinstance(source, Path):
             file.seek(0)
@@ -76,7 +76,7 @@ def load_tensors(source: Path | bytes) -> Any:
 
 
 def load_metadata(path: Path) -> Any:
-    """The ``.metadata`` of ``torch.distributed.checkpoint``; ``CheckpointError`` as ``load_tensors``."""
+    """Load the ``.metadata`` of ``torch.distributed.checkpoint``. Errors: as ``load_tensors``."""
     try:
         found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         for entry in found.state_dict_metadata.values():
@@ -103,7 +103,7 @@ def load_metadata(path: Path) -> Any:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the records of ``METADATA`` and no other object."""
+    """Creates only the records of ``METADATA``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in METADATA.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
@@ -111,5 +111,5 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module.split(".")[0] == "pathlib" or name in PLANS.get(module, ()):
             return Inert
         raise CheckpointError(
-            f"the metadata name the Python object {module}.{name}, which is not read from a checkpoint"
+            f"the metadata names the Python object {module}.{name}, which is not allowed in a checkpoint"
         )

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM with the interface of ``CheckpointReader``, of any layout of ranks."""
+"""A Megatron-LM checkpoint of any layout, with the interface of ``CheckpointReader``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.progress import Progress
-from megatron_core.models.megatron_lm.settings import settings_of_arguments
+from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.tensor_map import DistributedFiles, RankFiles, TensorPart, TensorParts
 from megatron_core.parallel.texts import listed
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors with rows that only make the vocabulary divisible."""
+"""Tensors that may have additional rows, which pad the vocabulary to a divisible size."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class MegatronReader:
     """Weights and Adam state of one iteration of Megatron-LM, ``torch`` or ``torch_dist``; a context manager.
 
-    ``folder`` is what ``--save`` named, or one iteration in it. Nothing that the files name is run.
+    ``folder`` is Megatron-LM's ``--save`` folder or one iteration in it. No code that the files name is executed.
     Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
     """
 
@@ -51,12 +50,12 @@ class MegatronReader:
         self._parts = {}
 
     def has(self, name: str) -> bool:
-        """Whether it has a tensor of ours: it has weights."""
+        """Whether the checkpoint has the weight with our name ``name``."""
         return name.removeprefix("model.") in self._parts
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the stored values into the memory of every piece; dtypes are converted."""
+        """Copy the stored values into the memory of each box; dtypes are converted."""
         for piece in pieces:
             for part in self._stored(piece.name):
                 common = piece.box.intersect(part.box)
@@ -66,7 +65,8 @@ class MegatronReader:
                 if values.dtype not in TORCH_DTYPES.values():
                     raise CheckpointError(
                         f"{self.folder}: {piece.name} has the dtype {values.dtype}; weights must be "
-                        f"{', '.join(TORCH_DTYPES)}. Save the model with such weights: quantized ones are not read"
+                        f"{', '.join(TORCH_DTYPES)}. Save the model in one of these dtypes: quantized weights are not "
+                        "supported"
                     )
                 piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
 
@@ -82,7 +82,7 @@ class MegatronReader:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of optimizer state that are there: moments, and main weights beside 16-bit weights."""
+        """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
         found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
         return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
 
@@ -92,9 +92,9 @@ class MegatronReader:
         return Progress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
 
     def check_complete(self, ours: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ()) -> None:
-        """``CheckpointError`` unless our tensors, by name and shape, are all there, and no other.
+        """``CheckpointError`` unless the checkpoint has exactly our tensors, by name and shape.
 
-        The same holds for ``kinds`` of optimizer state.
+        The same is checked for ``kinds`` of optimizer state.
         """
         self._check(ours, self._parts)
         for kind in kinds:
@@ -116,7 +116,7 @@ class MegatronReader:
                 )
 
     def dtype(self) -> torch.dtype:
-        """Of the stored weights."""
+        """The dtype of the stored weights."""
         return self._parts["embedding.word_embeddings.weight"][0].read().dtype
 
     def _rows(self, name: str) -> int:
@@ -126,7 +126,7 @@ class MegatronReader:
 
 
 def iteration_folder(folder: Path, step: int | None) -> Path:
-    """The folder of an iteration in ``folder``, by default the latest; ``folder`` itself if it is one."""
+    """The folder of iteration ``step`` in ``folder``, by default the latest; ``folder`` itself if it has its files."""
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return folder
     try:
@@ -135,7 +135,7 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
     found = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
     if latest != "release" and not latest.isdigit():
-        raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}, which is no iteration")
+        raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}; it must be an iteration or release")
     if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
         raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
     return found

@@ -1,4 +1,4 @@
-"""Where the parts of our tensors are in Megatron-LM's: the formats ``torch`` and ``torch_dist``."""
+"""Locate the parts of our tensors in Megatron-LM's files, formats ``torch`` and ``torch_dist``."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ FUSED = {
     "self_attention.linear_q_up_proj.layer_norm": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm": "self_attention.kv_layernorm.",
 }
-"""Norms that Transformer Engine keeps in the layer behind them -> their own names."""
+"""Norms that Transformer Engine fuses into the following layer -> their names here."""
 ROWS = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias)$"
 )
@@ -34,7 +34,7 @@ MODEL = ("embedding.", "decoder.", "output_layer.")
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of one of our tensors, and what reads it."""
+    """A box of one of our tensors, and a function that reads its values."""
 
     box: Box
     read: Callable[[], Tensor]
@@ -44,7 +44,7 @@ TensorParts = dict[str, list[TensorPart]]
 
 
 def plain_name(rest: str) -> str:
-    """The name inside a layer as ours."""
+    """Translate a name inside a layer to ours."""
     for theirs, ours in FUSED.items():
         if rest.startswith(theirs + "_"):
             return ours + rest.rpartition("_")[2]
@@ -61,7 +61,7 @@ class RankFiles:
         first = self._load(next(iter(self._files)))
         arguments = getattr(first.get("args"), "arguments", None)
         if not isinstance(arguments, dict):
-            raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
+            raise CheckpointError(f"{folder} has no arguments of the training, which describe the model")
         self.arguments: Mapping[str, Any] = arguments
         self.common: Mapping[str, Any] = first
         self._tp, self._pp, self._ep = (
@@ -69,16 +69,16 @@ class RankFiles:
         )
         if self._ep > 1 and (arguments.get("expert_tensor_parallel_size") or self._tp) != self._tp:
             raise CheckpointError(
-                f"{folder}: expert_tensor_parallel_size={arguments['expert_tensor_parallel_size']} is not the "
-                "tensor-parallel size; such experts are read from --ckpt-format torch_dist alone"
+                f"{folder}: expert_tensor_parallel_size={arguments['expert_tensor_parallel_size']} differs from "
+                "the tensor-parallel size; this is supported only with --ckpt-format torch_dist"
             )
 
     def parts(self, model: ModelConfig, kind: str | None = None) -> TensorParts:
-        """Every stored part of our tensors, by name; ``kind`` is that of optimizer state."""
+        """All stored parts of our tensors by name: weights, or a ``kind`` of optimizer state."""
         if model.query_groups % self._tp:
             raise CheckpointError(
-                f"{self.folder}: {model.query_groups} key-value groups on {self._tp} tensor-parallel ranks are read "
-                "from --ckpt-format torch_dist alone"
+                f"{self.folder}: {model.query_groups} key-value groups on {self._tp} tensor-parallel ranks are "
+                "supported only with --ckpt-format torch_dist"
             )
         found: TensorParts = {}
         chunks = sorted(key for key in self._state(0, 0, 0) if re.fullmatch(r"model\d*", key))
@@ -96,7 +96,7 @@ class RankFiles:
                             self._add(found, name, tensor, tp, ep, before, model)
                 before += len(numbers)
         if model.share_embeddings_and_output_weights:
-            found.pop("output_layer.weight", None)  # the copy of the last stage
+            found.pop("output_layer.weight", None)  # a copy on the last stage
         return found
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
@@ -113,7 +113,7 @@ class RankFiles:
         return self.common.get("optimizer")
 
     def _adam(self, state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-        """One kind of a rank's Adam state by parameter: matrices come first, vectors follow."""
+        """One kind of a rank's Adam state by parameter; it is stored for matrices first, then for vectors."""
         names = [n for n, t in state["model"].items() if isinstance(t, Tensor) and not n.endswith("_extra_state")]
         names.sort(key=lambda name: state["model"][name].dim() < 2 or name.endswith(".bias"))
         optimizer = state["optimizer"]
@@ -140,7 +140,7 @@ class RankFiles:
         rest = plain_name(layer[2]) if layer else name
         expert = EXPERT.fullmatch(rest)
         if ep and expert is None:
-            return  # the same on all ranks of an expert-parallel group
+            return  # replicated in an expert-parallel group
         number: int | None = None
         if expert is not None:
             assert model.num_experts is not None
@@ -162,13 +162,15 @@ class RankFiles:
         if name not in self._content:
             content = load_tensors(self._files[name])
             if not isinstance(content, dict):
-                raise CheckpointError(f"{self._files[name]} holds a {type(content).__name__}, not a checkpoint")
+                raise CheckpointError(
+                    f"{self._files[name]} contains a {type(content).__name__}; it must contain a dict"
+                )
             self._content[name] = content
         return self._content[name]
 
 
 def _local_parts(name: str, tensor: Tensor, rank: int, size: int, gated: bool) -> Iterator[TensorPart]:
-    """A tensor-parallel rank's tensor as boxes of the whole one."""
+    """A tensor-parallel rank's tensor as boxes of the whole tensor."""
     shape = tuple(tensor.shape)
     zero = (0,) * len(shape)
     if ROWS.search(name):
@@ -224,13 +226,13 @@ class DistributedFiles:
             content = content[0]
         arguments = getattr(content.get("args") if isinstance(content, dict) else None, "arguments", None)
         if not isinstance(arguments, dict):
-            raise CheckpointError(f"{folder} has no arguments of the training, which say what the model is")
+            raise CheckpointError(f"{folder} has no arguments of the training, which describe the model")
         self.arguments: Mapping[str, Any] = arguments
         self.common: Mapping[str, Any] = content
         self._last: tuple[Any, Tensor] | None = None
 
     def parts(self, model: ModelConfig, prefix: str = "") -> TensorParts:
-        """Every stored part of our tensors, by name; ``prefix`` is that of a kind of optimizer state."""
+        """All stored parts of our tensors by name: weights, or the optimizer state with ``prefix``."""
         found: TensorParts = {}
         for stored, entry in self._metadata.state_dict_metadata.items():
             name = stored.removeprefix(prefix)
@@ -253,7 +255,7 @@ class DistributedFiles:
         return by_name or self._flat_parts(model)
 
     def optimizer_counts(self) -> Any:
-        """The optimizer's step and parameter groups; ``dp_reshardable`` has an object for each rank of the model."""
+        """The optimizer's step and parameter groups; ``dp_reshardable`` stores them for each model-parallel rank."""
         name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
         if name not in self._metadata.state_dict_metadata:
             return self.common.get("optimizer")
@@ -261,7 +263,7 @@ class DistributedFiles:
         return found[0] if isinstance(found, list) and found else found
 
     def _flat_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
-        """The same from the flat buffers of the distributed optimizer; empty if their order is not known."""
+        """Adam's state from the flat buffers of the distributed optimizer; empty if their order is unknown."""
         ranks, weights = buckets_of(self._metadata.state_dict_metadata), self.parts(model)
         tp, pp = (int(self.arguments.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         tied = model.share_embeddings_and_output_weights and pp > 1
@@ -286,7 +288,7 @@ class DistributedFiles:
         return found
 
     def _flat(self, name: str) -> Tensor:
-        """A whole flat tensor."""
+        """Read a whole flat tensor."""
         entry = self._metadata.state_dict_metadata[name]
         whole = torch.zeros(tuple(entry.size))
         for chunk in entry.chunks:
@@ -295,7 +297,7 @@ class DistributedFiles:
         return whole
 
     def _places(self, name: str, size: tuple[int, ...], chunk: TensorPart) -> Iterator[tuple[str, TensorPart]]:
-        """The parts of ours that a chunk is: one in each layer if layers are stacked."""
+        """The parts of our tensors in a chunk: one for each layer if layers are stacked."""
         box, read = chunk.box, chunk.read
         layer = LAYER.fullmatch(name)
         if layer is not None or not name.startswith("decoder.layers."):
@@ -309,7 +311,7 @@ class DistributedFiles:
             yield self._half(f"decoder.layers.{number}.{rest}", size[1:], part)
 
     def _half(self, name: str, size: tuple[int, ...], part: TensorPart) -> tuple[str, TensorPart]:
-        """Gate and value may be tensors of their own, with _w and _v behind their names."""
+        """Shift the second half of a gated layer, whose halves may be stored as ``NAME_w`` and ``NAME_v``."""
         if not name.endswith(("_w", "_v")):
             return name, part
         axis = len(size) - 2 if name[:-2].endswith("weight") else len(size) - 1
@@ -317,7 +319,7 @@ class DistributedFiles:
         return name[:-2], replace(part, box=part.box.shifted(shift))
 
     def _chunk(self, name: str, offset: tuple[int, ...]) -> Tensor:
-        """A chunk's values; the last one is kept, because it may be asked for layer by layer."""
+        """Read a chunk; the last one is cached for chunks that are read layer by layer."""
         if self._last is None or self._last[0] != (name, offset):
             found = load_tensors(self._bytes(name, offset))
             if not isinstance(found, Tensor):
@@ -335,9 +337,9 @@ class DistributedFiles:
             if index.fqn == name and (offset is None or tuple(index.offset or ()) == offset):
                 path = self.folder / info.relative_path
                 if path.parent != self.folder:
-                    raise CheckpointError(f"{self.folder} names the file {info.relative_path!r} outside of itself")
+                    raise CheckpointError(f"{self.folder} names the file {info.relative_path!r} outside the folder")
                 if getattr(info, "transform_descriptors", None):
-                    raise CheckpointError(f"{path} is compressed, which is not supported; save it without")
+                    raise CheckpointError(f"{path} is compressed, which is not supported; save it uncompressed")
                 try:
                     with path.open("rb") as file:
                         file.seek(info.offset)
@@ -347,4 +349,4 @@ class DistributedFiles:
                 if len(data) != info.length:
                     raise CheckpointError(f"{path} is truncated: {name} is incomplete; copy the whole checkpoint")
                 return data
-        raise CheckpointError(f"{self.folder}: its metadata say nothing of where {name} is")
+        raise CheckpointError(f"{self.folder}: its metadata does not list {name}; copy the whole checkpoint")

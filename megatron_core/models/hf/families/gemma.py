@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
-from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.rules import COUNT, OBJECT, POSITIVE, ROPE, WINDOWS, Rule, Settings, refuse
 
 
@@ -41,6 +41,7 @@ SOFTMAX_SCALE = Rule(
     write=lambda config: {"query_pre_attn_scalar": round((config.softmax_scale or config.head_size**-0.5) ** -2)},
     types={"query_pre_attn_scalar": POSITIVE},
 )
+DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
 GEMMA2 = register(
     replace(
@@ -61,14 +62,7 @@ GEMMA2 = register(
             "apply_layernorm_1p": True,
             "scale_embeddings": True,
         },
-        defaults={
-            "tie_word_embeddings": True,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
+        defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         required={
             "hidden_activation": "gelu_pytorch_tanh",
             "attention_bias": False,
@@ -90,20 +84,9 @@ GEMMA3 = register(
         class_name="Gemma3ForCausalLM",
         keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
         fixed={**GEMMA2.fixed, "qk_layernorm": True},
-        defaults={
-            "tie_word_embeddings": True,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-        },
+        defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         required={**GEMMA2.required, "attn_logit_softcapping": None},
         rules=(Rule(_rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
-        layer_tensors={
-            **GEMMA2.layer_tensors,
-            "self_attention.q_layernorm": "self_attn.q_norm",
-            "self_attention.k_layernorm": "self_attn.k_norm",
-        },
+        layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
     )
 )

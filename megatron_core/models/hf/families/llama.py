@@ -40,3 +40,5 @@ LLAMA = register(
         },
     )
 )
+QK_NORMS = {"self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm"}
+"""Norms of queries and keys, under the names of most architectures."""

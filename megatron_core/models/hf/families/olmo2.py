@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_core.models.hf.architecture import register
-from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 
 OLMO2 = register(
     replace(
@@ -15,8 +15,7 @@ OLMO2 = register(
         required={"hidden_act": "silu", "attention_bias": False},
         layer_tensors={
             **LLAMA.layer_tensors,
-            "self_attention.q_layernorm": "self_attn.q_norm",
-            "self_attention.k_layernorm": "self_attn.k_norm",
+            **QK_NORMS,
             "post_self_attn_layernorm": "post_attention_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },

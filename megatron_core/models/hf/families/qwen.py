@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
-from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.rules import (
     COUNT_OR_ZERO,
     ROPE,
@@ -67,11 +67,7 @@ QWEN3 = register(
         defaults={**WINDOW_DEFAULTS, "head_dim": 128},
         required={"hidden_act": "silu", "attention_bias": False},
         rules=(ROPE, QWEN_WINDOWS),
-        layer_tensors={
-            **LLAMA.layer_tensors,
-            "self_attention.q_layernorm": "self_attn.q_norm",
-            "self_attention.k_layernorm": "self_attn.k_norm",
-        },
+        layer_tensors={**LLAMA.layer_tensors, **QK_NORMS},
     )
 )
 QWEN3_MOE = register(

@@ -1,0 +1,150 @@
+"""The arguments that Megatron-LM stores with its weights: settings of the model, and the position of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.file import convert, field_types
+from megatron_core.config.model import EXECUTION_SETTINGS
+from megatron_core.errors import CheckpointError
+
+OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm"), (False,)),
+    **dict.fromkeys(("quick_geglu", "use_mup"), (False,)),
+    **dict.fromkeys(("activation_func_clamp_value", "heterogeneous_layers_config_path"), (None,)),
+    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size", "no_rope_freq"), (None,)),
+    "glu_linear_offset": (0, 0.0),
+    "softmax_type": ("vanilla",),
+}
+"""Arguments of unsupported features that change the model's function -> the values with which they are off."""
+RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "rotary_scaling_factor": "rope_scaling_factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Argument -> setting with the same meaning."""
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+TRAINING = (
+    *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+    *("lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr", "clip_grad"),
+    *("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed", "bf16", "fp16"),
+)
+"""Training settings that have the same name and meaning in both programs."""
+
+
+def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings of the model, its vocabulary and, if its files exist, its tokenizer.
+
+    Errors: ``CheckpointError`` for an argument that is not supported.
+    """
+    for name, values in OFF.items():
+        if arguments.get(name, values[0]) not in values:
+            raise CheckpointError(_unsupported(name, arguments[name]))
+
+    # Translate names, and arguments with another form here.
+    given = {RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
+    given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
+    given |= _positions(arguments)
+    plain = not any(arguments.get(name) for name in ("swiglu", "squared_relu"))
+    if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
+        given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
+    if not arguments.get("num_experts"):
+        given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if not arguments.get("group_query_attention"):
+        given.pop("num_query_groups", None)  # Megatron-LM sets it to a default
+
+    # Keep and convert the settings of the model.
+    wanted = [f.name for f in fields(ModelConfig) if f.name not in EXECUTION_SETTINGS] + ["seq_length", "vocab_size"]
+    found = {name: _converted(name, given[name]) for name in wanted if name in given}
+    return found | _tokenizer(given)
+
+
+def _unsupported(name: str, value: Any) -> str:
+    return f"the checkpoint was trained with {name}={value!r}, which is not supported"
+
+
+def _converted(name: str, value: Any, remedy: str = "") -> Any:
+    """A stored value as the type of the setting ``name``."""
+    try:
+        return convert(list(value) if isinstance(value, tuple) else value, field_types()[name])
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(_unsupported(name, value) + remedy) from None
+
+
+def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Position embeddings; Megatron-LM has a separate type for rotary positions with YaRN."""
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    latent = bool(arguments.get("multi_latent_attention"))
+    if latent or arguments.get("use_rotary_position_embeddings"):
+        kind = "rope" if kind != "yarn" else kind
+    yarn = kind == "yarn" or (latent and arguments.get("rope_type") in (None, "yarn"))
+    if not yarn:
+        return {"position_embedding_type": kind}
+    original = arguments.get("yarn_original_max_position_embeddings") or 4096
+    scaled = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "original_max_position_embeddings": original}
+    return {"position_embedding_type": "rope", **scaled}
+
+
+def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer, if its type is supported and its files are still in their places."""
+    from megatron_core.tokenizers import TOKENIZER_TYPES
+
+    files = {name: str(given[name]) for name in TOKENIZER_FILES if given.get(name)}
+    kind = given.get("tokenizer_type")
+    if kind not in TOKENIZER_TYPES or not files or not all(Path(path).exists() for path in files.values()):
+        return {}
+    return {"tokenizer_type": kind, **files}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The position of a training and the settings that continue it."""
+
+    iteration: int
+    consumed_samples: int
+    optimizer_steps: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path) -> Progress:
+        """Read the counters. Errors: ``CheckpointError`` for one that is absent or not an integer."""
+        remedy = "convert the weights alone with --no-optimizer"
+        counters = {
+            "iteration": common.get("iteration"),
+            "consumed_train_samples": arguments.get("consumed_train_samples"),
+            "optimizer step": _step(optimizer),
+        }
+        for name, value in counters.items():
+            if type(value) is not int or value < 0:
+                raise CheckpointError(
+                    f"{folder} has no valid {name} ({value!r}), which training needs to continue; {remedy}"
+                )
+        iteration, samples, steps = (int(value) for value in counters.values() if value is not None)
+        given = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
+        settings = {name: _converted(name, value, f"; {remedy}") for name, value in given.items()}
+        return cls(iteration, samples, steps, settings)
+
+
+def _step(optimizer: Any) -> int | None:
+    """Adam's step count; each optimizer class of Megatron Core stores it in a different place."""
+    if not isinstance(optimizer, dict):
+        return None
+    inner = optimizer.get("optimizer", optimizer)
+    state, groups = inner.get("state") or {}, inner.get("param_groups") or [{}]
+    first = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
+    for value in (state.get("common_step"), first, groups[0].get("step")):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int | float) and value == int(value):
+            return int(value)
+    return None
