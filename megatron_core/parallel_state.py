@@ -17,25 +17,11 @@ from megatron_core.parallel.current import grid_of as grid_of
 from megatron_core.parallel.current import has_current
 from megatron_core.parallel.current import make_groups as make_groups
 from megatron_core.parallel.current import set_current as set_current
-from megatron_core.parallel.getters import GlobalMemoryBuffer, assume, assumed, getters, group_getter, rank_getter
-from megatron_core.parallel.getters import (
-    get_pipeline_model_parallel_split_rank as get_pipeline_model_parallel_split_rank,
-)
-from megatron_core.parallel.getters import is_pipeline_stage_after_split as is_pipeline_stage_after_split
-from megatron_core.parallel.getters import is_pipeline_stage_at_split as is_pipeline_stage_at_split
-from megatron_core.parallel.getters import is_pipeline_stage_before_split as is_pipeline_stage_before_split
-from megatron_core.parallel.getters import (
-    set_pipeline_model_parallel_split_rank as set_pipeline_model_parallel_split_rank,
-)
+from megatron_core.parallel.getters import assume, assumed, getters, group_getter, rank_getter
 from megatron_core.parallel.grid import DEFAULT_ORDER, WORLD, Grid
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
-from megatron_core.parallel.rank_lists import RankGenerator as RankGenerator
-from megatron_core.parallel.rank_lists import (
-    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
-)
 
 _virtual: dict[str, int | None] = {"rank": None, "size": None}
-_memory = GlobalMemoryBuffer()
 
 
 def initialize_model_parallel(
@@ -134,8 +120,6 @@ def destroy_model_parallel() -> None:
     """Forget the current layout."""
     set_current(None)
     _virtual.update(rank=None, size=None)
-    set_pipeline_model_parallel_split_rank(None)
-    destroy_global_memory_buffer()
     assumed.clear()
 
 
@@ -246,16 +230,6 @@ def _chunk_is(chunk: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
     if ignore_virtual or _virtual["size"] is None:
         return True
     return (vp_stage if vp_stage is not None else _virtual["rank"]) == chunk
-
-
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Memory that is reused under a name, until ``destroy_model_parallel``."""
-    return _memory
-
-
-def destroy_global_memory_buffer() -> None:
-    """Free it."""
-    _memory.buffer.clear()
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -377,21 +351,3 @@ def get_all_ranks() -> str:
     """This rank's indices on tp, dp, cp, pp and ep, joined by underscores."""
     groups = current()
     return "_".join(str(groups.index(axis)) for axis in ("tp", "dp", "cp", "pp", "ep"))
-
-
-_PRIVATE = {
-    "_MODEL_PARALLEL_GROUP": lambda: current().group("tp-pp"),
-    "_TENSOR_MODEL_PARALLEL_GROUP": lambda: current().group("tp"),
-    "_PIPELINE_MODEL_PARALLEL_GROUP": lambda: current().group("pp"),
-    "_DATA_PARALLEL_GROUP": lambda: current().group("dp"),
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": lambda: current().ranks("tp"),
-    "_PIPELINE_GLOBAL_RANKS": lambda: current().ranks("pp"),
-    "_DATA_PARALLEL_GLOBAL_RANKS": lambda: current().ranks("dp"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Megatron's private variables that its users read: None while there are no groups."""
-    if name in _PRIVATE:
-        return _PRIVATE[name]() if has_current() else None
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,9 @@
-"""Parts of Megatron Core's ``parallel_state``: getter factories, the encoder-decoder split, the memory buffer."""
+"""Factories of the getters in ``parallel_state``."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import prod
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_core.parallel.current import current, has_current
 from megatron_core.parallel.groups import Group
@@ -64,56 +60,3 @@ def rank_getter(axes: str, index: int, which: str) -> Callable[[], int]:
 
     rank.__doc__ = f"Global rank of the {which}."
     return rank
-
-
-_, _pipeline_size, _pipeline_rank, _, _ = getters("pp", "that share the layers")
-_split: dict[str, int | None] = {"rank": None}
-
-
-def get_pipeline_model_parallel_split_rank() -> int | None:
-    """The first pipeline rank of the decoder of an encoder-decoder model; None if it was not set."""
-    return _split["rank"]
-
-
-def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    """Set the first pipeline rank of the decoder."""
-    _split["rank"] = rank
-
-
-def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Whether a pipeline rank, by default this one, has encoder layers; always true without a split."""
-    rank, split = _pipeline_rank() if rank is None else rank, _split["rank"]
-    return _pipeline_size() == 1 or split is None or rank < split
-
-
-def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Whether a pipeline rank, by default this one, has decoder layers; always true without a split."""
-    rank, split = _pipeline_rank() if rank is None else rank, _split["rank"]
-    return _pipeline_size() == 1 or split is None or rank >= split
-
-
-def is_pipeline_stage_at_split() -> bool:
-    """Whether this rank has encoder layers and the next one has decoder layers."""
-    rank = _pipeline_rank()
-    return is_pipeline_stage_before_split(rank) and is_pipeline_stage_after_split(rank + 1)
-
-
-class GlobalMemoryBuffer:
-    """Reusable memory by name and dtype, which grows as needed; a name must not have two users at a time."""
-
-    def __init__(self) -> None:
-        self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def get_tensor(
-        self,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype,
-        name: str,
-        mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> Tensor:
-        """A tensor of this shape in the memory of ``name``, on the current GPU if there is one."""
-        size, key = prod(tensor_shape), (name, dtype)
-        if key not in self.buffer or self.buffer[key].numel() < size:
-            with (mem_alloc_context or nullcontext)():
-                self.buffer[key] = torch.empty(size, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-        return self.buffer[key][:size].view(*tensor_shape)

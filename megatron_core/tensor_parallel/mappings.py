@@ -1,9 +1,6 @@
-"""The collectives of tensor parallelism and their adjoints, by default over the current tensor-parallel group.
+"""The collectives of tensor parallelism and their adjoints, by default over the current tensor-parallel group."""
 
-Each pair is a function and a class for autograd, whose ``apply`` and ``symbolic`` take the group first after the input.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,18 +10,16 @@ from megatron_core.parallel import collectives
 from megatron_core.parallel.current import current, tensor_parallel_group
 from megatron_core.parallel.groups import Group
 
-_Map = Callable[..., Tensor]
-
 
 def _gather_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
-    """The rows of all ranks along dim 0; rank i has ``sizes[i]``, by default all have as many."""
+    """Gather the rows of all ranks along dim 0; rank i has ``sizes[i]`` rows, by default equally many."""
     if sizes is None or group.size() == 1:
         return collectives.gather_from_sequence(x, group)
     return collectives.all_to_all_rows(torch.cat([x] * group.size()), [len(x)] * group.size(), sizes, group)
 
 
 def _sum_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's part along dim 0 of the sum of ``x`` over the ranks; rank i gets ``sizes[i]`` rows."""
+    """Return this rank's part along dim 0 of the sum of ``x`` over the ranks; rank i gets ``sizes[i]`` rows."""
     if sizes is None or group.size() == 1:
         return collectives.reduce_scatter_to_sequence(x, group)
     own = sizes[group.rank()]
@@ -32,63 +27,7 @@ def _sum_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Te
     return rows.view(group.size(), own, *x.shape[1:]).sum(0)
 
 
-def _mapping(name: str, there: _Map, back: _Map) -> type[torch.autograd.Function]:
-    """A class for autograd with Megatron Core's methods; ``ctx.group`` is the group."""
-
-    def symbolic(graph: Any, input_: Tensor, group: Group) -> Tensor:
-        return there(input_.detach(), group)
-
-    def forward(ctx: Any, input_: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return there(input_, group)
-
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return back(grad_output, ctx.group), None
-
-    members = {each.__name__: staticmethod(each) for each in (symbolic, forward, backward)}
-    return type(name, (torch.autograd.Function,), members)
-
-
-_CopyToModelParallelRegion = _mapping(
-    "_CopyToModelParallelRegion", collectives.copy_to_region, collectives.reduce_from_region
-)
-_ReduceFromModelParallelRegion = _mapping(
-    "_ReduceFromModelParallelRegion", collectives.reduce_from_region, collectives.copy_to_region
-)
-_ScatterToModelParallelRegion = _mapping(
-    "_ScatterToModelParallelRegion", collectives.scatter_channels, collectives.gather_channels
-)
-_GatherFromModelParallelRegion = _mapping(
-    "_GatherFromModelParallelRegion", collectives.gather_channels, collectives.scatter_channels
-)
-_ScatterToSequenceParallelRegion = _mapping(
-    "_ScatterToSequenceParallelRegion", collectives.scatter_to_sequence, _gather_rows
-)
-_AllGatherFromTensorParallelRegion = _mapping(
-    "_AllGatherFromTensorParallelRegion",
-    collectives.gather_partial_channels,
-    collectives.reduce_scatter_to_channels,
-)
-_ReduceScatterToTensorParallelRegion = _mapping(
-    "_ReduceScatterToTensorParallelRegion",
-    collectives.reduce_scatter_to_channels,
-    collectives.gather_partial_channels,
-)
-
-
 class _GatherFromSequenceParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: Group,
-        tensor_parallel_output_grad: bool = True,
-        output_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> Tensor:
-        """The forward alone."""
-        return _gather_rows(input_.detach(), group, output_split_sizes)
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,17 +56,6 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
 
 
 class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(
-        graph: Any,
-        input_: Tensor,
-        group: Group,
-        input_split_sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> Tensor:
-        """The forward alone."""
-        return _sum_rows(input_.detach(), group, input_split_sizes)
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -164,7 +92,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """The rows go back."""
+        """Send the gradients back."""
         back = collectives.all_to_all_rows(grad_output.contiguous(), ctx.received, ctx.sent, ctx.group)
         return None, back, None, None, None
 
@@ -213,7 +141,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Gather dim 0; backward reduce-scatters, or splits if ``tensor_parallel_output_grad`` is False.
 
-    Rank i has ``output_split_sizes[i]`` rows, by default all have as many. ``use_global_buffer`` changes nothing.
+    Rank i has ``output_split_sizes[i]`` rows, by default equally many. ``use_global_buffer`` has no effect.
     """
     whole: Tensor = _GatherFromSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
@@ -227,7 +155,7 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Reduce-scatter dim 0; backward gathers. Rank i gets ``input_split_sizes[i]`` rows, by default all as many."""
+    """Reduce-scatter dim 0; backward gathers. Rank i gets ``input_split_sizes[i]`` rows, by default equally many."""
     own: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), input_split_sizes, use_global_buffer
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples import simple_train_loop as example
-from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.verify.ranks import run_ranks
 

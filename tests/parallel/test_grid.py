@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron.core.parallel_state import RankGenerator
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import AXES, DEFAULT_ORDER, DENSE_AXES, EXPERT_AXES, WORLD, Grid
-from megatron_core.parallel_state import RankGenerator
 
 VIEWS = (DENSE_AXES, EXPERT_AXES)
 ORDERS = st.permutations(DEFAULT_ORDER.split("-")).map("-".join)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel import mappings
 from megatron_core import parallel_state
-from megatron_core.tensor_parallel import mappings
 from megatron_core.verify.ranks import run_ranks
 
 SIZES = [1, 3]

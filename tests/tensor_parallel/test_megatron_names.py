@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     VocabUtility,
     gather_split_1d_tensor,
@@ -23,12 +24,12 @@ from megatron_core.verify.ranks import run_ranks
 
 
 def test_rank_generator_lists_megatrons_groups() -> None:
-    generator = parallel_state.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp")
+    generator = mpu.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp")
     assert generator.get_ranks("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert generator.get_ranks("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert generator.get_ranks("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert generator.get_ranks("tp-pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    masked = parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, True, False])
+    masked = mpu.generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, True, False])
     assert masked == generator.get_ranks("dp")
 
 

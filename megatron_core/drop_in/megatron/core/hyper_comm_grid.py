@@ -6,17 +6,17 @@ from math import prod
 from numbers import Integral
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.parallel.rank_lists import generate_masked_orthogonal_rank_groups
 
 _BASE = "base"
 
 
 @dataclass
 class _View:
-    """One way to factorise the ranks."""
+    """A factorization of the ranks."""
 
     name: str
     shape: list[int]
@@ -24,37 +24,27 @@ class _View:
     shared_dims: list[str] = field(default_factory=list)
 
     def ordered(self, dims: str | list[str]) -> list[str]:
-        """``dims`` from the slowest to the fastest."""
+        """Return ``dims`` from the slowest to the fastest."""
         for dim in wanted if isinstance(wanted := dims, list) else [dims]:
             if dim not in self.dim_names:
                 raise ConfigError(f"{dim!r} is not in view {self.name!r}, which has {self.dim_names}")
         return [dim for dim in reversed(self.dim_names) if dim in dims] if isinstance(dims, list) else [dims]
 
     def ranks(self, dims: list[str], offset: int) -> list[list[int]]:
-        """Groups of ranks that differ only on ``dims``, of which the last one is the fastest within a group."""
-        order = [*reversed(dims), *(dim for dim in self.dim_names if dim not in dims)]
-        size = dict(zip(self.dim_names, self.shape, strict=True))
-        stride = {dim: prod(self.shape[:i]) for i, dim in enumerate(self.dim_names)}
-        inside = _offsets([(size[d], stride[d]) for d in order[: len(dims)]])
-        groups = generate_masked_orthogonal_rank_groups(
-            prod(self.shape), self.shape, [d in dims for d in self.dim_names]
-        )
-        return [[offset + group[0] + at for at in inside] for group in groups]
-
-
-def _offsets(axes: list[tuple[int, int]]) -> list[int]:
-    found = [0]
-    for size, stride in axes:
-        found = [at + i * stride for i in range(size) for at in found]
-    return found
+        """Return the groups of ranks that differ only on ``dims``, the last of which is the fastest within a group."""
+        order = [*(dim for dim in reversed(self.dim_names) if dim not in dims), *dims]
+        grid = torch.arange(offset, offset + prod(self.shape)).view(*reversed(self.shape))
+        axes = [len(self.shape) - 1 - self.dim_names.index(dim) for dim in order]
+        inner = prod(self.shape[self.dim_names.index(dim)] for dim in dims)
+        return grid.permute(axes).reshape(-1, inner).tolist()
 
 
 class HyperCommGrid:
     """Ranks ``rank_offset ...`` as a grid of the given ``shape``, the fastest dimension first, as in ``rank_order``.
 
-    ``register_view`` adds other factorisations of the same ranks, such as that of experts. Groups are made by
-    ``create_pg`` and looked up by ``get_pg``. Errors: ValueError, LayoutError (RuntimeError) where the grid is larger
-    than the world, KeyError for groups that exist already, or not.
+    ``register_view`` adds other factorizations of the same ranks, such as that of experts. ``create_pg`` creates groups
+    and ``get_pg`` returns them. Errors: ValueError; LayoutError (a RuntimeError) if the grid is larger than the world;
+    KeyError for groups that already exist or do not exist.
     """
 
     def __init__(
@@ -75,7 +65,7 @@ class HyperCommGrid:
     def register_view(
         self, name: str, shape: list[int], dim_names: list[str], shared_dims: list[str] | None = None
     ) -> None:
-        """Add a factorisation; dimensions that it shares with the first one must have the same groups in both."""
+        """Add a factorization; dimensions shared with the base view must have the same groups in both."""
         shared = list(shared_dims or ())
         view, base = _View(name, list(shape), list(dim_names), shared), self._views[_BASE]
         problems = [
@@ -103,7 +93,7 @@ class HyperCommGrid:
         self._views[name] = view
 
     def create_pg(self, dims: str | list[str], *, view: str | None = None, **kwargs: Any) -> Any:
-        """Make the groups over ``dims`` and return this rank's; all ranks call it."""
+        """Create the groups over ``dims`` and return this rank's; a collective call."""
         key, owner, ordered = self._find(dims, view)
         if key in self._pgs:
             where = "" if isinstance(key, str) else f" for view {view!r}"
@@ -113,7 +103,7 @@ class HyperCommGrid:
         return self._pgs[key]
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> Any:
-        """This rank's group over ``dims``."""
+        """Return this rank's group over ``dims``."""
         key, _, _ = self._find(dims, view)
         if key not in self._pgs:
             what = key if isinstance(key, str) else f"{dims} for view {view!r}"
@@ -122,12 +112,12 @@ class HyperCommGrid:
         return self._pgs[key]
 
     def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
-        """The ranks of all groups over ``dims``."""
+        """Return the ranks of all groups over ``dims``."""
         found = self._view(view)
         return found.ranks(found.ordered(dims), self.rank_offset)
 
     def destroy(self) -> None:
-        """Destroy the groups that this rank is in."""
+        """Destroy the groups of this rank."""
         for group in {id(pg): pg for pg in self._pgs.values()}.values():
             if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
@@ -139,8 +129,7 @@ class HyperCommGrid:
         return self._views[name or _BASE]
 
     def _find(self, dims: str | list[str], view: str | None) -> tuple[Any, _View, list[str]]:
-        """The key of a group, the view that lists its ranks, and its dimensions in order; shared ones are the first
-        view's."""
+        """Return the key of a group, its view, and its ordered dimensions; shared ones belong to the base view."""
         found = self._view(view)
         ordered = found.ordered(dims)
         base = self._views[_BASE]
@@ -155,4 +144,4 @@ def _world_size() -> int:
         return int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
         return dist.get_world_size()
-    raise LayoutError("Cannot determine world size: initialise torch.distributed, or set WORLD_SIZE")
+    raise LayoutError("Cannot determine world size: initialize torch.distributed or set WORLD_SIZE")

@@ -1,4 +1,4 @@
-"""What a sharded state dict consists of."""
+"""The parts of a sharded state dict."""
 
 from __future__ import annotations
 
@@ -6,28 +6,136 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
-from megatron_core.parallel.sharded_tensor import ShardedTensor
+from megatron_core.errors import CheckpointError, LayoutError
+from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
 
 ShardedStateDict = dict[str, Any]
 
 
+def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
+    """Whether the number is 0, or all numbers of a tuple."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+@dataclass
+class ShardedTensor:
+    """This rank's part ``data`` of the global tensor that checkpoints store as ``key``: a view of a ``ShardSpec``.
+
+    ``global_shape``, ``global_offset`` and ``axis_fragmentations`` describe an even part, as in Megatron Core. Only
+    ``spec`` describes a part of several pieces (fused matrices).
+    """
+
+    key: str
+    data: Tensor
+    spec: ShardSpec
+    replica_id: int | tuple[int, ...] = 0
+    """0, or zeros, on the rank that saves the part; other numbers for copies on other data-parallel ranks."""
+    allow_shape_mismatch: bool = False
+    flattened: tuple[tuple[int, ...], int, int] | None = None
+    """(shape, first, stop) if ``data`` has the elements first ... stop - 1 of a flattened tensor of this shape."""
+    prepended: int = 0
+    """Number of leading dimensions of size 1 that the caller's tensor lacks."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of ``data``."""
+        return self.data.dtype
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of ``data``."""
+        return tuple(self.data.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the global tensor."""
+        return self.spec.global_shape
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """The position of the part's first element in the global tensor."""
+        parts = self.spec.parts
+        return parts[0].whole.start if parts else (0,) * len(self.global_shape)
+
+    @property
+    def axis_fragmentations(self) -> tuple[int, ...]:
+        """The number of parts along each dimension."""
+        counts = [1] * len(self.global_shape)
+        for split in self.spec.splits:
+            counts[split.dim] *= len(split.ranges)
+        return tuple(counts)
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this rank saves the part."""
+        return is_main_replica(self.replica_id)
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> ShardedTensor:
+        """Return a parameter with its ``ShardSpec``; a tensor without one is whole on every rank."""
+        return cls(key, tensor.detach(), spec_of(tensor))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: int | tuple[int, ...] = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """Return an even part; ``rank_offsets`` are triples (dimension, index of this part, number of equal parts).
+
+        ``prepend_axis_num`` dimensions precede those of ``data``, such as the number of a layer. This rank has one
+        element of each. Dimensions are counted with these.
+        """
+        if flattened_range is not None:
+            raise LayoutError(f"{key}: flattened_range={flattened_range} is not supported; leave it out")
+        data = data.view((1,) * prepend_axis_num + tuple(data.shape))
+        shape, splits, indices = list(data.shape), [], []
+        for dim, index, count in rank_offsets:
+            if not 0 <= index < count:
+                raise LayoutError(f"{key}: part {index} of {count} along dim {dim} does not exist")
+            extent = shape[dim]
+            shape[dim] = extent * count
+            ranges = tuple(((i * extent, (i + 1) * extent),) for i in range(count))
+            splits.append(Split(dim, f"dim{dim}", ranges))
+            indices.append((f"dim{dim}", index))
+        spec = ShardSpec(tuple(shape), tuple(splits), tuple(indices))
+        return cls(key, data, spec, replica_id, allow_shape_mismatch, prepended=prepend_axis_num)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Return a list with this rank's part of the global tensor whose parts are all narrowed in this way."""
+        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
+        offsets = [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
+        data = self.data.narrow(dim, start, length)
+        return [ShardedTensor.from_rank_offsets(self.key, data, *offsets, replica_id=self.replica_id)]
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise LayoutError unless ``data`` has the shape of ``spec``."""
+        if self.flattened is None and self.local_shape != self.spec.local_shape:
+            raise LayoutError(f"{self.key} has the shape {self.local_shape}, but its spec has {self.spec.local_shape}")
+
+
 class LocalNonpersistentObject:
-    """An object that is not saved; loading puts it back as it is."""
+    """An object that is not saved; loading returns it unchanged."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The object."""
+        """Return the object."""
         return self.obj
 
 
 @dataclass
 class ShardedObject:
-    """One of the JSON values that together are a global object: which one, of how many along each dimension.
+    """One JSON value of an array of values: its index ``global_offset`` in an array of shape ``global_shape``.
 
     ``replica_id`` is 0, or zeros, on the rank that saves it.
     """
@@ -39,7 +147,7 @@ class ShardedObject:
     replica_id: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        """CheckpointError where offset and shape have other numbers of dimensions."""
+        """Raise CheckpointError unless offset and shape have equally many dimensions."""
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointError(
                 f"{self.key}: global_offset={self.global_offset} needs as many numbers as global_shape="
@@ -55,8 +163,10 @@ class ShardedObject:
 
 @dataclass
 class ShardedTensorFactory:
-    """A tensor that is stored as something else: ``build_fn(key, data, replica_id, flattened_range)``, a sharded state
-    dict; ``merge_fn`` makes the tensor of what was loaded of it."""
+    """A tensor that is stored as the sharded state dict ``build_fn(key, data, replica_id, flattened_range)``.
+
+    ``merge_fn`` converts the loaded state dict to the tensor.
+    """
 
     key: str
     data: Tensor
@@ -66,12 +176,12 @@ class ShardedTensorFactory:
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """What is stored."""
+        """Return the sharded state dict that is stored."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
 def built(state_dict: Any) -> Any:
-    """A copy of nested dicts and lists in which factories have become what they build."""
+    """Return a copy of nested dicts and lists in which the result of ``build`` replaces each factory."""
     if isinstance(state_dict, ShardedTensorFactory):
         return state_dict.build()
     if isinstance(state_dict, list | tuple):
@@ -80,12 +190,12 @@ def built(state_dict: Any) -> Any:
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace factories by what they build, in place."""
+    """Replace each factory by the result of ``build``, in place."""
     sharded_state_dict.update(built(sharded_state_dict))
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """``x1``, which was loaded, with the tensors that the factories in ``x2`` make of their parts of it."""
+    """Return the loaded ``x1`` with the parts of the factories in ``x2`` merged to tensors."""
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     if not _holds_factory(x2):
@@ -93,15 +203,10 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     if isinstance(x2, list | tuple):
         return [apply_factory_merges(a, b, (*key, i)) for i, (a, b) in enumerate(zip(x1, x2, strict=True))]
     if missing := [name for name in x2 if name not in x1]:
-        raise CheckpointError(f"what was loaded has no {'.'.join(map(str, (*key, missing[0])))}")
+        raise CheckpointError(f"the checkpoint has no {'.'.join(map(str, (*key, missing[0])))}")
     return x1 | {name: apply_factory_merges(x1[name], value, (*key, name)) for name, value in x2.items()}
 
 
 def _holds_factory(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return isinstance(value, ShardedTensorFactory) or any(map(_holds_factory, inside))
-
-
-def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether the number, or all of several, is 0."""
-    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0

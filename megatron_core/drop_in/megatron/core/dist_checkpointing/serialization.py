@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
+    ShardedTensor,
     apply_factory_merges,
     built,
     is_main_replica,
@@ -33,7 +34,6 @@ from megatron_core.checkpoint import (
 )
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.current import current
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.parallel.sharding import replicated
 from megatron_core.parallel.texts import all_agree, tell_all
 

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 
 
 def make_tp_sharded_tensor_for_checkpoint(

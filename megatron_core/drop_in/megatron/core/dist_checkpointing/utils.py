@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 
 
 def _keyed(value: Any) -> Iterator[ShardedTensor | ShardedObject | ShardedTensorFactory]:

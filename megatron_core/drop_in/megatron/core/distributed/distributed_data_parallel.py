@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import buffers_of, partition_buckets
 from megatron.core.distributed.param_layout import FullParamLayout, in_order, whole_in_shards
@@ -20,7 +21,6 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import finish_gradients
 

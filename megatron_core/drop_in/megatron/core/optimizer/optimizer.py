@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.config_overrides import (
     ParamGroupOverride,
     combine_param_group_overrides,
@@ -19,7 +20,6 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.current import current
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import tell_all
 from megatron_core.training.driver import update_weights

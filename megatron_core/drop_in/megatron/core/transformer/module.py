@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 
 
 class MegatronModule(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.tensors import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
@@ -13,7 +14,6 @@ from megatron.core.dist_checkpointing.tensors import (
 from megatron.core.transformer.module import sharded
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -26,7 +27,6 @@ from megatron_core.models.gpt import model
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
-from megatron_core.parallel.sharded_tensor import ShardedTensor
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer import router_replay
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
