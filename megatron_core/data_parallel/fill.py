@@ -1,6 +1,8 @@
-"""Division of a stage's parameters into buckets."""
+"""Division of a stage's parameters into units and buckets."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Pac
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.sharding import replicated, spec_of
 
 SHARD_MULTIPLE = 8
 """A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
@@ -93,3 +95,36 @@ def make_buckets(
             close_all(number)
     close_all(number)
     return buckets
+
+
+def modules_of(module: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules of a stage's units: the list of its ``units()``, else each child, else the stage itself."""
+    declared: Any = getattr(module, "units", None)
+    units = [[child] for child in module.children()] if declared is None else declared()
+    return units or [[module]]
+
+
+def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return a stage's named parameters by unit (see ``modules_of``).
+
+    A parameter in no unit belongs to the first unit, and a parameter in several units to the first of them. Parameters
+    without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
+    of experts, which only expert-data-parallel ranks share.
+    """
+    units = modules_of(module)
+    number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
+    result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
+    for name, parameter in global_parameters(module):
+        if not hasattr(parameter, "shard_spec"):
+            expert = not getattr(parameter, "allreduce", True)
+            axis = "etp" if expert else "tp"
+            spec = replicated(tuple(parameter.shape), groups.index(axis), axis=axis)
+            parameter.shard_spec = replace(spec, replica_axes=("edp",)) if expert else spec
+        result[number.get(parameter, 0)].append((name, parameter))
+    return result
+
+
+def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Return the parameters by global name if the model has global names, else by local name."""
+    named = getattr(module, "named_global_parameters", module.named_parameters)
+    return named()

@@ -1,22 +1,25 @@
-"""Gradients of all stages of a rank: accumulation, completion, and summation over data-parallel ranks."""
+"""Gradients of all stages of a rank: accumulation, completion, and summation over data-parallel ranks.
+
+Partial gradients are completed before they are summed over data-parallel ranks. All these sums are linear, so the
+data-parallel sum could also come first. It comes last: each rank then has whole gradients, and the code does not depend
+on the assignment of shards to ranks.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Compressor, Initialise, materialise
-from megatron_core.data_parallel.fill import in_order, make_buckets
-from megatron_core.data_parallel.finalize import complete_gradients, complete_shard, complete_shared
+from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, units_of
 from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
-from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.sharding import replicated, spec_of
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.sharding import Split, spec_of
 from megatron_core.schedules.actions import Action
 
 
@@ -90,7 +93,9 @@ class DataParallel:
             self.frozen_buckets += make(frozen=True) if zero_stage == 3 else []
         # Frozen parameters outside of buckets.
         self._bucket_of = {p: bucket for bucket in self.all_buckets for p in bucket.parameters}
-        self.frozen = [(n, p) for module in stages.values() for n, p in _named(module) if p not in self._bucket_of]
+        self.frozen = [
+            (n, p) for module in stages.values() for n, p in global_parameters(module) if p not in self._bucket_of
+        ]
         """Frozen parameters that are whole on every rank: below stage 3 all of them, at stage 3 only vectors."""
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
@@ -165,7 +170,7 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish_reduce()
             if bucket.splits_grads:
-                complete_shard(bucket, self.groups)
+                _complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
 
     def start_param_sync(self) -> None:
@@ -233,7 +238,7 @@ class DataParallel:
 
     def _start_reduce(self, bucket: Bucket) -> None:
         """Start a bucket's reduction after the sums that must precede it."""
-        (complete_shared if bucket.splits_grads else complete_gradients)(bucket, self.groups)
+        (_complete_shared if bucket.splits_grads else _complete_gradients)(bucket, self.groups)
         bucket.start_reduce()
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
@@ -286,34 +291,45 @@ def _waiter(buckets: list[Bucket]):
     return wait
 
 
-def modules_of(module: nn.Module) -> list[list[nn.Module]]:
-    """Return the modules of a stage's units: the list of its ``units()``, else each child, else the stage itself."""
-    declared: Any = getattr(module, "units", None)
-    units = [[child] for child in module.children()] if declared is None else declared()
-    return units or [[module]]
+def _complete_gradients(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum a bucket's partial gradients over the axes of its kind."""
+    _sum_over_model_axes(bucket, bucket.grads, groups)
+    _complete_shared(bucket, groups)
 
 
-def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return a stage's named parameters by unit (see ``modules_of``).
-
-    A parameter in no unit belongs to the first unit, and a parameter in several units to the first of them. Parameters
-    without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
-    of experts, which only expert-data-parallel ranks share.
-    """
-    units = modules_of(module)
-    number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
-    result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
-    for name, parameter in _named(module):
-        if not hasattr(parameter, "shard_spec"):
-            expert = not getattr(parameter, "allreduce", True)
-            axis = "etp" if expert else "tp"
-            spec = replicated(tuple(parameter.shape), groups.index(axis), axis=axis)
-            parameter.shard_spec = replace(spec, replica_axes=("edp",)) if expert else spec
-        result[number.get(parameter, 0)].append((name, parameter))
-    return result
+def _complete_shard(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum element by element over the model axes on the shard alone: ranks with the same bucket shard it equally."""
+    _sum_over_model_axes(bucket, bucket.grad_shard, groups)
 
 
-def _named(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Return the parameters by global name if the model has global names."""
-    named = getattr(module, "named_global_parameters", module.named_parameters)
-    return named()
+def _complete_shared(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum the ranges that several ranks hold at different offsets; requires whole gradients."""
+    for parameter in bucket.parameters:
+        for split in spec_of(parameter).splits:
+            if split.axis in bucket.kind.shared_axes and split.shared:
+                _sum_shared_ranges(parameter, split, groups.group(split.axis))
+
+
+def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGroups) -> None:
+    for axis in bucket.kind.partial_axes:
+        all_reduce_(grads, groups.group(axis))
+    if bucket.kind.tied:
+        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
+        all_reduce_(grads, groups.embedding)
+
+
+def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:
+    """Sum the ranges of the gradient that several ranks of ``group`` hold (keys and values) over these ranks."""
+    spec, grad, extent, start_of = spec_of(parameter), parameter.main_grad, 0, {}
+    for start, stop in spec.all_shared_ranges(split):
+        start_of[start, stop], extent = extent, extent + stop - start
+    total = grad.new_zeros((*grad.shape[: split.dim], extent, *grad.shape[split.dim + 1 :]))
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (first, last), whole in spec.shared_ranges(split):
+        size = last - first
+        pairs.append((grad.narrow(split.dim, first, size), total.narrow(split.dim, start_of[whole], size)))
+    for own, sum_ in pairs:
+        sum_.copy_(own)
+    all_reduce_(total, group)
+    for own, sum_ in pairs:
+        own.copy_(sum_)

@@ -11,8 +11,8 @@ from megatron_core.parallel.collectives import (
 )
 from megatron_core.parallel.sharding import allocate, split
 from megatron_core.tensor_parallel.layers import vocab_parallel_lookup, vocabulary_per_rank
+from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.layer import TransformerLayer
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed

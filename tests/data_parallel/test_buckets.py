@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.fill import make_buckets
-from megatron_core.data_parallel.wrapper import units_of
+from megatron_core.data_parallel.fill import make_buckets, units_of
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import forward_backward

@@ -8,7 +8,7 @@ IN_LAYERS = (
     # Gradients that each tensor-parallel rank has a part of.
     Defect(  # C17
         "sequence-parallel norm gradients are not summed over tp",
-        "transformer.layer:TransformerLayer.__init__",
+        "transformer.block:TransformerLayer.__init__",
         "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)",
         "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
         "tp2 sp",
@@ -16,7 +16,7 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
-        "data_parallel.finalize:_sum_over_model_axes",
+        "data_parallel.wrapper:_sum_over_model_axes",
         "all_reduce_(grads, groups.group(axis))",
         "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
         "tp2 sp",
@@ -48,7 +48,7 @@ IN_LAYERS = (
     ),
     Defect(  # C19
         "gradients of shared keys and values are not summed over their holders",
-        "data_parallel.finalize:_sum_shared_ranges",
+        "data_parallel.wrapper:_sum_shared_ranges",
         "all_reduce_(total, group)",
         "pass",
         "1 group, dp2 tp2 zero1",

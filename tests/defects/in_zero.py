@@ -32,7 +32,7 @@ IN_ZERO = (
     Defect(  # C17
         "shards of partial gradients are never completed",
         "data_parallel.wrapper:DataParallel.finish_grad_sync",
-        "complete_shard(bucket, self.groups)",
+        "_complete_shard(bucket, self.groups)",
         "pass",
         "dp2 tp2 sp zero3, overlap",
         "C17",
@@ -40,7 +40,7 @@ IN_ZERO = (
     Defect(  # C19
         "gradients of shared keys and values are split before they are completed",
         "data_parallel.wrapper:DataParallel._start_reduce",
-        "(complete_shared if bucket.splits_grads else complete_gradients)(bucket, self.groups)",
+        "(_complete_shared if bucket.splits_grads else _complete_gradients)(bucket, self.groups)",
         "pass",
         "1 group, dp2 tp2 zero3",
         "C19",

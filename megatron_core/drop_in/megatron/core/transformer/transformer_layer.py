@@ -15,7 +15,7 @@ from megatron.core.transformer.layer_parts import PARTS
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.transformer import layer
+from megatron_core.transformer import block
 from megatron_core.transformer.context import SequenceContext
 
 LAYER_PARTS = (*PARTS, MoELayer)
@@ -78,14 +78,14 @@ class LayerCall(ExportedModule):
         raise NotImplementedError
 
 
-class TransformerLayer(LayerCall, layer.TransformerLayer):  # type: ignore[misc]  # both arguments of ``forward``
+class TransformerLayer(LayerCall, block.TransformerLayer):  # type: ignore[misc]  # both arguments of ``forward``
     """One layer with Megatron Core's arguments.
 
     The argument ``layer_number`` counts from 1, within the stage of this rank unless ``add_layer_offset`` is False; the
     attribute is the global number.
     """
 
-    stands_for = layer.TransformerLayer
+    stands_for = block.TransformerLayer
 
     layer_number: int
 
@@ -110,7 +110,7 @@ class TransformerLayer(LayerCall, layer.TransformerLayer):  # type: ignore[misc]
         if add_layer_offset:
             number += get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
         spec = layer_specs_of(config, submodules)(model, number)
-        layer.TransformerLayer.__init__(self, context, number, spec)
+        block.TransformerLayer.__init__(self, context, number, spec)
         self.layer_number, self._loss_names = number + 1, spec.auxiliary_losses
         self.expert_layers = [number] if isinstance(self.mlp, MoELayer.stands_for) else []
         adopt(self, LAYER_PARTS, config, context, f"decoder.layers.{number}.")
@@ -118,4 +118,4 @@ class TransformerLayer(LayerCall, layer.TransformerLayer):  # type: ignore[misc]
     def _returned(self, hidden: Tensor, passed: SequenceContext, indices: Any) -> tuple[Tensor, None]:
         if indices is not None:
             raise ConfigError("TransformerLayer.forward: extract_layer_indices is not supported; use TransformerBlock")
-        return layer.TransformerLayer.forward(self, hidden, passed), None
+        return block.TransformerLayer.forward(self, hidden, passed), None
