@@ -1,16 +1,16 @@
-"""Train a GPT: parse the flags, validate them, set up, train; --dry-run says what a rank of any world would hold.
+"""Train a GPT: parse the flags, validate them, set up, train; --dry-run prints what a rank of any world would hold.
 
     python pretrain_gpt.py --help
     torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 
-The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (all problems at once),
-training/setup.py (layout, model, optimizer, data), training/loop.py and training/step.py (the training itself).
+The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (all problems at once), training/setup.py
+(layout, model, optimizer, data), training/loop.py and training/driver.py (the training itself).
 """
 
 from megatron_core.command import end_on_interrupt
 
 if __name__ == "__main__":
-    end_on_interrupt()  # what follows imports torch
+    end_on_interrupt()  # the following imports load torch
 
 from megatron_core.parallel import World, run_job
 from megatron_core.training import pretrain, read_settings

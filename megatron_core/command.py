@@ -1,4 +1,4 @@
-"""How a program ends: one line on standard error for what its user can change, and its exit status."""
+"""The start and end of a program: exit status, Ctrl-C, and errors in one line on standard error."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from megatron_core.errors import MegatronError, visible
 from megatron_core.terminal import protect_terminal
 
 INTERRUPTED = 130
-"""Exit status: Ctrl-C, before there was anything to save or for the second time."""
+"""Exit status after Ctrl-C, if there was nothing to save or on the second Ctrl-C."""
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C, and libraries that cannot be loaded, end this process without a traceback while it imports, until
-    ``begin_program``."""
+    """Until ``begin_program``, let Ctrl-C and libraries that cannot be loaded end the process without a traceback."""
     sys.excepthook = _say_what_is_missing
     _end_at_once()
 
 
 def _end_at_once() -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored, as under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT may be ignored, as under nohup
         signal.signal(signal.SIGINT, _end)
 
 
@@ -39,15 +38,15 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
         sys.__excepthook__(kind, error, trace)
         return
     print(
-        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {str(error) or kind.__name__}; install what is "
-        "missing, or allow more memory (ulimit -v): torch takes about 1 GiB",
+        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {str(error) or kind.__name__}; install it, or "
+        "allow more memory (ulimit -v): torch takes about 1 GiB",
         file=sys.stderr,
     )
 
 
 def begin_program() -> None:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` again, escape control characters on terminals, and discard output to a
-    stream that was closed before the start (``>&-``)."""
+    """Restore ``KeyboardInterrupt`` for Ctrl-C, escape control characters on terminals, and discard output to a stream
+    that was closed before the start (``>&-``)."""
     sys.excepthook = sys.__excepthook__
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -55,12 +54,12 @@ def begin_program() -> None:
     protect_terminal()
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit.register(_end_at_once)  # before what torch does at the end, which Ctrl-C would leave with a traceback
+        atexit.register(_end_at_once)  # before torch's exit handlers, in which Ctrl-C would print a traceback
 
 
 def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = "") -> NoReturn:
-    """Run a tool and exit: with what it returns, or with 1 and one line for what its user can change, or with
-    ``INTERRUPTED``, and what is said then."""
+    """Run a tool and exit with its return value; with 1 and one line for an error that the user can fix; or, after
+    Ctrl-C, with ``INTERRUPTED`` and the text ``interrupted``."""
     begin_program()
     try:
         status = tool()
@@ -70,18 +69,18 @@ def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = ""
             print(f"{name}: {interrupted}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except MemoryError:
-        sys.exit(f"{name}: out of memory; give smaller sizes, or use a machine with more")
+        sys.exit(f"{name}: out of memory; use smaller sizes, or a machine with more memory")
     except (MegatronError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:  # Python would try to write it once more
+        if isinstance(error, OSError) and error.filename is None:  # otherwise Python would try to flush it again
             discard(sys.stdout)
         sys.exit(1 if isinstance(error, BrokenPipeError) else visible(f"{name}: {error}"))
     sys.exit(status)
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is written to ``stream`` from now on, and what it still holds, go nowhere."""
+    """Discard buffered and future output to ``stream``."""
     with suppress(OSError, ValueError):  # a stream in memory has no descriptor
-        if stream.fileno() in (1, 2):  # and none of another file is to be lost
+        if stream.fileno() in (1, 2):  # output to another file must not be lost
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Writing files and folders without replacing the data of others and without following planted links."""
+"""Writes files and folders without overwriting other programs' data or following symbolic links."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 from megatron_core.errors import ConfigError
 
 LARGEST_COMPARED = 2**26
-"""Bytes of an existing file that are read to recognise it."""
+"""Number of bytes of an existing file that are read to recognise its kind."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The content of an output file. ``accepts`` recognises it from the bytes of an existing file."""
+    """The kind of an output file. ``accepts`` recognises it by the first bytes of an existing file."""
 
     name: str
     accepts: Callable[[bytes], bool]
 
 
 def starting_with(name: str, *beginnings: bytes) -> Kind:
-    """Files with one of these beginnings, perhaps cut off within it."""
+    """Files that start with one of ``beginnings``, even if truncated within it."""
     return Kind(name, lambda data: any(data.startswith(b) or b.startswith(data) for b in beginnings))
 
 
 def json_lines(name: str, *beginnings: bytes) -> Kind:
-    """JSON Lines, of which a line in the first 64 KiB has one of these beginnings; others may be damaged."""
+    """JSON Lines in which a line in the first 64 KiB starts with one of ``beginnings``; other lines may be damaged."""
     return Kind(
         name,
         lambda data: any(
@@ -64,7 +64,7 @@ _PICTURES = {
 
 
 def picture_kind(path: str | Path) -> Kind:
-    """The format that the suffix of ``path`` names."""
+    """The image format of the suffix of ``path``."""
     suffix = Path(path).suffix.lower()
     magic = _PICTURES.get(suffix)
     return Kind(f"{suffix} picture", lambda data: magic is not None and data.startswith(magic))
@@ -74,7 +74,7 @@ TRACE = starting_with("Chrome trace", b'{"traceEvents"')
 
 
 def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
-    """Write a figure of matplotlib, as PNG if ``path`` has no suffix. ``ConfigError`` for a file of another kind."""
+    """Save a matplotlib figure, as PNG if ``path`` has no suffix. ``ConfigError`` for a file of another kind."""
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     make_folder(path.parent)
     refuse_other_file(f"{path} cannot be written", path, picture_kind(path))
@@ -82,7 +82,8 @@ def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
 
 
 def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
-    """``ConfigError`` if ``path`` is a file with content of another kind. ``named`` is the setting with its value."""
+    """``ConfigError`` if ``path`` exists and its content is of another kind. ``named`` is the setting with its
+    value."""
     path = Path(path)
     if not path.is_file():
         return
@@ -90,16 +91,16 @@ def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
         data = file.read(LARGEST_COMPARED)
     if data and not kind.accepts(data):
         raise ConfigError(
-            f"{named}: {path} exists and is not a {kind.name}, so that it is not overwritten; give another file, or "
+            f"{named}: {path} exists and is not a {kind.name}, so it is not overwritten; choose another file, or "
             "remove it"
         )
 
 
 def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> None:
-    """Make the folder of the output file that the field ``name`` of ``settings`` gives, before the work for it is done.
+    """Create the folder of the output file in the field ``name`` of ``settings``, before the work starts.
 
-    ``settings`` is a dataclass or a mapping. The other paths in it, and in ``inputs`` (texts, words of a command line,
-    dataclasses, mappings, sequences), are the files that may not be overwritten.
+    ``settings`` is a dataclass or a mapping. Its other paths, and those in ``inputs`` (texts, words of a command line,
+    dataclasses, mappings, sequences), are files that must not be overwritten.
     Errors: ``ConfigError`` if the file is one of those or of another kind, or if the folder cannot be written.
     """
     given = settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -107,18 +108,18 @@ def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> None:
     others = [value for other, value in given.items() if other != name]
     for other in _texts([*others, *inputs]):
         if _is_same(path, Path(other)):
-            raise ConfigError(f"{flag} {path} is also given as {other}, and would overwrite it; give another file")
+            raise ConfigError(f"{flag} {path} would overwrite {other}; choose another file")
     make_output_folder(flag, path)
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         refuse_other_file(f"{flag} {path}", path, kind)
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}); give another file") from error
+        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}); choose another file") from error
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in ``value``; of a word FLAG=VALUE also the value."""
+    """All texts in ``value``; for a word FLAG=VALUE also VALUE."""
     if isinstance(value, str | Path):
         yield str(value)
         if str(value).startswith("--") and "=" in str(value):
@@ -133,17 +134,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Whether both are one file, or will be once it exists."""
+    """Whether both paths are the same file, now or once it is created."""
     try:
         if path.exists() and other.exists():
             return path.is_file() and os.path.samefile(path, other)
         return bool(str(other)) and os.path.realpath(path) == os.path.realpath(other)
-    except (OSError, ValueError):  # other texts than paths
+    except (OSError, ValueError):  # texts that are not paths
         return False
 
 
 def make_output_folder(flag: str, path: str | Path) -> None:
-    """Make the folder that a file will lie in, before the work for it is done; ConfigError if it cannot be written."""
+    """Create the folder of an output file before the work starts; ConfigError if it cannot be written."""
     folder = Path(path).parent
     try:
         make_folder(folder)
@@ -156,8 +157,10 @@ def make_output_folder(flag: str, path: str | Path) -> None:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make a folder and its parents. Inside a folder that all users may write, such as /tmp and /dev/shm, new folders
-    get mode 700, and existing folders and links must belong to this user or to root.
+    """Create a folder and its parents.
+
+    In a folder that all users may write, such as /tmp and /dev/shm, new folders get mode 700, and existing folders and
+    links must belong to this user or to root.
 
     Errors: ``OSError``.
     """
@@ -172,14 +175,14 @@ def make_folder(folder: str | Path) -> None:
 
 
 def _check_owner(path: Path) -> bool:
-    """Whether ``path`` exists; ``PermissionError`` if another user may have planted it."""
+    """Whether ``path`` exists; ``PermissionError`` if it may belong to another user."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return False
     if found.st_uid not in (0, os.geteuid()) and _is_shared(path.parent):
         raise PermissionError(
-            errno.EPERM, f"user {found.st_uid} owns it, in a folder that all users may write", str(path)
+            errno.EPERM, f"it belongs to user {found.st_uid}, in a folder that all users may write", str(path)
         )
     return True
 
@@ -187,7 +190,7 @@ def _check_owner(path: Path) -> bool:
 def _make_one(path: Path) -> None:
     try:
         path.mkdir(0o700 if _is_shared(path.parent) else 0o777)
-    except FileExistsError:  # another process made it
+    except FileExistsError:  # created by another process
         _check_owner(path)
 
 
@@ -196,8 +199,7 @@ def _is_shared(folder: Path) -> bool:
 
 
 def no_follow(path: str | Path, flags: int) -> int:
-    """An ``opener`` for ``open``: refuses to write through a link, unless it leads to a pipe or a device, such as
-    /dev/stdout."""
+    """An ``opener`` for ``open`` that refuses symbolic links, except to a pipe or a device, such as /dev/stdout."""
     if stat.S_ISFIFO(_mode(path)):  # opening would block until another process reads
         flags |= os.O_NONBLOCK
     is_device = os.path.islink(path) and os.path.exists(path) and not os.path.isfile(path)
@@ -207,9 +209,11 @@ def no_follow(path: str | Path, flags: int) -> int:
         return opened
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, "it is a named pipe that no process reads; give a file", str(path)) from None
+            raise OSError(errno.ENXIO, "it is a named pipe without a reader; choose a file", str(path)) from None
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed; remove it", str(path)) from None
+            raise OSError(
+                errno.ELOOP, "it is a symbolic link, which is not allowed here; remove it", str(path)
+            ) from None
         raise
 
 
@@ -221,19 +225,19 @@ def _mode(path: str | Path) -> int:
 
 
 def no_follow_new(path: str | Path, flags: int) -> int:
-    """As ``no_follow``, for a file under a temporary name: a new one takes the place of what is there."""
+    """As ``no_follow``, for a temporary file: an existing file is replaced by a new one."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, flags | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 def is_still_at(descriptor: int, path: str | Path) -> bool:
-    """Whether the open file is still the one of this name; it is not if it was deleted, renamed or replaced."""
+    """Whether the open file still exists under this name: it was not deleted, renamed or replaced."""
     try:
         there = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # for now, as on a network's file system
+    except OSError:  # temporarily unreachable, as on a network file system
         return True
     own = os.fstat(descriptor)
     return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)

@@ -1,7 +1,7 @@
-"""Megatron Core's names for the one layout of this process.
+"""Megatron Core's functions for the layout of this process.
 
-Everything here reads or sets the process's current ``ParallelGroups``; the arithmetic is in ``parallel.grid`` and the
-groups are made in ``parallel.groups``. Getters of an axis that is not split work all the same: size 1, index 0.
+All functions read or set the process's current ``ParallelGroups``; the arithmetic is in ``parallel.grid``, and groups
+are created in ``parallel.groups``. Getters of an axis that is not split return size 1 and index 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,15 +49,15 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Build the process groups of a layout and make them current.
+    """Create the process groups of a layout and make them current.
 
-    ``expert_tensor_parallel_size`` is ``tensor_model_parallel_size`` unless given, see ``parallel.grid.Grid``;
-    ``hierarchical_context_parallel_sizes`` are those of an a2a group and of a ring, as in ``ParallelConfig``.
-    Accepted, and without effect: ``create_gloo_process_groups``, ``high_priority_stream_groups``.
+    ``expert_tensor_parallel_size`` defaults to ``tensor_model_parallel_size``, see ``parallel.grid.Grid``;
+    ``hierarchical_context_parallel_sizes`` are the sizes of an a2a group and of a ring, as in ``ParallelConfig``.
+    ``create_gloo_process_groups`` and ``high_priority_stream_groups`` have no effect.
 
-    Errors: ``LayoutError`` (a ``RuntimeError``) when the world size does not fit or interleaving is asked for without a
-    pipeline, ``ConfigError`` for what is not supported; ``AssertionError`` when torch.distributed is not initialised,
-    or groups exist already.
+    Errors: ``LayoutError`` (a ``RuntimeError``) if the sizes do not fit the world size, or for interleaving without a
+    pipeline; ``ConfigError`` for unsupported arguments; ``AssertionError`` if torch.distributed is not initialized or
+    groups exist already.
     """
     assert dist.is_initialized(), (
         "torch.distributed is not initialized; call torch.distributed.init_process_group first"
@@ -78,7 +78,7 @@ def initialize_model_parallel(
     if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
         raise LayoutError(
             f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} needs a pipeline, but "
-            f"pipeline_model_parallel_size={pipeline_model_parallel_size}; use 2 or more, or leave it out"
+            f"pipeline_model_parallel_size={pipeline_model_parallel_size}; use 2 or more, or omit it"
         )
     grid = Grid.fit(
         dist.get_world_size(),
@@ -92,8 +92,8 @@ def initialize_model_parallel(
     levels = tuple(hierarchical_context_parallel_sizes or (1, context_parallel_size))
     if len(levels) != 2 or prod(levels) != context_parallel_size:
         raise LayoutError(
-            f"hierarchical_context_parallel_sizes={list(levels)} are not two sizes whose product is "
-            f"context_parallel_size={context_parallel_size}; correct or leave them out"
+            f"hierarchical_context_parallel_sizes={list(levels)} must be two sizes whose product is "
+            f"context_parallel_size={context_parallel_size}; correct or omit them"
         )
     assert not has_current(), "model parallel groups exist already; call destroy_model_parallel first"
     timeout = timedelta(minutes=distributed_timeout_minutes)
@@ -105,11 +105,11 @@ def initialize_model_parallel(
 def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value:
-            raise ConfigError(f"initialize_model_parallel: {name}={value!r} is not supported; leave it out")
+            raise ConfigError(f"initialize_model_parallel: {name}={value!r} is not supported; omit it")
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether a layout is current."""
+    """Whether a layout is set."""
     return has_current()
 
 
@@ -117,7 +117,7 @@ is_initialized = model_parallel_is_initialized
 
 
 def destroy_model_parallel() -> None:
-    """Forget the current layout."""
+    """Clear the current layout."""
     set_current(None)
     _virtual.update(rank=None, size=None)
     assumed.clear()
@@ -187,7 +187,7 @@ get_pipeline_model_parallel_last_rank = rank_getter("pp", -1, "last stage")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Group] | None:
-    """The context parallel group in two levels: ranks that exchange heads, and the ranks of a ring."""
+    """The context parallel group in two levels: ranks that exchange heads, and ranks of a ring."""
     if not check_initialized and not has_current() and dist.is_initialized():
         return None
     return [current().context.heads, current().context.ring]
@@ -233,7 +233,7 @@ def _chunk_is(chunk: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The chunk that was last set, or None."""
+    """The current chunk, or None."""
     return _virtual["rank"]
 
 
@@ -243,7 +243,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Chunks on each pipeline rank, or None without interleaving."""
+    """Number of chunks per pipeline rank, or None without interleaving."""
     return _virtual["size"]
 
 
@@ -255,16 +255,16 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> Group:
-    """Ranks that hold copies of the same weights (and, without context parallel ones, of different sequences).
+    """Ranks that hold copies of the same weights (without context parallel ranks: of different sequences).
 
-    ``partial_data_parallel``: those of one instance of the distributed optimizer.
+    ``partial_data_parallel``: only those of one instance of the distributed optimizer.
     """
     axes = "dp-cp" if with_context_parallel else "dp"
     return current().shard_group(axes) if partial_data_parallel else current().group(axes)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Group:
-    """The same ranks; there is one group, of the backend that torch.distributed was initialised with."""
+    """The same ranks; there is a single group, with torch.distributed's backend."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
 
 
@@ -274,13 +274,13 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """This rank's index among them."""
+    """This rank's index in the data parallel group."""
     group = get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
     return assumed.get(("dp", "index"), group.rank())
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
-    """Assume an index among the data parallel ranks; None: that of the groups."""
+    """Assume an index among the data parallel ranks; None restores that of the groups."""
     assume(("dp", "index"), rank)
 
 
@@ -292,14 +292,14 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> Group | None:
-    """Ranks that hold copies of the same experts, all or those of one instance of the distributed optimizer."""
+    """Ranks that hold copies of the same experts: all, or those of one instance of the distributed optimizer."""
     if partial_expert_data_parallel and (check_initialized or has_current()):
         return current().shard_group("edp")
     return group_getter("edp", "")(check_initialized)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Group | None:
-    """All ranks that share one copy of the optimizer's state; with one instance all ranks."""
+    """Ranks that together hold one copy of the optimizer's state; with one instance all ranks."""
     return group_getter(WORLD, "")(check_initialized) if _instances(check_initialized) == 1 else None
 
 
@@ -315,30 +315,30 @@ def _instances(check_initialized: bool) -> int:
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Group | None:
-    """Ranks of the same pipeline stage (and, without context parallel ones, of the same part of each sequence)."""
+    """Ranks of the same pipeline stage (without context parallel ranks: of the same part of each sequence)."""
     return group_getter("tp-dp-cp" if with_context_parallel else "tp-dp", "")(check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Group | None:
-    """Ranks over which FP8 takes the largest absolute value of a tensor."""
+    """Ranks over which FP8 computes the amax of a tensor."""
     axes = "tp" if tp_only_amax_red else "tp-dp"
     return current().group(f"{axes}-cp" if with_context_parallel else axes)
 
 
 def get_embedding_group(check_initialized: bool = True) -> Group | None:
-    """First and last pipeline rank, which both hold a tied embedding; None on the ranks between them."""
+    """The first and the last pipeline rank, which both hold a tied embedding; None on other ranks."""
     return current().embedding if check_initialized or has_current() else None
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> Group | None:
-    """The first pipeline rank alone, which holds positions; None on the others."""
+    """The first pipeline rank, which holds the position embedding; None on other ranks."""
     if not (check_initialized or has_current()) or not is_rank_in_position_embedding_group():
         return None
     return LocalGroup()
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank holds the table of positions."""
+    """Whether this rank holds the position embedding."""
     return get_pipeline_model_parallel_rank() == 0
 
 

@@ -1,4 +1,4 @@
-"""Checks of values that were read from JSON: types and ranges, declared once for each kind of record."""
+"""Declarative checks of values read from JSON: types and ranges, once per kind of record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(value: Any) -> bool:
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """A Boolean."""
     return isinstance(value, bool)
 
 
@@ -42,7 +42,7 @@ def maybe(check: Check) -> Check:
 
 
 def items(check: Check) -> Check:
-    """A list with at least one value, all of which ``check`` accepts."""
+    """A non-empty list of values that ``check`` accepts."""
     return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
 
 
@@ -59,6 +59,6 @@ def table(fields: Mapping[str, Check]) -> Check:
 def wrong(
     record: Mapping[str, Any], fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
 ) -> list[str]:
-    """Names of the ``fields`` that are missing, and of these and the ``optional`` ones whose values are refused."""
+    """Names of ``fields`` that are missing, and of ``fields`` and ``optional`` with invalid values."""
     found = [name for name, check in fields.items() if name not in record or not check(record[name])]
     return found + [name for name, check in (optional or {}).items() if name in record and not check(record[name])]

@@ -1,4 +1,4 @@
-"""Printing on terminals: control characters in names and texts from files and models are shown, not executed."""
+"""Safe output on terminals: control characters in names and texts from files and models are escaped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.TextIOWrapper):
         """Write to the buffer of ``stream``, which remains usable."""
         super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
         self.exact, self.has_colours = stream, False
-        """The stream that does not escape."""
+        """The stream without escaping."""
 
     def write(self, text: str) -> int:
         """Write ``text``, escaped."""
@@ -34,8 +34,10 @@ class Terminal(io.TextIOWrapper):
 
 
 def protect_terminal() -> None:
-    """Let standard output and standard error escape control characters where they are terminals; elsewhere text is
-    written exactly. Both print any file name, whatever its bytes are."""
+    """Escape control characters in standard output and standard error if they are terminals.
+
+    Elsewhere text is written unchanged. Both accept file names with invalid UTF-8.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, Terminal):
@@ -45,14 +47,14 @@ def protect_terminal() -> None:
 
 
 def exact(stream: TextIO) -> TextIO:
-    """``stream`` without escapes, for progress bars, which move the cursor."""
+    """``stream`` without escaping, for progress bars, which move the cursor."""
     found: TextIO = getattr(stream, "exact", stream)
     return found
 
 
 @contextmanager
 def colours() -> Iterator[None]:
-    """Let colours through to terminals; other control characters remain escaped."""
+    """Allow colours on terminals; other control characters remain escaped."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Terminal)]
     for stream in streams:
         stream.has_colours = True
@@ -64,8 +66,8 @@ def colours() -> Iterator[None]:
 
 
 def parse_flags(kind: Callable[..., Any], **options: Any) -> Any:
-    """``tyro.cli``, with colours in its help."""
-    import tyro  # 0.1 s, which programs without flags need not pay
+    """``tyro.cli`` with colours in its help."""
+    import tyro  # imported here: it takes 0.1 s, which programs without flags save
 
     with colours():
         return tyro.cli(kind, **options)

@@ -1,4 +1,4 @@
-"""Reading small text, YAML and JSON files that a user names."""
+"""Reads small text, YAML and JSON files given by a user."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from typing import Any
 import yaml
 
 LARGEST_TEXT = 2**24
-"""Largest size in bytes of a file of settings, paths or prompts; a device may have no end."""
+"""Maximum size in bytes of a file of settings, paths or prompts; a device may be endless."""
 LONGEST_NUMBER = 4300
-"""Largest number of characters of a number, Python's own limit for decimal digits."""
+"""Maximum number of characters of a number: Python's own limit of decimal digits."""
 MOST_VALUES = 200_000
-"""Most values in a YAML file, with the target of an alias counted at each use; they take about 2 s."""
+"""Maximum number of values in a YAML file, counting an alias's target at each use; they take about 2 s."""
 DEEPEST = 100
-"""Deepest nesting of lists and mappings."""
+"""Maximum nesting of lists and mappings."""
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, or of a pipe such as ``<(command)``. OSError, or ValueError that says what is wrong with it:
-    a named pipe (reading it would block until a process writes), more than ``LARGEST_TEXT`` bytes, or not UTF-8."""
-    if Path(os.path.realpath(path)).is_fifo():  # that of <(command) has no name
-        raise ValueError("it is a named pipe; give a file")
+    """The text of a file, or of a pipe such as ``<(command)``.
+
+    Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes), for more than
+    ``LARGEST_TEXT`` bytes, and for text that is not UTF-8.
+    """
+    if Path(os.path.realpath(path)).is_fifo():  # the pipe of <(command) has no name
+        raise ValueError("it is a named pipe; use a file")
     with open(path, "rb") as file:
         data = file.read(LARGEST_TEXT + 1)
     if len(data) > LARGEST_TEXT:
@@ -57,7 +60,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # of a wrong tag, as in '!!int text'
+    # Raised for a wrong tag, as in '!!int text'.
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"a value does not fit its tag ({error})") from None
 
 
@@ -66,14 +70,14 @@ def without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key} occurs twice; keep one of the two")
+            raise ValueError(f"{key} occurs twice; remove one")
         found[key] = value
     return found
 
 
 def _check_events(text: str) -> None:
-    """Check the nesting and the number of values as written, before the parser recurses into them: libyaml has no
-    limit and overflows the stack at 100,000 levels."""
+    """Check the nesting and the number of values before parsing, because libyaml has no recursion limit and overflows
+    the stack at 100,000 levels."""
     level = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -85,10 +89,10 @@ def _check_events(text: str) -> None:
 
 
 def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Number of values in ``node``, with the target of an alias counted at each use, and its height.
+    """Number of values in ``node``, counting an alias's target at each use, and its height.
 
-    ``known`` has the result of each list and mapping visited before, (0, 0) while it is being visited.
-    ValueError: ``parse_yaml`` refuses the node.
+    ``known`` has the result of each visited list and mapping, (0, 0) during the visit.
+    ValueError: the node exceeds a limit of ``parse_yaml``.
     """
     if isinstance(node, yaml.ScalarNode):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
@@ -101,7 +105,7 @@ def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int
         children = node.value
         if isinstance(node, yaml.MappingNode):
             keys = (key.value for key, _ in children if isinstance(key, yaml.ScalarNode))
-            without_duplicates((key, None) for key in keys if key != "<<")  # which may occur again
+            without_duplicates((key, None) for key in keys if key != "<<")  # because the node may occur again
             children = chain.from_iterable(children)
         sizes, heights = zip((1, 0), *(_check_node(child, known) for child in children), strict=True)
         known[id(node)] = sum(sizes), 1 + max(heights)
@@ -113,6 +117,6 @@ def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int
     return size, height
 
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: a tenth of the time
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader takes a tenth of the time
 _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
-_TOO_MANY = f"it has more than {MOST_VALUES:,} values, those of aliases and merge keys (<<) counted at each use"
+_TOO_MANY = f"it has more than {MOST_VALUES:,} values, counting aliases and merge keys (<<) at each use"

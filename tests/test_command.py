@@ -85,7 +85,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
         (_raise(OSError(28, "No space left on device", "f")), "name: [Errno 28] No space left on device: 'f'"),
         (_raise(BrokenPipeError(32, "Broken pipe")), 1),
         (_raise(KeyboardInterrupt()), INTERRUPTED),
-        (_raise(MemoryError()), "name: out of memory; give smaller sizes, or use a machine with more"),
+        (_raise(MemoryError()), "name: out of memory; use smaller sizes, or a machine with more memory"),
     ],
 )
 def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.MonkeyPatch) -> None:

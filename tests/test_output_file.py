@@ -86,7 +86,7 @@ def test_a_tool_overwrites_neither_its_input_nor_its_other_output(name: str, pla
     (place / "link").symlink_to("run/metrics.jsonl")
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     result = run_program(f"tools/{name.strip()}.py", *INPUTS[name].split(), cwd=place)
-    assert result.returncode == 1 and "is also given as" in result.stderr and result.stderr.count("\n") == 1
+    assert result.returncode == 1 and "would overwrite" in result.stderr and result.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
@@ -153,7 +153,7 @@ OPEN: dict[str, Callable[[Path], object]] = {
 def test_a_report_goes_into_no_other_file(name: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / "rank00000.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=rf"{name}='.*exists and is not a .*; give another file, or remove it"):
+    with pytest.raises(ConfigError, match=rf"{name}='.*exists and is not a .*; choose another file, or remove it"):
         OPEN[name](path)
     assert path.read_text() == content
 
@@ -204,7 +204,7 @@ def test_links_to_devices_are_followed_and_others_are_not(tmp_path: Path) -> Non
     for name in ("link", "dangling"):
         if name == "dangling":
             (tmp_path / name).symlink_to("absent")
-        with pytest.raises(OSError, match="it is a link, which is not followed"):
+        with pytest.raises(OSError, match="it is a symbolic link, which is not allowed here"):
             no_follow(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(tmp_path / name, "w", opener=no_follow_new) as file:
             file.write("new")
@@ -218,7 +218,7 @@ def test_links_to_devices_are_followed_and_others_are_not(tmp_path: Path) -> Non
 
 def test_a_named_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="it is a named pipe that no process reads; give a file"):
+    with pytest.raises(ConfigError, match="it is a named pipe without a reader; choose a file"):
         JsonLinesSink(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     sink = JsonLinesSink(tmp_path / "pipe")
@@ -231,6 +231,6 @@ def test_a_named_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
 def test_the_output_may_be_a_device_but_not_a_folder(tmp_path: Path) -> None:
     kind = json_with("thing", "a")
     prepare_output({"json": "/dev/null", "run": "x"}, "json", kind)
-    with pytest.raises(ConfigError, match=r"--json .* cannot be written \(Is a directory\); give another file"):
+    with pytest.raises(ConfigError, match=r"--json .* cannot be written \(Is a directory\); choose another file"):
         prepare_output({"json": str(tmp_path)}, "json", kind)
     assert not kind.accepts(b"[1]") and not kind.accepts(b"{") and kind.accepts(json.dumps([{"a": 1}]).encode())

@@ -34,7 +34,7 @@ FOLDER_PATTERNS = ("*.txt", "*.md", "*.py")
 # Folders that programs write: installed packages and caches.
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # Tests: a third of the standard library, repetitive, some with deliberate syntax errors. Encodings and topics:
-# generated tables, so regular that the loss of a batch depends more on their share in it than on the model.
+# generated tables, so regular that the loss of a batch would depend more on their share than on the model.
 SKIPPED_IN_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 LINE = json_with("line", "text", "path")
@@ -57,7 +57,7 @@ class Settings:
 def find(folder: Path, patterns: Sequence[str], skipped: set[str]) -> Iterator[Path]:
     """The files below a folder whose names match a pattern, sorted; hidden and linked folders are skipped."""
     for parent, folders, names in os.walk(folder):
-        # Changed in place: os.walk visits only these, in this order.
+        # Changed in place: os.walk then visits only these, in this order.
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
@@ -66,7 +66,7 @@ def find(folder: Path, patterns: Sequence[str], skipped: set[str]) -> Iterator[P
 
 
 def collect(settings: Settings) -> None:
-    """Write every file that is UTF-8 text, and report those that are not."""
+    """Write every file that is UTF-8 text, and report the other files."""
     folder = Path(settings.folder or sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
         raise DataError(f"--folder {folder} is not a folder; give one with text files")

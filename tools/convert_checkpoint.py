@@ -32,7 +32,7 @@ from megatron_core.training.conversion import export_hugging_face, import_huggin
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
 MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
-"""Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks'."""
+"""Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Settings:
     """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
 
     source: Annotated[Literal["hf", "megatron", "native"], tyro.conf.arg(name="from")]
-    """Format of --load: a folder of Hugging Face, one that Megatron-LM's --save wrote (--ckpt-format torch or
-    torch_dist), or one that pretrain_gpt.py --save wrote."""
+    """Format of --load: a folder of Hugging Face, a --save folder of Megatron-LM (--ckpt-format torch or torch_dist),
+    or a --save folder of pretrain_gpt.py."""
     to: Literal["hf", "native"]
     """Format of --save."""
     load: str
@@ -49,20 +49,20 @@ class Settings:
     save: str
     """Folder to write; it must be empty, or for native have no checkpoint."""
     ckpt_step: int | None = None
-    """From native and megatron: the iteration to read; default the latest."""
+    """From native and megatron: the iteration to read; default: the latest."""
     model_type: str | None = None
-    """To hf: the architecture, such as llama; default: the one the model came from, or the first that fits."""
+    """To hf: the architecture, such as llama; default: that of the imported model, or the first that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type of the weights that are written; default that of the stored ones."""
+    """Data type of the written weights; default: that of the stored ones."""
     optimizer: bool | None = None
-    """From megatron to native: read the optimizer's state, so that the training continues at its iteration, or only the
+    """From megatron to native: read the optimizer's state, so that training continues at its iteration, or only the
     weights; default: the state if it can be read."""
     verify: bool = True
-    """Compare the logits of a Hugging Face folder with `transformers`; where they differ nothing is written."""
+    """Compare the logits of a Hugging Face folder with `transformers`; if they differ, nothing is written."""
 
 
 def convert(settings: Settings) -> str:
-    """Convert; -> a line that says what was done."""
+    """Convert; returns a line that describes the result."""
     load, save = Path(settings.load), Path(settings.save)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
@@ -85,7 +85,7 @@ def convert(settings: Settings) -> str:
 
 @contextmanager
 def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
-    """The checkpoint that is exported, and its iteration: that of --load, or a temporary one beside --save."""
+    """The checkpoint to export and its iteration: that of --load, or a temporary one next to --save."""
     if settings.source == "native":
         yield Path(settings.load), settings.ckpt_step
         return
@@ -100,13 +100,13 @@ def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
 
 
 def main() -> None:
-    """Parse the flags, convert, say so."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not look for files anywhere else
+    """Parse the flags, convert and print the result."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not search for files on the network
     foreign = [word for word in sys.argv[1:] if word.split("=")[0].replace("_", "-") in MEGATRON]
     if foreign:
         raise ConfigError(
             f"{' '.join(foreign)}: flags of Megatron-LM's convert.py. Here: --from megatron (or hf) --to native "
-            "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so that there is no target"
+            "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so no target layout is needed"
         )
     settings = parse_flags(Settings, description=__doc__)
     print(convert(settings))

@@ -1,4 +1,4 @@
-"""Say what holds a run back, with evidence, the share of time, and what to change, the largest gain first.
+"""Find what slows a run down, with evidence, its share of time, and the fix with the largest gain first.
 
 python tools/diagnose.py runs/mine
 
@@ -33,39 +33,40 @@ from megatron_core.terminal import parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to look at."""
+    """What to diagnose."""
 
     run: tyro.conf.Positional[str | None] = None
     """Folder of --save, or metrics file, of a run."""
     machine: bool = False
-    """Instead of a run, measure this machine for the planner: products, memory, collectives by size and group, disk."""
+    """Instead of a run, measure this machine for the planner: matrix products, memory, collectives by size and group,
+    disk."""
     output: str = "machine.json"
-    """With --machine: file for the --hardware of tools/plan_layout.py."""
+    """With --machine: the file to write, for --hardware of tools/plan_layout.py."""
     ranks: int | None = None
-    """With --machine: ranks that run at once; default: one for each GPU, without GPUs one for each core."""
+    """With --machine: number of ranks; default: one per GPU, without GPUs one per core."""
     disk: str | None = None
-    """With --machine: folder whose disk is measured; default: that of temporary files."""
+    """With --machine: folder whose disk is measured; default: the folder of temporary files."""
     quick: bool = False
     """With --machine: smaller tensors and fewer repetitions."""
     hardware: str | None = None
-    """Machine for predictions of other layouts: a name, or the file that --machine wrote; default: the run's device."""
+    """Machine for predictions of other layouts: a name, or a file written by --machine; default: the run's device."""
     json: str | None = None
-    """Write the diagnosis to this file, too, for programs."""
+    """Also write the diagnosis to this file, as JSON."""
 
 
 def measure_machine(settings: Settings) -> None:
     """Measure, print, and write the planner's file."""
-    from megatron_core.verify.machine import measured_machine, report  # torch takes a while to load
+    from megatron_core.verify.machine import measured_machine, report  # importing torch takes a while
 
     prepare_output(settings, "output", json_with("description of a machine", "product_flops", "memory_bytes"))
     hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
     print(report(hardware, found, disk))
     hardware.write(settings.output)
-    print(f"wrote {settings.output}; python tools/plan_layout.py --hardware {settings.output} uses it")
+    print(f"wrote {settings.output}; use it with python tools/plan_layout.py --hardware {settings.output}")
 
 
 def diagnose_run(settings: Settings) -> None:
-    """Read the records, print the diagnosis."""
+    """Read the records and print the diagnosis."""
     if settings.run is None:
         raise ConfigError("there is no run to diagnose; give its folder, or --machine")
     if settings.json is not None:

@@ -34,7 +34,7 @@ from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.training.compatibility import open_model
 
 INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
-"""Minutes for which the other ranks wait for someone to type."""
+"""Minutes for which the other ranks wait for typed input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +46,29 @@ class Settings(GenerationLayout):
     prompt: tuple[str, ...] = ()
     """Texts to continue; several are generated together."""
     prompt_file: str | None = None
-    """File of prompts: one in each line, or with the ending .jsonl an object {"prompt": text} in each line."""
+    """File of prompts: one per line, or in a .jsonl file an object {"prompt": text} per line."""
     interactive: bool = False
-    """Read prompts from standard input, one in each line, until its end."""
+    """Read prompts from standard input, one per line, until its end."""
     output: str | None = None
-    """Write a JSON object for each prompt into this file: prompt, text, tokens, finish_reason, log-probabilities."""
+    """Write a JSON object per prompt to this file: prompt, text, tokens, finish_reason, log-probabilities."""
     max_new_tokens: int = 64
-    """Largest number of new tokens; the text also ends at an end-of-document, end-of-sequence or end-of-turn token."""
+    """Maximum number of new tokens; the text also ends at an end-of-document, end-of-sequence or end-of-turn token."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not printed."""
     temperature: float = 0.0
-    """Logits are divided by it; 0: always the most likely token."""
+    """Divides the logits; 0: always choose the most likely token."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0: all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities sum to this number."""
     seed: int = 1234
     """Seed for sampling; the same for every prompt."""
     logprobs: int | None = None
-    """Also print the logarithm of each token's probability, and so many of the most likely tokens with theirs."""
+    """Also print each token's log-probability, and this number of most likely tokens with theirs."""
     max_batch_size: int = 32
-    """Largest number of prompts that are generated together."""
+    """Maximum number of prompts that are generated together."""
     ckpt_step: int | None = None
-    """Iteration to load; default the latest."""
+    """Iteration to load; default: the latest."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Text:
     finished: str | None = None
 
     def add(self, progress: Progress) -> str:
-        """What can be shown after the engine's next progress."""
+        """Add the engine's progress; returns the text to show."""
         assert progress.token is not None, "requests have at least one new token"
         shown = ""
         if progress.finished != "stop":
@@ -91,7 +91,7 @@ class Text:
         return shown + (self.stream.finish() if self.finished else "")
 
     def as_json(self) -> dict[str, Any]:
-        """What --output writes."""
+        """The JSON object for --output."""
         found = {"prompt": self.prompt, "text": self.stream.text, "finish_reason": self.finished}
         scores = [each.score for each in self.progress if each.score is not None]
         found["tokens"] = [each.token for each in self.progress]
@@ -102,14 +102,14 @@ class Text:
 
 
 def generate_text(settings: Settings, world: World) -> None:
-    """Load, generate, and print on rank 0 while generating."""
+    """Load the model, generate, and print on rank 0 during generation."""
     if settings.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={settings.max_new_tokens}: give 1 or more")
     prompts = [*settings.prompt, *(read_prompts(settings.prompt_file) if settings.prompt_file else ())]
     if not prompts and not settings.interactive:
-        raise ConfigError("there is no prompt; give --prompt, --prompt-file or --interactive")
+        raise ConfigError("no prompt was given; use --prompt, --prompt-file or --interactive")
     if settings.output is not None and world.rank == 0:
-        prepare_output(settings, "output", json_lines("file that this tool wrote", b'{"prompt": "'))
+        prepare_output(settings, "output", json_lines("file of this tool", b'{"prompt": "'))
     reader, trained = open_model(settings.load, settings.ckpt_step)
     timeout = {"timeout_minutes": INTERACTIVE_TIMEOUT} if settings.interactive else {}
     generator, tokenizer = start_generator(reader, trained, settings, world, **timeout)

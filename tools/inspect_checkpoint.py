@@ -29,19 +29,20 @@ from megatron_core.errors import CheckpointError
 from megatron_core.terminal import parse_flags
 
 MOST_LINES = 50
-"""Longest list of differences without --tensors."""
+"""Maximum number of listed differences without --tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Print what a checkpoint holds, verify its files, or compare it with another one tensor by tensor."""
+    """Print the contents of a checkpoint, verify its files, or compare it with another one tensor by tensor."""
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """Folder of checkpoints, or that of one iteration."""
     ckpt_step: int | None = None
-    """Iteration to inspect; default the latest."""
+    """Iteration to inspect; default: the latest."""
     verify: bool = False
-    """First compare the size and hash of every file; report all faults and exit with status 1. --diff always does."""
+    """First check the size and hash of every file; report all faults and exit with status 1. --diff always does
+    this."""
     tensors: bool = False
     """List every tensor, with its shape, dtype and files; with --diff, every difference."""
     diff: str | None = None
@@ -53,12 +54,12 @@ def open_reader(folder: str, step: int | None) -> CheckpointReader:
     """The checkpoint in ``folder``. Errors: ``CheckpointError``."""
     found = find_checkpoint(folder, step)
     if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; give a folder that training has written with --save")
+        raise CheckpointError(f"{folder} has no checkpoint; give a --save folder of a training run")
     return CheckpointReader(found)
 
 
 def inspect_checkpoint(settings: Settings) -> bool:
-    """Print what the settings ask for; -> whether everything that was compared is equal."""
+    """Print the requested information; returns whether everything that was compared is equal."""
     with open_reader(settings.checkpoint, settings.ckpt_step) as reader:
         if settings.diff is None:
             if settings.verify:
@@ -75,17 +76,17 @@ def inspect_checkpoint(settings: Settings) -> bool:
 
 
 def verified(reader: CheckpointReader) -> str:
-    """A sentence if all files are what was written. Errors: ``CheckpointError`` that names those which are not."""
+    """Check all files; returns a sentence if they are intact. Errors: ``CheckpointError`` that names damaged ones."""
     faults = reader.verify()
     if faults:
         raise CheckpointError("; ".join(faults))
     files = reader.manifest.files
     size = sum(file.size for file in files.values())
-    return f"{reader.folder}: no fault; {len(files)} files, {size:,} bytes, are what was written"
+    return f"{reader.folder}: no fault; all {len(files)} files, {size:,} bytes, are intact"
 
 
 def contents(reader: CheckpointReader) -> list[str]:
-    """Where the run was, under which layout, and the sizes of tensors and files."""
+    """The state of the run, its layout, and the sizes of tensors and files."""
     manifest = reader.manifest
     state, config = manifest.state, manifest.state.get("config") or {}
     lines = [str(reader.folder), f"  iteration  {manifest.iteration:,}, save {manifest.save_id}"]
@@ -111,7 +112,7 @@ def contents(reader: CheckpointReader) -> list[str]:
 
 
 def rank_files(reader: CheckpointReader) -> set[str]:
-    """The files with tensors in them."""
+    """The files that contain tensors."""
     return {box.file for tensor in reader.manifest.tensors.values() for box in tensor.boxes}
 
 
@@ -125,7 +126,7 @@ def by_kind(tensors: Any) -> dict[str, list[StoredTensor]]:
 
 
 def tensor_lines(reader: CheckpointReader) -> Iterator[str]:
-    """A line for every tensor: where it is."""
+    """A line with the location of every tensor."""
     for name, tensor in reader.manifest.tensors.items():
         files = sorted({box.file for box in tensor.boxes})
         where = f"{len(tensor.boxes)} boxes in {len(files)} files, {files[0]} first" if files else "no box"
@@ -133,7 +134,8 @@ def tensor_lines(reader: CheckpointReader) -> Iterator[str]:
 
 
 def compared(one: CheckpointReader, other: CheckpointReader, most: int | None) -> bool:
-    """Print how the two differ, at most ``most`` lines of each kind; -> whether all tensors are equal."""
+    """Print the differences of two checkpoints, at most ``most`` lines of each kind; returns whether all tensors are
+    equal."""
     print(f"- {one.folder}\n+ {other.folder}")
     limited(setting_lines(one, other), most)
     names = one.manifest.tensors.keys(), other.manifest.tensors.keys()
@@ -144,13 +146,14 @@ def compared(one: CheckpointReader, other: CheckpointReader, most: int | None) -
     limited(different, most)
     alone = len(names[0] ^ names[1])
     print(
-        f"{len(common) - len(different)} tensors are equal to the bit, {len(different)} differ, {alone} are in one only"
+        f"{len(common) - len(different)} tensors are bitwise equal, {len(different)} differ, {alone} are in only one "
+        "of them"
     )
     return not different and not alone
 
 
 def limited(lines: list[str], most: int | None) -> None:
-    """Print the first ``most`` of ``lines``, and how many more there are."""
+    """Print the first ``most`` of ``lines`` and the number of the others."""
     for line in lines[:most]:
         print(line)
     if most is not None and len(lines) > most:
@@ -173,7 +176,7 @@ def setting_lines(one: CheckpointReader, other: CheckpointReader) -> list[str]:
 
 
 def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str:
-    """How the tensor ``name`` differs; empty if every bit is the same."""
+    """Describe how the tensor ``name`` differs; empty if every bit is equal."""
     entries = one.manifest.tensors[name], other.manifest.tensors[name]
     if len({(entry.shape, entry.dtype) for entry in entries}) > 1:
         shown = " and ".join(f"{entry.dtype} {list(entry.shape)}" for entry in entries)
@@ -189,7 +192,7 @@ def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The elements as whole numbers, in which NaN equals itself and the zeros differ."""
+    """The elements as integers, so that NaN equals itself and the two zeros differ."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 

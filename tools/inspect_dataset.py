@@ -146,7 +146,7 @@ def counts(dataset: IndexedDataset) -> str:
 
 
 def made_by(prefix: str) -> str:
-    """The tokenizer in the header."""
+    """The tokenizer recorded in the header."""
     header = read_header(prefix)
     if header is None:
         return f"no header {get_header_path(prefix)}: the tokenizer of the files is unknown"

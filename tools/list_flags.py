@@ -1,4 +1,4 @@
-"""Print what becomes of every flag that a launch script for Megatron-LM may contain: docs/megatron_flags.md.
+"""Print how every flag in a launch script for Megatron-LM is handled: docs/megatron_flags.md.
 
 python tools/list_flags.py > docs/megatron_flags.md
 """
@@ -14,7 +14,7 @@ HEAD = """# Flags of Megatron-LM
 
 All flags of Megatron-LM's `pretrain_gpt.py` since v1.0 are known here, and those of forks (Megatron-DeepSpeed,
 Pai-Megatron-Patch, MindSpeed-LLM, MegaBlocks) that most of their scripts have. This page is printed
-by `python tools/list_flags.py`; what else differs is in [from_megatron.md](from_megatron.md). A launch script is judged
+by `python tools/list_flags.py`; other differences are in [from_megatron.md](from_megatron.md). Check a launch script
 as a whole, on any machine, by
 
     python pretrain_gpt.py ALL ITS FLAGS --dry-run --world-size N
@@ -36,7 +36,7 @@ def _settings() -> list[str]:
         f"| {section} | {_shown(typing.get_type_hints(kind))} |"
         for section, kind in typing.get_type_hints(RunConfig).items()
     ]
-    text = "## Done\n\nThey mean what they mean in Megatron-LM, or are this project's own; `--help` explains each.\n"
+    text = "## Done\n\nThey have Megatron-LM's meaning, or are this project's own; `--help` explains each.\n"
     return [text, "| section | flags |", "|---|---|", *rows, ""]
 
 
@@ -59,25 +59,23 @@ def _translated() -> list[str]:
 
 
 def _accepted() -> list[str]:
-    text = (
-        "## Accepted without effect\n\nOne note at the start of a run lists those that were given, with the reason.\n"
-    )
+    text = "## Accepted without effect\n\nA note at the start of a run lists the given ones, with the reason.\n"
     rows = [f"| {reason} | {_shown(names.split())} |" for reason, names in megatron_flags.ACCEPTED.items()]
     only = [f"| `{_plain(name)} {' or '.join(values)}` |" for name, values in megatron_flags.ONLY_VALUE.items()]
-    values = "These values are what is done in any case; others are refused:\n"
+    values = "Only these values are supported, which are the behaviour without the flag; others are refused:\n"
     return [text, "| reason | flags |", "|---|---|", *rows, "", values, "| flag |", "|---|", *only, ""]
 
 
 def _dependent() -> list[str]:
-    text = "## Belonging to another flag\n\nThey change nothing without it, and are not supported together with it.\n"
+    text = "## Belonging to another flag\n\nThey have no effect without it, and are not supported together with it.\n"
     rows = [f"| {_flag(parent)} | {_shown(names.split())} |" for parent, names in megatron_flags.DEPENDENT.items()]
     return [text, "| without | no effect |", "|---|---|", *rows, ""]
 
 
 def _refused() -> list[str]:
-    text = "## Refused\n\nOne error names all of them, with the way out and every other fault of the settings.\n"
+    text = "## Refused\n\nOne error lists all of them, with the fix and all other faults of the settings.\n"
     rows = [f"| {_shown(names.split())} | {reason} |" for reason, names in megatron_flags.REFUSED.items()]
-    return [text, "| flags | what is missing, and the way out |", "|---|---|", *rows, ""]
+    return [text, "| flags | what is missing, and the fix |", "|---|---|", *rows, ""]
 
 
 def _plain(name: str) -> str:

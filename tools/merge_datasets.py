@@ -46,13 +46,13 @@ class Settings:
     """Join token files into one, document after document."""
 
     input: tuple[str, ...]
-    """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the order given."""
+    """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the given order."""
     output_prefix: str
     """Path of the output without suffix: PREFIX.bin, PREFIX.idx, and the header PREFIX.json if every input has one."""
     multimodal: bool = False
-    """Keep the mode of each sequence; only for inputs that were written as multimodal."""
+    """Keep the mode of each sequence; only for multimodal inputs."""
     overwrite: bool = False
-    """Replace token files of the name of the output; without it they are an error."""
+    """Replace existing token files of the output's name; without it they are an error."""
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -123,12 +123,12 @@ def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.num
             "preprocess it again"
         )
     if not size:
-        raise DataError(f"--input {' '.join(prefixes)}: there is no token in these files; preprocess them again")
+        raise DataError(f"--input {' '.join(prefixes)}: these files have no tokens; preprocess them again")
     return dtype, size
 
 
 def has_modes(dataset: IndexedDataset) -> bool:
-    """Whether the index holds a mode for each sequence, to be recognised only by its size."""
+    """Whether the index has a mode for each sequence, which can be recognised only by its size."""
     size = Path(get_idx_path(dataset.path_prefix)).stat().st_size
     return len(dataset) > 0 and size == index_bytes(len(dataset), len(dataset.document_indices), multimodal=True)
 

@@ -4,7 +4,7 @@ python tools/plan_layout.py --model-preset llama3-8b --bf16 --global-batch-size 
 
 python tools/plan_layout.py --config run.yaml --gpus 64 --hardware h100 --why-not "tp8 pp2 mbs2"
 
-All settings of pretrain_gpt.py may stand beside these; what a layout determines is replaced.
+All settings of pretrain_gpt.py may be added; settings that the layout determines are replaced.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class Settings:
     """What to plan for, and what to print."""
 
     gpus: int
-    """Devices."""
+    """Number of devices."""
     hardware: str = "h100"
-    """Name of a machine (a100, b200, h100, h200), or the file that tools/diagnose.py --machine wrote."""
+    """Name of a machine (a100, b200, h100, h200), or a file written by tools/diagnose.py --machine."""
     top: int = 10
-    """Layouts to print."""
+    """Number of layouts to print."""
     objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
-    """A layout such as "tp8 pp2 mbs2 full-recompute": say what speaks against it."""
+    """A layout such as "tp8 pp2 mbs2 full-recompute": explain why it is not among the best."""
     explain_memory: bool = False
-    """Draw memory by kind over a step, of --why-not's layout or else of the best."""
+    """Draw memory by kind over a step, for the layout of --why-not or else for the best one."""
     png: str | None = None
-    """With --explain-memory: write the picture to this file, too."""
+    """With --explain-memory: also write the picture to this file."""
     json: str | None = None
     """Write the layouts to this file, or to standard output with -."""
 
 
 def plan(settings: Settings, arguments: Sequence[str]) -> None:
-    """Search, and print what was asked for."""
+    """Search, and print the requested results."""
     base = parse_run_config(list(arguments), prog="plan_layout.py")
     if settings.png is not None and not settings.explain_memory:
         raise ConfigError(f"png={settings.png!r} has no effect without explain_memory; add --explain-memory")
@@ -88,7 +88,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     if settings.json == "-":
         return
     print(
-        f"{search.points:,} layouts, {search.evaluated:,} looked at closely, {search.too_large:,} of them too large, "
+        f"{search.points:,} layouts, {search.evaluated:,} evaluated in detail, {search.too_large:,} of them too large, "
         f"in {monotonic() - began:.1f} s\n"
     )
     print(table(found, settings.gpus))
@@ -108,7 +108,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
 
 
 def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
-    """Memory by kind over a step."""
+    """Print memory by kind over a step."""
     clock = LayerClock(shown.config, search.hardware, search.devices, search.vocab_size)
     pipeline = Pipeline(shown.config, search.devices, clock, LayerTimes(clock))
     memory = Footprint.of(
@@ -121,23 +121,23 @@ def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
     title = f"memory of pipeline rank {shown.rank} over a step{part}: {layout}"
     print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
     if png is not None:
-        from megatron_core.monitor.plot_memory import plot_memory  # matplotlib takes a while to load
+        from megatron_core.monitor.plot_memory import plot_memory  # importing matplotlib takes a while
 
         plot_memory(over.times, over.kinds, search.hardware.usable_bytes, png, title=title)
         print(f"wrote {png}")
 
 
 def vocabulary(config: RunConfig) -> int:
-    """The size of the vocabulary as a dry run knows it."""
+    """The vocabulary size, as in a dry run."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
-    from megatron_core.training.dry_run import vocabulary_or_assumed  # tokenizers take a while to load
+    from megatron_core.training.dry_run import vocabulary_or_assumed  # importing tokenizers takes a while
 
     return vocabulary_or_assumed(config)
 
 
 def write_json(path: str, found: Sequence[Candidate], world_size: int) -> None:
-    """The layouts with all figures."""
+    """Write the layouts with all figures."""
     rows = [
         {
             "layout": describe_layout(each.config, world_size),
@@ -160,7 +160,7 @@ def write_json(path: str, found: Sequence[Candidate], world_size: int) -> None:
 
 
 def show_progress(decided: int, total: int, best: float) -> None:
-    """A line that is replaced, on a terminal."""
+    """Show progress in a line that is overwritten, on a terminal."""
     if sys.stderr.isatty():
         so_far = f", best so far {best:.3g} s" if best else ""
         print(f"\r{decided:,} of {total:,} layouts decided{so_far}", end="", file=exact(sys.stderr), flush=True)

@@ -30,17 +30,17 @@ def main(
     """Draw training loss, validation loss and learning rate, or the load of the experts.
 
     Args:
-        metrics: Metrics files of runs (metrics.jsonl), one curve for each.
+        metrics: Metrics files of runs (metrics.jsonl), one curve each.
         out: Picture to write (.png, .svg or .pdf).
         x: Quantity on the x axis.
         title: Title of the picture.
-        experts: Draw the load of the experts of one run, a heat map, instead of its loss.
+        experts: Draw a heat map of the load of one run's experts instead of its loss.
     """
     if experts and len(metrics) > 1:
-        print("plot_metrics.py: --experts draws one run; give one metrics.jsonl", file=sys.stderr)
+        print("plot_metrics.py: --experts draws a single run; give one metrics.jsonl", file=sys.stderr)
         return 2
     if not metrics:
-        print("plot_metrics.py: no metrics file; give one or more metrics.jsonl", file=sys.stderr)
+        print("plot_metrics.py: no metrics file was given; give one or more metrics.jsonl", file=sys.stderr)
         return 2
     try:
         prepare_output({"out": out, "metrics": metrics}, "out", picture_kind(out))

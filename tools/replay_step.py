@@ -1,10 +1,10 @@
-"""Take a bad step that training has kept once more, in one process, and name what is not finite.
+"""Repeat a bad step recorded by training, in one process, and find what is not finite.
 
 python tools/replay_step.py checkpoints/bad_steps/iter_0000041
 
-Training keeps the weights and the place in the data of its first --save-bad-steps bad steps. Whatever the layout was,
-one process computes the same step: a loss that is finite here points to a rank, its hardware or its layout, one that is
-not to the data or the weights. The exit status is 0 if loss and gradients are finite and 1 if they are not.
+Training stores the weights and the position in the data of its first --save-bad-steps bad steps. One process computes
+the same step as any layout: if the loss is finite here, the cause is a rank, its hardware or its layout; if not, the
+data or the weights. The exit status is 0 if loss and gradients are finite and 1 if not.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron_core.training.step import train_step
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Take a bad step that training has kept once more, in one process."""
+    """Repeat a bad step recorded by training, in one process."""
 
     step: tyro.conf.Positional[str]
-    """Folder that training has written into bad_steps, beside its checkpoints."""
+    """Folder of the step in bad_steps, in the --save folder."""
 
 
 def config_of(folder: Path) -> RunConfig:
-    """The configuration of the run in one process that loads the weights in ``folder`` and writes nothing."""
+    """The run's configuration for one process that loads the weights in ``folder`` and writes nothing."""
     config = stored_config(folder)
     return replace(
         config,
@@ -55,7 +55,7 @@ def config_of(folder: Path) -> RunConfig:
 
 
 class Finder:
-    """Remembers the first module whose output is not finite, and the gradients that are not."""
+    """Finds the first module whose output is not finite, and the gradients that are not."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.module, self.gradients = run, "", list[str]()
@@ -68,7 +68,7 @@ class Finder:
             self.module = name or "the whole model"
 
     def look_at_gradients(self) -> None:
-        """Called when they are complete."""
+        """Check the gradients after they are complete."""
         self.gradients = [name for name, p in self.parameters() if not is_finite(p.main_grad)]
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -79,12 +79,12 @@ class Finder:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether every element is."""
+    """Whether every element is finite."""
     return not x.is_floating_point() or bool(torch.isfinite(x).all())
 
 
 def replay(folder: Path) -> bool:
-    """Take the step and print what it gives; -> whether loss and gradients are finite."""
+    """Repeat the step and print its results; returns whether loss and gradients are finite."""
     world = World(0, 1, 0, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     run = set_up(config_of(folder), world)
     finder = Finder(run)
@@ -100,7 +100,7 @@ def replay(folder: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the flags, take the step and exit."""
+    """Parse the flags, repeat the step and exit."""
     settings = parse_flags(Settings, args=arguments, description=__doc__)
     try:
         return 0 if replay(Path(settings.step)) else 1

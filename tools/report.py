@@ -1,7 +1,7 @@
-"""Write one HTML page about a training run: it needs no network, and fits a phone, a screen and paper.
+"""Write one HTML page about a training run; it needs no network, and is readable on a phone, a screen and paper.
 
-python tools/report.py runs/mine --out report.html
-python tools/report.py runs/mine --compare runs/before --out report.html
+python tools/report.py runs/mine --out report.html python tools/report.py runs/mine --compare runs/before --out
+report.html
 
 RUN is the folder of --save, or the file of --metrics-file.
 """
@@ -26,7 +26,7 @@ from megatron_core.terminal import parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to write about, and where to."""
+    """The run to report, and the file to write."""
 
     run: tyro.conf.Positional[str]
     """Folder of --save, or metrics file, of a run."""

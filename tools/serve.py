@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat interface for a trained model, with a page to try it.
+"""Serve a trained model with OpenAI's completions and chat interface, and a web page to try it.
 
 python tools/serve.py --load runs/quickstart/checkpoints
 
@@ -40,30 +40,30 @@ class Settings(GenerationLayout):
     load: str
     """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
     ckpt_step: int | None = None
-    """Iteration to load; default the latest."""
+    """Iteration to load; default: the latest."""
     host: str = "127.0.0.1"
-    """Address to listen at; by default this machine alone can connect. There is no authentication."""
+    """Address to listen on; by default only this machine can connect. There is no authentication."""
     port: int = 8000
-    """Port to listen at; 0: the system chooses one, and the first line printed names it."""
+    """Port to listen on; 0: the system chooses one, which the first printed line names."""
     model_name: str | None = None
-    """Name of the model in answers; default the folder's."""
+    """Name of the model in responses; default: the folder's name."""
     chat_template: str | None = None
-    """File of a chat template in Jinja's language; default the one of --sft, or else the tokenizer's."""
+    """File of a Jinja chat template; default: that of --sft, else the tokenizer's."""
     max_batch_size: int = 32
-    """Largest number of texts that are generated together."""
+    """Maximum number of texts that are generated together."""
     max_waiting: int = 64
-    """Largest number of texts that wait for their turn; further requests are refused with status 429."""
+    """Maximum number of waiting texts; further requests are refused with status 429."""
     max_length: int | None = None
-    """Largest number of tokens of a prompt and its continuation, at most the model's positions; default these."""
+    """Maximum number of tokens of a prompt with its continuation; default and maximum: the model's positions."""
     max_request_bytes: int = 2**20
-    """Size of the largest request."""
+    """Maximum size of a request in bytes."""
     max_connections: int = 256
-    """Largest number of open connections; a further one replaces the oldest whose request is incomplete, or is refused
+    """Maximum number of open connections; a further one replaces the oldest whose request is incomplete, or is refused
     with status 503."""
 
 
 def serve(settings: Settings, world: World) -> None:
-    """Load, listen on rank 0, and generate on all ranks until interrupted."""
+    """Load the model, listen on rank 0, and generate on all ranks until interrupted."""
     try:
         import uvicorn
 
@@ -76,7 +76,7 @@ def serve(settings: Settings, world: World) -> None:
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name}={getattr(settings, name)}: give 1 or more")
     if settings.max_length is not None and settings.max_length < 2:
-        raise ConfigError(f"max_length={settings.max_length}: give 2 or more, for a prompt and a new token")
+        raise ConfigError(f"max_length={settings.max_length}: give 2 or more, one for a prompt and one for a new token")
     listening = listen(settings) if world.rank == 0 else None
     reader, trained = open_model(settings.load, settings.ckpt_step)
     longest = trained.max_positions if settings.max_length is None else settings.max_length
@@ -86,7 +86,8 @@ def serve(settings: Settings, world: World) -> None:
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest)
     service = GenerationService(engine, max_waiting=settings.max_waiting)
     if threading.current_thread() is threading.main_thread():
-        # Rank 0 ends all ranks between two steps: uvicorn has handlers of its own, and calls these behind them.
+        # Rank 0 stops all ranks between two steps; uvicorn installs its own signal handlers, which call these
+        # afterwards.
         for ending in (signal.SIGINT, signal.SIGTERM):
             signal.signal(ending, lambda number, frame: None)
     if listening is None:
@@ -121,16 +122,16 @@ def serve(settings: Settings, world: World) -> None:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The socket that clients connect to."""
+    """The listening socket."""
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         return socket.create_server((settings.host, settings.port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"host={settings.host!r} port={settings.port} cannot be listened at: {error}") from None
+        raise ConfigError(f"host={settings.host!r} port={settings.port} cannot be used: {error}") from None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Whether ``host`` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Draw pipeline schedules, and print the time and memory that each takes.
+"""Draw pipeline schedules, and print their time and memory.
 
 python tools/show_schedule.py --schedule zb_h1 --pipeline-size 4 --microbatches 8
 
@@ -37,7 +37,7 @@ from megatron_core.terminal import colours, parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Draw pipeline schedules, and print the time and memory that each takes."""
+    """Draw pipeline schedules, and print their time and memory."""
 
     schedule: str = "1f1b"
     """Schedule to draw: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v or forward_only."""
@@ -46,19 +46,19 @@ class Settings:
     plan: str | None = None
     """File with a custom plan, one line of actions (such as 2F0) for each rank; drawn after those of --compare."""
     pipeline_size: int = 4
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     microbatches: int = 8
-    """Micro-batches in a step."""
+    """Number of micro-batches in a step."""
     chunks: int | None = None
-    """Chunks of layers on each rank; default as the schedule requires, 2 for interleaved."""
+    """Chunks of layers per rank; default: as the schedule requires, 2 for interleaved."""
     costs: str = "1,1,1,0"
-    """F,I,W,COMM: times of forward, input gradient and weight gradient of a micro-batch in all layers of a rank, and
-    of a message between ranks."""
+    """F,I,W,COMM: times of forward, input gradient and weight gradient of a micro-batch in all layers of a rank, and of
+    a message between ranks."""
     measured: str | None = None
     """Folder of --trace-pipeline: instead of --schedule, draw a measured step in ms, and above it the same plan
     simulated with the measured times."""
     step: int | None = None
-    """Step of --measured; default the step with the median makespan."""
+    """Step of --measured; default: the step with the median makespan."""
     rank: int = 0
     """With --measured: a global rank of the pipeline to draw."""
     png: str | None = None
@@ -66,12 +66,12 @@ class Settings:
     trace: str | None = None
     """Write a Chrome trace to this file (one schedule, or --measured with its plan; a unit of time is 1 ms)."""
     json: str | None = None
-    """Write the figures to this file; without a file, or with -, print them instead of the picture."""
+    """Write the figures as JSON to this file; without a file, or with -, print them instead of the picture."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A schedule that is drawn."""
+    """A schedule to draw."""
 
     name: str
     timeline: Timeline
@@ -95,7 +95,7 @@ def show_schedule(settings: Settings) -> None:
     if settings.trace is not None and settings.measured is None and len(shown) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
     if settings.png is not None:
-        from megatron_core.monitor.plot_pipeline import plot_timelines  # matplotlib takes a while to load
+        from megatron_core.monitor.plot_pipeline import plot_timelines  # importing matplotlib takes a while
 
         unit = "" if settings.measured is None else "ms"
         plot_timelines([(each.title, each.timeline) for each in shown], settings.png, unit=unit)

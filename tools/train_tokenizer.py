@@ -47,7 +47,7 @@ OUTPUTS = {
     ".json": json_with("tokenizer.json", "model", "added_tokens"),
     ".model": Kind("model of sentencepiece", lambda data: data.startswith(b"\n") and b"<unk>" in data[:32]),
 }
-# Sixteen times the largest in use; the libraries make room for all of it at once.
+# Sixteen times the largest vocabulary in use; the libraries allocate memory for all of it at once.
 LARGEST_VOCABULARY = 1 << 22
 
 
@@ -71,7 +71,8 @@ class Settings:
 
 
 def texts(settings: Settings) -> Iterator[list[str]]:
-    """Batches of the texts in the inputs, with a progress bar in a terminal; what is broken is left out and told."""
+    """Batches of the texts in the inputs, with a progress bar on a terminal; broken documents are omitted and
+    reported."""
     paths = find_inputs(settings.input)
     total = sum(path.stat().st_size for path in paths)
     broken, first = 0, ""
@@ -83,7 +84,7 @@ def texts(settings: Settings) -> Iterator[list[str]]:
             bar.update(size)
             broken, first = broken + len(faults), first or next(iter(faults), "")
     if broken:
-        print(f"{counted(broken, 'broken document')} left out; the first: {first}", file=sys.stderr, flush=True)
+        print(f"{counted(broken, 'broken document')} omitted; the first: {first}", file=sys.stderr, flush=True)
 
 
 def train(settings: Settings) -> None:

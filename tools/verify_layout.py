@@ -31,17 +31,16 @@ from megatron_core.verify.shrink import at_full_size, small_run
 from megatron_core.verify.table import HEADING, TerminalTable, page, summary
 
 MOST_RANKS = 4096
-"""Processes of this machine."""
+"""Maximum number of processes on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Train a model for a few steps in one process and under each layout, on the same weights and the same global
-    batches, and compare loss, gradients, gradient norm and weights.
+    """Train a model for a few steps in one process and under each layout, with the same weights and global batches, and
+    compare loss, gradients, gradient norm and weights.
 
-    All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is shrunk without
-    --full-size.
-    Exit status: 0 if all layouts hold, 1 if one does not, 2 for a wrong command line, 130 if interrupted.
+    All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is reduced in size without
+    --full-size. Exit status: 0 if all layouts agree, 1 if one does not, 2 for a wrong command line, 130 if interrupted.
     """
 
     layouts: tuple[str, ...] = ()
@@ -51,7 +50,8 @@ class Options:
     all: bool = False
     """Instead of --layouts: every layout of --world-size ranks that fits the model, with 1f1b and interleaved."""
     pairwise: bool = False
-    """With --all: of the layouts of each world size only some, in which every pair of sizes and switches occurs."""
+    """With --all: check only a sample of the layouts of each world size that contains every pair of sizes and
+    switches."""
     world_size: tuple[int, ...] = ()
     """With --all: numbers of ranks, such as 2 4 8. Without --all and --layouts: ranks of the layout of the flags."""
     steps: int = 3
@@ -62,7 +62,7 @@ class Options:
     """cpu: over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank. auto: cuda if there are
     enough GPUs."""
     full_size: bool = False
-    """Do not make the model and its batches smaller."""
+    """Do not reduce the size of the model and its batches."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the table as JSON."""
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Task:
-    """What to compare."""
+    """The model and layouts to compare."""
 
     config: RunConfig
     layouts: list[Layout]
@@ -136,7 +136,7 @@ def all_layouts(config: RunConfig, options: Options) -> Task:
 
 
 def sampled(layouts: list[Layout]) -> list[Layout]:
-    """Some of ``layouts``, in which every pair of values that any two of their fields have occurs."""
+    """A sample of ``layouts`` that contains every pair of values that any two of their fields have."""
     values = [{name: repr(value) for name, value in vars(layout).items()} for layout in layouts]
     kept = pairwise(values, "layouts")
     return [layout for i, layout in enumerate(layouts) if i in kept]
@@ -147,9 +147,9 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
     own = said_of_stages(config)
     if own:
         said = ", ".join(f"{name}={value}" for name, value in own.items())
-        yield f"--layouts determine the stages, so that {said} is not used; to check it, remove --layouts"
+        yield f"--layouts determine the stages, so {said} is ignored; to check it, remove --layouts"
     if config.training.fp16:
-        yield f"fp16 is not used: the dtype is --dtype {options.dtype}"
+        yield f"fp16 is ignored: the dtype is --dtype {options.dtype}"
     for layout in layouts if not options.full_size else ():
         as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
         found = next(problems(as_given, layout.world_size), None)
@@ -160,7 +160,7 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
 def said_of_stages(config: RunConfig) -> dict[str, object]:
     """Settings of the pipeline stages and the plan that differ from the defaults."""
     usual = BALANCED_STAGES | {"pipeline_plan": None}
-    chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # a layout has those
+    chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # part of a layout
     values = {name: getattr(config.parallel, name) for name in usual if name not in chunks}
     return {name: value for name, value in values.items() if value != usual[name]}
 
@@ -172,12 +172,12 @@ def described(config: RunConfig, options: Options) -> Task:
     layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
     if layout.world_size == 1:
         raise ConfigError(
-            "there is no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
+            "no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
             "or flags of the model (such as --tensor-model-parallel-size 2)"
         )
     if "pipeline_plan" in own and not options.full_size:
         raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
-    # The name of a layout has one ``overlap`` for two settings, and chunks only for balanced stages.
+    # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
     exact = ("overlap_grad_reduce", "overlap_param_gather", "num_virtual_stages_per_pipeline_rank")
     settings = own | {name: getattr(config.parallel, name) for name in exact if own or name.startswith("overlap")}
     return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
@@ -186,7 +186,7 @@ def described(config: RunConfig, options: Options) -> Task:
 def refuse_contradictions(options: Options, flags: list[str]) -> None:
     """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
     if options.all and options.layouts:
-        raise ConfigError("--all and --layouts exclude one another; keep one of them")
+        raise ConfigError("--all and --layouts exclude each other; remove one of them")
     if options.all and not options.world_size:
         raise ConfigError("--all needs --world-size, for example --all --world-size 2 4 8")
     if options.pairwise and not options.all:

@@ -69,9 +69,9 @@ def run_of(save: Path) -> str:
     return (runs_of(save) or [""])[-1]
 
 
-def run_id(save: Path, *, anew: bool) -> str:
-    """Like ``run_of``, but a new id if there is none or if the run starts ``anew``."""
-    if anew or not run_of(save):
+def run_id(save: Path, *, restart: bool) -> str:
+    """Like ``run_of``, but a new id if there is none or if the run starts with ``restart``."""
+    if restart or not run_of(save):
         write_runs(save, [*runs_of(save), uuid.uuid4().hex])
     return run_of(save)
 
@@ -145,8 +145,8 @@ def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Colle
             break
     if what:
         raise CheckpointError(
-            f"{setting}={str(folder)!r} {what}; saves for a fast restart would delete checkpoints there: give another "
-            "folder, or delete the checkpoints that are no longer needed"
+            f"{setting}={str(folder)!r} {what}; saves for a fast restart would delete checkpoints there: choose "
+            "another folder, or delete the checkpoints that are no longer needed"
         )
 
 
@@ -326,8 +326,8 @@ class FolderLock:
                 holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
                 self.release()
                 raise CheckpointError(
-                    f"{setting}={str(folder)!r}: another run writes its checkpoints there ({holder}); end it, or give "
-                    "another folder"
+                    f"{setting}={str(folder)!r}: another run writes its checkpoints there ({holder}); end it, or "
+                    "choose another folder"
                 ) from None
             self.unsupported = error.strerror or str(error)
             return

@@ -86,7 +86,7 @@ class RingExchange:
                 handle.wait()  # for the sum of the preceding ranks' contributions
                 part += total
             total, handle = start_ring_shift(part, self.group)
-        assert total is not None, "a ring has one rank at least"
+        assert total is not None, "a ring has at least one rank"
         handle.wait()
         return total
 

@@ -1,7 +1,7 @@
-"""Token files, and the samples that training reads from them.
+"""Token files and the samples that training reads from them.
 
-`BatchLoader` is in `megatron_core.datasets.loader` and not imported here: it needs torch, and the tools that
-write token files should start without it.
+`BatchLoader` is in `megatron_core.datasets.loader` and is not imported here: it needs torch, and tools that write token
+files should start without it.
 """
 
 from megatron_core.datasets.base import Dataset, Sample

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written under another name, then renamed."""
+"""Files that are either complete or absent: written under a temporary name, then renamed."""
 
 import errno
 import os
@@ -19,21 +19,21 @@ FULL = {
 
 
 class DiskFullError(DataError):
-    """The disk had no more room; what was written before is kept for the same command to go on with."""
+    """The disk is full; data written so far is kept, and the same command continues from it."""
 
 
 def partial_path(path: str | Path) -> Path:
-    """The name a file has until it is whole."""
+    """The temporary name of an incomplete file."""
     return Path(f"{path}.partial")
 
 
 def open_partial(path: Path, mode: Literal["wb", "r+b"] = "wb") -> BinaryIO:
-    """Open a file that is not whole yet; a link is not followed."""
+    """Open an incomplete file; symbolic links are not followed."""
     return open(path, mode, opener=no_follow)
 
 
 def commit(file: BinaryIO, path: str | Path) -> None:
-    """Close the file opened at `partial_path(path)` and give it its name, once its content is on the disk."""
+    """Flush and close the file opened at `partial_path(path)`, then rename it to `path`."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
@@ -42,9 +42,10 @@ def commit(file: BinaryIO, path: str | Path) -> None:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary file to write to, which appears at `path` when the block ends and never if it fails.
+    """A binary file that appears at `path` when the block ends, and never if it fails.
 
-    What is there and no file, such as /dev/null or a pipe, is written to as it is: root could replace it.
+    If `path` exists and is not a regular file, such as /dev/null or a pipe, it is written directly, because root could
+    replace it.
     """
     if Path(path).exists() and not Path(path).is_file():
         with Path(path).open("wb") as device:
@@ -64,7 +65,7 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def naming_full_disk(file: BinaryIO) -> Iterator[None]:
-    """A disk that fills up while the file is written becomes a DataError that names file and byte."""
+    """Turn a full disk during writing into a DataError with the file name and byte position."""
     try:
         yield
     except OSError as error:
@@ -73,12 +74,13 @@ def naming_full_disk(file: BinaryIO) -> Iterator[None]:
         size = os.fstat(file.fileno()).st_size
         close_quietly(file)
         raise DiskFullError(
-            f"{file.name}: {FULL[error.errno]} at byte {size:,}; free space and run the same command again: it goes on"
+            f"{file.name}: {FULL[error.errno]} at byte {size:,}; free space and run the same command again: it "
+            "continues"
         ) from error
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Return when all that was written to the file is on the disk."""
+    """Flush the file to disk."""
     with naming_full_disk(file):
         file.flush()
         os.fsync(file.fileno())
@@ -86,7 +88,7 @@ def sync_file(file: BinaryIO) -> None:
 
 @contextmanager
 def syncing_file(file: BinaryIO) -> Iterator[None]:
-    """Put what was written to the file on the disk while the block runs, and return when both are done."""
+    """Flush the file to disk while the block runs; returns when both are done."""
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(sync_file, file)
         yield
@@ -94,16 +96,16 @@ def syncing_file(file: BinaryIO) -> Iterator[None]:
 
 
 def start_writeback(file: BinaryIO) -> None:
-    """Have the system begin to write what it holds of the file, and then forget it.
+    """Start writing cached data of the file to disk, then drop it from the page cache.
 
-    Else a file of terabytes would push all others out of its memory, and the last `sync_file` would take long.
+    Otherwise a file of terabytes would displace all other files from the cache, and the last `sync_file` would be slow.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def close_quietly(file: BinaryIO) -> None:
-    """Close a file whose buffered bytes no longer fit on the disk."""
+    """Close a file even if its buffered bytes no longer fit on the disk."""
     try:
         file.close()
     except OSError as error:

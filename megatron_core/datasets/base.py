@@ -1,4 +1,4 @@
-"""What training asks of a data set."""
+"""The interface between training and data sets."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,7 @@ import numpy as np
 class Sample(TypedDict):
     """One training sequence of L tokens.
 
-    tokens: int64 [L]. labels: int64 [L], the token that follows each.
-    loss_mask: float32 [L], 1 where the label counts.
+    tokens: int64 [L]. labels: int64 [L], the next token of each. loss_mask: float32 [L], 1 where the label counts.
     """
 
     tokens: np.ndarray
@@ -20,9 +19,9 @@ class Sample(TypedDict):
 
 
 class PackedSample(Sample):
-    """A sample whose documents the data set itself has packed.
+    """A sample that contains packed documents.
 
-    position_ids: int64 [L], the positions in their documents. document_lengths: int64 [d], their sum L.
+    position_ids: int64 [L], positions within the documents. document_lengths: int64 [d], whose sum is L.
     """
 
     position_ids: np.ndarray
@@ -30,7 +29,7 @@ class PackedSample(Sample):
 
 
 class Dataset(Protocol):
-    """Samples in an order: item i is a pure function of i, for every i >= 0 or until a DataError names the end."""
+    """Samples in an order: item i is a pure function of i, for all i >= 0 or until a DataError at the end."""
 
     sequence_length: int
 
@@ -40,11 +39,11 @@ class Dataset(Protocol):
 
 
 def sources_of(dataset: Dataset | None) -> tuple[str, ...]:
-    """Names of what a blend reads from, in the order of the numbers that its `source_of(index)` gives; else none."""
+    """Names of the data sets of a blend, indexed by its `source_of(index)`; empty without a blend."""
     return getattr(dataset, "sources", ())
 
 
 def short_names(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """File names without their folders, if they differ."""
+    """File names without their folders, if they are distinct."""
     names = tuple(Path(prefix).name for prefix in prefixes)
     return names if len(set(names)) == len(names) else tuple(prefixes)

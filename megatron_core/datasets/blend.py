@@ -1,4 +1,4 @@
-"""Several data sets read as one: each in its share, or one blend after another."""
+"""Combines data sets: blended by weights, or one blend after another."""
 
 import math
 from bisect import bisect_right
@@ -13,16 +13,15 @@ from megatron_core.datasets.base import Dataset, Sample, short_names
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.errors import ConfigError
 
-# Shares are rounded to 1 / 65,536; the two tables of the period take less than a megabyte.
+# Shares are rounded to 1 / 65,536; the two tables of a period need less than a megabyte.
 PERIOD = 2**16
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tuple[str, ...]]:
-    """Weights (None where there are none) and prefixes of a `--data-path`, by Megatron's rule.
+    """Weights (None if there are none) and prefixes of a `--data-path`, by Megatron's rule.
 
-    A list of even length whose items 0, 2, 4, ... are numbers is weight prefix weight prefix ...; any other
-    list is prefixes alone. ConfigError: some but not all of those items are numbers, or a weight is not
-    positive.
+    A list of even length whose items 0, 2, 4, ... are numbers is weight prefix weight prefix ...; any other list
+    consists of prefixes. ConfigError: only some of those items are numbers, or a weight is not positive.
     """
     items = [item.strip() for item in data_path]
     numbers = [_number(item) for item in items[::2]]
@@ -31,30 +30,29 @@ def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tup
         return None, tuple(items)
     if len(items) % 2 or None in numbers:
         raise ConfigError(
-            f"--data-path {given}: numbers stand where weights stand, but not before every prefix; give "
-            "weight prefix weight prefix ..., or prefixes alone (a prefix that is a number can be written "
+            f"--data-path {given}: only some prefixes have a weight; give "
+            "weight prefix weight prefix ..., or only prefixes (a prefix that is a number can be written "
             "./5)"
         )
     weights = tuple(number for number in numbers if number is not None)
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ConfigError(f"--data-path {given}: a weight is not a number above 0; leave that data set out")
+        raise ConfigError(f"--data-path {given}: weights must be numbers > 0; remove data sets of weight 0")
     return weights, tuple(items[1::2])
 
 
 class BlendedDataset:
-    """Several data sets in an endless order in which each comes up in its share, evenly spread.
+    """Several data sets in an endless order, mixed evenly by weight.
 
-    The order repeats one period of 2**16 slots. A data set with n of them has its slot k at time (k + 0.5) /
-    n, and slots are sorted by time; its own items come in their order. So the data set and the item of index
-    i are found from i alone. Shares are rounded to whole slots (largest remainder), and every data set has at
-    least one.
+    The order repeats a period of 2**16 slots. A data set with n slots has its slot k at time (k + 0.5) / n, and slots
+    are sorted by time; its own items come in their order. So the data set and the item of index i depend only on i.
+    Shares are rounded to whole slots (largest remainder); every data set gets at least one.
 
-    weights: None stands for the sizes of the data sets, in samples per epoch.
+    weights: None means the sizes of the data sets, in samples per epoch.
     """
 
     def __init__(self, datasets: Sequence[KeyedGPTDataset], weights: Sequence[float] | None) -> None:
         if not datasets or len(datasets) > PERIOD:
-            raise ConfigError(f"a blend of {len(datasets)} data sets; between 1 and {PERIOD} are possible")
+            raise ConfigError(f"a blend of {len(datasets)} data sets; must be between 1 and {PERIOD}")
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one for each")
         self._datasets = tuple(datasets)
@@ -65,7 +63,7 @@ class BlendedDataset:
         self._dataset_of_slot, self._item_of_slot = _period(self.slots)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The number of the data set that index i >= 0 is read from, and the index in it."""
+        """Number of the data set of sample `index` >= 0, and the index within it."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
         period, slot = divmod(index, PERIOD)
@@ -73,7 +71,7 @@ class BlendedDataset:
         return dataset, period * self.slots[dataset] + int(self._item_of_slot[slot])
 
     def source_of(self, index: int) -> int:
-        """The number of the data set that a sample is read from."""
+        """Number of the data set of a sample."""
         return self.locate(index)[0]
 
     def taken(self, samples: int) -> tuple[int, ...]:
@@ -89,21 +87,21 @@ class BlendedDataset:
 
 
 def slots(weights: Sequence[float]) -> tuple[int, ...]:
-    """How many of a period's slots each weight gets: largest remainder, and at least one each."""
+    """Number of slots of each weight in a period: largest remainder, at least one each."""
     total = math.fsum(weights)
     exact = [weight / total * PERIOD for weight in weights]
     counts = [max(1, math.floor(share)) for share in exact]
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: max(0, PERIOD - sum(counts))]:
         counts[i] += 1
-    # Only where tiny weights were raised to one slot: the largest pay for it.
+    # Needed only if tiny weights were raised to one slot: the largest weights give up slots.
     while sum(counts) > PERIOD:
         counts[counts.index(max(counts))] -= 1
     return tuple(counts)
 
 
 def _period(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The data set and the item of each slot: int32 [PERIOD] both."""
+    """The data set and the item of each slot: both int32 [PERIOD]."""
     items = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     datasets = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
@@ -120,7 +118,7 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class MixPhase:
-    """A blend of `parts`, for `samples` samples or, if None, for all that follow; parts have names."""
+    """A blend of named `parts` for `samples` samples, or, if None, for all remaining ones."""
 
     blend: BlendedDataset
     parts: dict[str, Dataset]
@@ -128,10 +126,10 @@ class MixPhase:
 
 
 class PhasedDataset:
-    """Phase after phase in an endless order: sample i is a pure function of i, as in a single blend.
+    """Blends one after another in an endless order; sample i is a pure function of i, as in a single blend.
 
-    A part that several phases name goes on in each of them after the samples that the phases before took from it, so
-    that no text is seen again before all of it was seen.
+    A part that occurs in several phases continues in each where the previous phase stopped, so that no text is repeated
+    before all of it has been read.
     """
 
     def __init__(self, phases: Sequence[MixPhase]) -> None:
@@ -152,11 +150,11 @@ class PhasedDataset:
         return phase.parts[name][item]
 
     def source_of(self, index: int) -> int:
-        """The number of the part that a sample is read from, among all parts of all phases."""
+        """Number of the part of a sample, among all parts of all phases."""
         return self._names.index(self.locate(index)[0])
 
     def locate(self, index: int) -> tuple[str, int, MixPhase]:
-        """The part that sample `index` is read from, the index in it, and the phase."""
+        """The part of sample `index`, the index within it, and the phase."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
         number = bisect_right(self._first, index) - 1

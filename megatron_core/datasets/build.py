@@ -1,4 +1,4 @@
-"""From the data flags to the data sets of training, validation and test."""
+"""Builds the data sets of training, validation and test from the data flags."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,17 +21,17 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 
 Wanted = dict[str, int]
-"""Samples that a run asks for, by split."""
+"""Number of samples that a run needs, by split."""
 
 Share = tuple[IndexedDataset, range]
-"""A file, and which of its sequences belong to a split."""
+"""A file and the range of its sequences that belongs to a split."""
 
 D = TypeVar("D")
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The data set of each split, None where it has none; `notes` says what was left out and why."""
+    """The data set of each split, None if it has none; `notes` explains omitted ones."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -42,14 +42,13 @@ class Splits:
 def build_datasets(
     data: DataConfig, *, seed: int, tokenizer: Tokenizer | None = None, wanted: Wanted | None = None
 ) -> Splits:
-    """Open the token files that the flags describe, and share them out.
+    """Open the token files in the flags and divide them between the splits.
 
-    `data_path` is divided by `split` (969,30,1 if None); otherwise each split has paths of its own. With a
-    tokenizer, files that know theirs are checked against it. `wanted` samples are what Megatron's order depends on;
-    None: one epoch.
-    ConfigError: flags that exclude each other. DataError: a file, or too few tokens.
+    `data_path` is divided by `split` (969,30,1 if None); otherwise each split has its own paths. With a tokenizer,
+    files with a header are checked against it. Megatron's order depends on the numbers of samples in `wanted`; None:
+    one epoch. ConfigError: flags that exclude each other. DataError: a bad file, or too few tokens.
     """
-    # Whether there must be training data is for the caller to know.
+    # The caller decides whether training data is required.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)
     builder, paths = _Builder(data, seed, tokenizer, wanted or {}), read_paths(data)
@@ -68,7 +67,7 @@ def build_datasets(
 
 
 class _Builder:
-    """Data sets of the token files of a run; a file that is named twice is opened once."""
+    """Builds the data sets of a run; a file that is named several times is opened once."""
 
     def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer | None, wanted: Wanted) -> None:
         self._data, self._seed, self._tokenizer, self._wanted = data, seed, tokenizer, wanted
@@ -77,19 +76,19 @@ class _Builder:
         self.notes: list[str] = []
 
     def whole(self, paths: Sequence[str], name: str) -> Dataset | None:
-        """The data set of a split with paths of its own, where too few tokens are always an error."""
+        """The data set of a split with its own paths, for which too few tokens are always an error."""
         if not paths:
             return None
         weights, prefixes = parse_blend(paths)
         shares = [(file, range(len(file))) for file in self._opened(prefixes)]
-        # As in Megatron: the weight of a single file means nothing here.
+        # As in Megatron, the weight of a single file is ignored.
         return self._blend(shares, weights if len(shares) > 1 else None, name, lenient=False)
 
     def divided(self, phase: Phase, fractions: Sequence[float]) -> list[Dataset | None]:
         """The splits of one `--data-path`.
 
-        Only training cannot go without. The default split gives a thousandth of the sequences to test: a small file,
-        as in a first try, has no sample there, and none was asked for.
+        Only training data is required. The default split gives a thousandth of the sequences to test, which is less
+        than one sample for a small file; the user did not ask for it, so this is not an error.
         """
         weights, prefixes = parse_blend(phase.data_path)
         files = self._opened(prefixes)
@@ -101,10 +100,13 @@ class _Builder:
         return splits
 
     def mix(self, phase: Phase, fractions: Sequence[float]) -> MixPhase:
-        """The training share of a phase."""
+        """The training part of a phase."""
         weights, prefixes = parse_blend(phase.data_path)
         if len(set(prefixes)) < len(prefixes):
-            raise ConfigError(f"data_phases: {' '.join(phase.data_path)} names a file twice; add up its weights")
+            raise ConfigError(
+                f"data_phases: {' '.join(phase.data_path)} contains a file twice; give it once with the sum of its "
+                "weights"
+            )
         shares = [(file, split_ranges(fractions, len(file))[0]) for file in self._opened(prefixes)]
         parts = [self._keyed(share, "train") for share in shares]
         return MixPhase(BlendedDataset(parts, weights), dict(zip(prefixes, parts, strict=True)), phase.samples)
@@ -112,7 +114,8 @@ class _Builder:
     def _blend(
         self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, *, lenient: bool
     ) -> Dataset | None:
-        """One data set from files with weights, None if nothing is left; in Megatron's order all files or none."""
+        """One data set from weighted files; None if all are omitted. In Megatron's order either all files are used or
+        none."""
         if self._data.data_order == "megatron":
             return self._or_note(partial(self._in_megatrons_order, shares, weights, name), lenient)
         found = [self._or_note(partial(self._keyed, share, name), lenient) for share in shares]
@@ -142,17 +145,17 @@ class _Builder:
         )
 
     def _or_note(self, build: Callable[[], D], lenient: bool) -> D | None:
-        """What `build` returns; where it has too few tokens and that is no error, None and a note."""
+        """Call `build`; if there are too few tokens and `lenient`, add a note and return None."""
         try:
             return build()
         except DataError as error:
             if not lenient:
                 raise
-            self.notes.append(f"left out: {error}")
+            self.notes.append(f"omitted: {error}")
             return None
 
     def _opened(self, prefixes: Sequence[str]) -> list[IndexedDataset]:
-        """Files opened at the same time, which on a network's file system is mostly waiting."""
+        """Open files in parallel, because opening on a network file system is mostly waiting."""
         with ThreadPoolExecutor(self._data.num_dataset_builder_threads) as threads:
             return list(threads.map(self._open, prefixes))
 
@@ -160,7 +163,7 @@ class _Builder:
         indexed = IndexedDataset(prefix)
         if (dtype := np.dtype(indexed.dtype)).kind == "f":
             raise DataError(
-                f"{get_idx_path(prefix)} says that the tokens are {dtype.name}, and ids are whole numbers; copy both "
+                f"{get_idx_path(prefix)} has the dtype {dtype.name}, but token ids must be integers; copy both "
                 "files again, or prepare the data again with tools/preprocess_data.py"
             )
         check_counts(read_header(prefix), prefix, indexed.num_documents, indexed.num_tokens)

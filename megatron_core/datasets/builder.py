@@ -1,8 +1,8 @@
-"""Writing a `.bin`/`.idx` pair, sequence by sequence, or by blocks of tokens.
+"""Writes a `.bin`/`.idx` pair, by sequences or by blocks of tokens.
 
-Beside `X.bin.partial` lie `X.bin.lengths.partial` (int32 a sequence), `X.bin.documents.partial` (int64 a document:
-the sequences up to its end) and, in multimodal files, `X.bin.modes.partial` (int8 a sequence). `finalize` streams
-them into the index.
+Temporary files next to `X.bin.partial`: `X.bin.lengths.partial` (int32 per sequence), `X.bin.documents.partial` (int64
+per document: number of sequences up to its end) and, in multimodal files, `X.bin.modes.partial` (int8 per sequence).
+`finalize` copies them into the index.
 """
 
 import os
@@ -29,15 +29,15 @@ from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, Indexe
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import make_folder, refuse_other_file, starting_with
 
-# Large enough that a block's system calls cost nothing beside its copying; memory is a few of them.
+# Large enough that system calls are negligible next to copying; a few blocks are in memory.
 BLOCK_BYTES = 1 << 20
-# Of tokens that may be in the page cache before their writing is started.
+# Bytes of tokens in the page cache before their writing is started.
 HELD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a growing pair holds."""
+    """The size of a pair that is being written."""
 
     tokens: int = 0
     sequences: int = 0
@@ -45,9 +45,9 @@ class Extent:
 
 
 class TokenWriter:
-    """Appends tokens, sequence lengths and document ends to files that get their names in `finalize`.
+    """Appends tokens, sequence lengths and document ends; `finalize` gives the files their final names.
 
-    resume: what an earlier process is known to have written; whatever lies behind it is cut off.
+    resume: the extent known to be written by an earlier process; the files are truncated to it.
     """
 
     def __init__(
@@ -67,18 +67,19 @@ class TokenWriter:
             self._cut(resume)
 
     def append(self, tokens: Any, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Append whole documents: token bytes, each sequence's length [S], each document's number of sequences [D]."""
+        """Append complete documents: token bytes, the length of each sequence [S], the number of sequences per document
+        [D]."""
         self.append_sequences(tokens, lengths)
         ends = np.cumsum(counts, dtype=np.int64) + (self.extent.sequences - len(lengths))
         self.end_documents(ends)
 
     def append_sequences(self, tokens: Any, lengths: np.ndarray, modes: np.ndarray | None = None) -> None:
-        """Append sequences: their tokens as bytes of the file's dtype, and their lengths [S]."""
+        """Append sequences: token bytes in the file's dtype, and the length of each sequence [S]."""
         self.append_tokens(tokens)
         self.note_sequences(lengths, modes)
 
     def append_tokens(self, tokens: Any) -> None:
-        """Append the bytes of some tokens, whose sequences are still to be noted."""
+        """Append token bytes; their sequences are recorded later."""
         size = memoryview(tokens).nbytes
         self._held += size
         with naming_full_disk(self._tokens):
@@ -90,7 +91,7 @@ class TokenWriter:
         self._grow(tokens=size // self.dtype.itemsize)
 
     def note_sequences(self, lengths: np.ndarray, modes: np.ndarray | None = None) -> None:
-        """Note the lengths [S] of sequences whose tokens were appended."""
+        """Record the lengths [S] of sequences whose tokens have been appended."""
         with naming_full_disk(self._lengths):
             self._lengths.write(lengths.astype("<i4").tobytes())
         if self._modes is not None:
@@ -100,57 +101,57 @@ class TokenWriter:
         self._grow(sequences=len(lengths))
 
     def end_documents(self, ends: np.ndarray) -> None:
-        """Close documents: for each, how many sequences of the whole file there are up to its end [D]."""
+        """Close documents; each end is the number of sequences in the file up to it [D]."""
         with naming_full_disk(self._documents):
             self._documents.write(ends.astype("<i8").tobytes())
         self._grow(documents=len(ends))
 
     def noted(self, name: str, kind: str) -> list[int]:
-        """The numbers of one of the files beside the tokens."""
+        """The numbers in one of the temporary files."""
         for file in self._files():
             file.flush()
         return [number for block in _blocks(self._spill(name), kind) for number in block.tolist()]
 
     def sync(self) -> Extent:
-        """Put all of it on the disk; from the extent that is returned a later process can go on."""
+        """Flush all files to disk; a later process can resume from the returned extent."""
         for file in self._files():
             sync_file(file)
         return self.extent
 
     def cut(self, extent: Extent) -> None:
-        """Take back what was appended after an earlier extent."""
+        """Truncate the files to an earlier extent."""
         for file in self._files():
             file.flush()
         self._cut(extent)
         self.extent = extent
 
     def write_index(self, idx_path: str | Path) -> None:
-        """Write the index under its temporary name and put both files on the disk; `publish_pair` does the rest."""
+        """Write the index under its temporary name and flush both files to disk, ready for `publish_pair`."""
         with syncing_file(self._tokens), open_partial(partial_path(idx_path)) as file:
             with naming_full_disk(file):
                 self._stream_index(file)
             sync_file(file)
 
     def finalize(self, idx_path: str | Path) -> None:
-        """Write the index and give both files their names."""
+        """Write the index and give both files their final names."""
         self.write_index(idx_path)
         self.close()
         publish_pair(self.bin_path, idx_path)
 
     def close(self) -> None:
-        """Close the files and leave them as they are."""
+        """Close the files without changing them."""
         for file in self._files():
             close_quietly(file)
 
     def discard(self) -> None:
-        """Remove what was written, unless it was finalized."""
+        """Delete the files unless they were finalized."""
         self.close()
         for path in unfinished(self.bin_path):
             path.unlink(missing_ok=True)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be appended."""
+        """Whether the files are closed."""
         return self._tokens.closed
 
     def _files(self) -> list[BinaryIO]:
@@ -168,7 +169,7 @@ class TokenWriter:
         for file, size in zip(self._files(), sizes, strict=False):
             if os.fstat(file.fileno()).st_size < size:
                 raise DataError(
-                    f"{file.name} is shorter than the {size:,} bytes that an interrupted run had written; remove that "
+                    f"{file.name} is shorter than the {size:,} bytes that an interrupted run wrote; remove that "
                     "run's .work folder to start over"
                 )
             file.truncate(size)
@@ -183,7 +184,7 @@ class TokenWriter:
             file.write(block.tobytes())
         start = 0
         for block in _blocks(self._spill("lengths"), "<i4"):
-            # int64 throughout: a .bin file outgrows 2**31 bytes soon.
+            # int64 throughout: a .bin file easily exceeds 2**31 bytes.
             ends = np.cumsum(block, dtype=np.int64) * self.dtype.itemsize + start
             file.write(np.concatenate([[start], ends[:-1]]).astype("<i8").tobytes())
             start = int(ends[-1])
@@ -196,9 +197,9 @@ class TokenWriter:
 
 
 def publish_pair(bin_path: str | Path, idx_path: str | Path) -> None:
-    """Give a written pair its names; called again after an interruption, it does what is left of it."""
-    # An old index must not be found beside the new tokens, should the machine stop between the two renames;
-    # nor an old header, which would vouch for another tokenizer.
+    """Give a written pair its final names; after an interruption, calling it again completes the rest."""
+    # If the machine stops between the two renames, the new tokens must not have an old index, nor an old header, which
+    # might name another tokenizer.
     if partial_path(bin_path).exists():
         Path(idx_path).unlink(missing_ok=True)
         remove_header(str(idx_path).removesuffix(".idx"))
@@ -210,26 +211,26 @@ def publish_pair(bin_path: str | Path, idx_path: str | Path) -> None:
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
-    """ConfigError if token files of these names are there, which a run would replace."""
+    """ConfigError if token files of these names exist, which a run would replace."""
     for path in (path for prefix in prefixes for path in (get_bin_path(prefix), get_idx_path(prefix))):
         if Path(path).exists():
-            raise ConfigError(f"{path} exists already; choose another --output-prefix, or replace it with --overwrite")
+            raise ConfigError(f"{path} already exists; choose another --output-prefix, or replace it with --overwrite")
 
 
 def refuse_other_files(prefixes: Iterable[str]) -> None:
-    """ConfigError if files of these names are not token files."""
+    """ConfigError if files of these names exist and are not token files."""
     for prefix in prefixes:
         bin_path, idx_path = Path(get_bin_path(prefix)), Path(get_idx_path(prefix))
         refuse_other_file(f"--output-prefix {prefix}", idx_path, starting_with("index of a token file", MAGIC))
         if bin_path.exists() and not idx_path.exists() and not partial_path(idx_path).exists():
             raise ConfigError(
-                f"--output-prefix {prefix}: {bin_path} exists without {idx_path.name}, so that it may not be a token "
-                "file; choose another prefix, or remove it"
+                f"--output-prefix {prefix}: {bin_path} exists without {idx_path.name}, so it may not be a token file; "
+                "choose another prefix, or remove it"
             )
 
 
 def unfinished(bin_path: str | Path) -> list[Path]:
-    """The files of a pair that is not finished, except its index."""
+    """The files of an unfinished pair, except its index."""
     return [partial_path(bin_path), *(partial_path(f"{bin_path}.{name}") for name in ("lengths", "documents", "modes"))]
 
 
@@ -240,10 +241,10 @@ def _blocks(path: Path, kind: str) -> Iterator[np.ndarray]:
 
 
 class IndexedDatasetBuilder:
-    """Collects sequences and documents; nothing appears under its name before `finalize`.
+    """Writes sequences and documents; nothing appears under its final name before `finalize`.
 
-    Lengths and documents wait in files beside the tokens, so that memory does not grow with the data.
-    As a context manager it removes what it wrote if the block ends without `finalize`.
+    Lengths and documents are kept in temporary files, so that memory does not grow with the data. As a context manager
+    it deletes its files if the block ends without `finalize`.
     """
 
     def __init__(self, bin_path: str, dtype: npt.DTypeLike = np.int32, multimodal: bool = False) -> None:
@@ -260,16 +261,16 @@ class IndexedDatasetBuilder:
             self._writer.discard()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence [tokens]: numbers that the dtype holds, in anything numpy makes an array of."""
+        """Append one sequence [tokens]: any array-like of numbers that fit the dtype."""
         tokens = self._checked(tensor)
         self._append(tokens, [len(tokens)], [mode])
 
     def end_document(self) -> None:
-        """Close the document that the sequences since the last call make up."""
+        """Close the document of the sequences appended since the last call."""
         self._writer.end_documents(np.array([self._writer.extent.sequences]))
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Append a document whose sequences, of the given lengths, lie back to back in `tensor`."""
+        """Append a document; `tensor` concatenates its sequences of the given lengths."""
         tokens = self._checked(tensor)
         if sum(lengths) != len(tokens):
             raise DataError(f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens")
@@ -280,7 +281,7 @@ class IndexedDatasetBuilder:
         self.end_document()
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all sequences and documents of another pair of files; DataError if its dtype is another."""
+        """Append all sequences and documents of another pair of files; DataError if its dtype differs."""
         other = IndexedDataset(path_prefix, multimodal=self._multimodal)
         if np.dtype(other.dtype) != self._writer.dtype:
             raise DataError(
@@ -299,27 +300,27 @@ class IndexedDatasetBuilder:
             self._writer.end_documents(other.document_indices[start : start + BLOCK_BYTES] + before)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index and give both files their names."""
+        """Write the index and give both files their final names."""
         self._writer.finalize(idx_path)
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """The lengths of all sequences appended up to now, read from their file."""
+        """The lengths of all appended sequences, read from their file."""
         return self._writer.noted("lengths", "<i4")
 
     @property
     def sequence_modes(self) -> list[int] | None:
-        """The modes of all sequences appended up to now; None unless multimodal."""
+        """The modes of all appended sequences; None unless multimodal."""
         return self._writer.noted("modes", "i1") if self._multimodal else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended up to now."""
+        """Number of appended tokens."""
         return self._writer.extent.tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents closed up to now."""
+        """Number of closed documents."""
         return self._writer.extent.documents
 
     def _append(self, tokens: np.ndarray, lengths: Sequence[int], modes: Sequence[int]) -> None:
@@ -329,10 +330,10 @@ class IndexedDatasetBuilder:
         self._writer.append_sequences(tokens, np.array(lengths, np.int64), np.array(modes, np.int64))
 
     def _checked(self, tensor: Any) -> np.ndarray:
-        """The tokens in the file's dtype; a cast alone would wrap numbers around in silence."""
+        """The tokens in the file's dtype. A plain cast would silently wrap numbers that do not fit."""
         values = np.asarray(tensor).reshape(-1)
         dtype = self._writer.dtype
-        if values.dtype.kind in "US":  # numerals as text, which numpy converts to integers alone
+        if values.dtype.kind in "US":  # strings of digits, which numpy converts only to integers
             values = values.astype(np.int64 if dtype.kind in "iu" else dtype)
         if dtype.kind in "iu" and len(values):
             limits = np.iinfo(dtype)

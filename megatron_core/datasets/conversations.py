@@ -1,4 +1,4 @@
-"""Conversations as training data: chat template, loss on the assistant's answers alone, one sample for each line."""
+"""Conversations as training data: chat template, loss only on the assistant's answers, one sample per line."""
 
 import json
 from array import array
@@ -27,12 +27,14 @@ Message = Mapping[str, Any]
 
 
 class ConversationFile:
-    """Lines of JSON, each with messages as ``message_schemas`` finds them; where each line begins is kept in memory."""
+    """JSON Lines with messages in a schema of ``message_schemas``; the offsets of the lines are kept in memory."""
 
     def __init__(self, path: str) -> None:
         self.path, self._begins = Path(path), array("q")
         if self.path.exists() and not self.path.is_file():
-            raise DataError(f"{path} is no file of lines of JSON, which --sft reads in any order; give one")
+            raise DataError(
+                f"{path} is not a regular file; --sft needs JSON Lines in a file that it can read in any order"
+            )
         try:
             with self.path.open("rb") as file:
                 at = 0
@@ -41,26 +43,24 @@ class ConversationFile:
                         self._begins.append(at)
                     at += len(line)
         except OSError as error:
-            raise DataError(
-                f"{path} cannot be read: {error.strerror}; --sft reads lines of JSON with messages"
-            ) from None
+            raise DataError(f"{path} cannot be read: {error.strerror}; --sft needs JSON Lines with messages") from None
         if not self._begins:
-            raise DataError(f"{path} is empty; --sft reads lines of JSON with messages")
+            raise DataError(f"{path} is empty; --sft needs JSON Lines with messages")
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def __getitem__(self, line: int) -> tuple[list[list[Message]], Any]:
-        """The conversations of a line, where a message of the system begins another one, and the tools they have."""
+        """The conversations of a line, each starting at a system message, and their tools."""
         with self.path.open("rb") as file:
             file.seek(self._begins[line])
             text = file.readline()
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"is no JSON ({error}); correct or remove the line") from None
+            raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
-            raise DataError(f"holds a {type(content).__name__}, expected an object with messages")
+            raise DataError(f"is a {type(content).__name__}, expected an object with messages")
         conversations: list[list[Message]] = []
         for message in messages_of(content):
             if not conversations or message["role"] == "system":
@@ -69,7 +69,7 @@ class ConversationFile:
         return conversations, content.get("tools")
 
     def place(self, line: int) -> str:
-        """File and number of a line, from 1 and with the blank ones, as editors count."""
+        """The file and number of a line, counted from 1 and including blank lines, as in editors."""
         left, number = self._begins[line], 1
         with self.path.open("rb") as file:
             while left and (data := file.read(min(left, 1 << 20))):
@@ -78,12 +78,12 @@ class ConversationFile:
 
 
 Span = tuple[int, int]
-"""Characters [begin, end) of a text."""
+"""Half-open character range of a text."""
 
 
 @dataclass(frozen=True)
 class ConversationTokenizer:
-    """From messages to tokens, and to which of them answers consist of."""
+    """Converts messages to tokens and marks the tokens of answers."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -91,9 +91,9 @@ class ConversationTokenizer:
     def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Tokens of the whole conversation as one text, and True for those with a character of an answer.
 
-        An answer is what the template marks with ``{% generation %}``; without marks it is all that a message of the
-        assistant adds behind its prompt, up to the end-of-turn token (white space behind that token is never
-        generated). The tokens are those of ``apply_chat_template(messages, tokenize=True)`` in transformers.
+        An answer is the text that the template marks with ``{% generation %}``. Without marks it is the text that a
+        message of the assistant adds after its prompt, up to the end-of-turn token (white space after it is never
+        generated). The tokens equal ``apply_chat_template(messages, tokenize=True)`` in transformers.
         """
         text, marked = self.template.render_answers(messages, tools=tools)
         ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
@@ -102,7 +102,7 @@ class ConversationTokenizer:
             message["role"] == "assistant" and message.get("content") for message in messages
         ):
             raise DataError(
-                "the chat template writes nothing for an answer, so nothing would be learned; give another one "
+                "the chat template writes nothing for an answer, so nothing would be learned; choose another one "
                 "with --chat-template"
             )
         counted = [False] * len(ids)
@@ -114,40 +114,40 @@ class ConversationTokenizer:
         return ids, counted
 
     def _answers(self, messages: Sequence[Message], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that each message of the assistant adds to ``text`` behind its prompt."""
+        """The characters that each assistant message adds to ``text`` after its prompt."""
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
                 whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
                 if not text.startswith(whole) or not whole.startswith(asked):
                     raise DataError(
-                        "the chat template changes earlier messages when later ones follow, so that answers cannot be "
-                        "told from what was asked; give another one with --chat-template, or one that marks answers "
+                        "the chat template changes earlier messages when later ones are added, so answers cannot be "
+                        "located; choose another one with --chat-template, or one that marks answers "
                         "with {% generation %}"
                     )
                 if len(asked) == len(whole) and message.get("content"):
                     raise DataError(
-                        "the chat template writes nothing for an answer, so nothing would be learned; give another one "
-                        "with --chat-template"
+                        "the chat template writes nothing for an answer, so nothing would be learned; choose another "
+                        "one with --chat-template"
                     )
                 yield len(asked), len(whole)
 
     def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
-        """Where an answer up to ``end`` ends: after its last ``visible`` character if an end-of-turn token is there."""
+        """End of an answer up to ``end``: after its last ``visible`` character if an end-of-turn token is there."""
         last = bisect_left(offsets, visible, key=lambda span: span[0]) - 1
         return visible if last >= 0 and ids[last] in self._ends else end
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """Tokens that may end a turn: those that end a text, and the tokens beside the vocabulary of the model."""
+        """Tokens that may end a turn: end-of-text tokens and added tokens outside the model's vocabulary."""
         return end_ids(self.tokenizer) | getattr(self.tokenizer, "added_ids", frozenset)()
 
 
 class ConversationDataset:
-    """Some lines of files, in a new keyed order each round: item i is line KeyedPermutation(lines, (seed, round))[k].
+    """Lines of files in a new keyed order per round: item i is line KeyedPermutation(lines, (seed, round))[k].
 
-    A line is a sample: its conversations one after another, each a document with positions of its own, cut or filled
-    up to ``sequence_length``. Labels count that are tokens of an answer. Source: Megatron-LM's ``SFTDataset``.
+    A line is a sample: its conversations, each a document with its own positions, truncated or padded to
+    ``sequence_length``. Only labels that are tokens of an answer count. Source: Megatron-LM's ``SFTDataset``.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ConversationDataset:
         counted: list[bool] = []
         for conversation in conversations:
             ids, answers = self._encoder.encode(conversation, tools)
-            # The first token has nothing before it in its own conversation that it could be predicted from.
+            # The first token has no preceding token in its conversation, so it is not predicted.
             tokens += ids
             counted += [False, *answers[1:]][: len(ids)]
             lengths.append(min(len(ids), length - sum(lengths)))
@@ -204,7 +204,7 @@ class ConversationDataset:
 
 
 def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | None) -> Splits:
-    """The data sets of ``--sft``: files of ``data_path``, whose lines ``split`` divides, or those of each split."""
+    """The data sets of ``--sft``: files of ``data_path`` whose lines are divided by ``split``, or files per split."""
     template = None if tokenizer is None else chat_template_of(tokenizer, data.chat_template)
     if tokenizer is None or template is None:
         raise ConfigError(
@@ -231,5 +231,5 @@ def _files(paths: Sequence[str]) -> list[ConversationFile]:
         return []
     weights, files = parse_blend(paths)
     if weights is not None and len(files) > 1:
-        raise ConfigError(f"{' '.join(paths)}: --sft takes each line of its files once a round; remove the weights")
+        raise ConfigError(f"{' '.join(paths)}: --sft reads each line once per round; remove the weights")
     return [ConversationFile(path) for path in files]

@@ -1,4 +1,4 @@
-"""Fill in the middle: documents rearranged so that a model learns to write what is missing inside a text."""
+"""Fill in the middle: rearranges documents so that a model learns to write missing text inside a document."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,34 +11,34 @@ from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 
-# What decides each draw of a document or fragment.
+# Identifies each random draw of a document or fragment.
 _REARRANGED, _SUFFIX_FIRST, _FIRST_CUT, _SECOND_CUT = range(4)
 
 BROKEN = "\ufffd"
-"""What stands for bytes that are no character: the border of a sample went through one."""
+"""Replacement of bytes that are not a character, because a sample starts or ends within one."""
 
 
 class FIMDataset:
     """A data set whose documents are rearranged, each with probability `fim_rate`.
 
-    The text of a document, a run of tokens between two ends of document, is cut at two points into prefix, middle and
-    suffix, and becomes, with P, S, M for the sentinel tokens,
+    A document, the tokens between two end-of-document tokens, is cut at two points into prefix, middle and suffix. With
+    the sentinel tokens P, S, M it becomes
 
         P prefix S suffix M middle    (PSM), or, with probability `fim_spm_rate`,
         P S suffix M prefix middle    (SPM).
 
-    Cuts lie between characters, not tokens, so that the model meets the broken words that a cursor leaves. The three
-    pieces are tokenized each as a text of its own. A sample keeps its L + 1 tokens: what is too long is cut at its end,
-    what is too short is filled up with `fim_pad_token`. In a sample that changed, loss_mask is 0 where the label is
-    such padding and, with `eod_mask_loss`, where the token is the tokenizer's end of document, else 1.
+    Cuts are between characters, not tokens, so that the model is trained on the partial words before a cursor. Each
+    piece is tokenized separately. A sample keeps its L + 1 tokens: it is truncated, or padded with `fim_pad_token`. In
+    a changed sample, loss_mask is 0 where the label is such padding and, with `eod_mask_loss`, where the token is the
+    tokenizer's end of document, else 1.
 
-    Documents that begin with `fim_no_prefix` or hold half a character stay as they are. With `fim_split_sample`, a
-    document that holds this token is chosen with probability `fim_rate`, and then each of its fragments is rearranged
-    with probability `fim_fragment_rate`.
+    Documents that begin with `fim_no_prefix` or contain half a character are not changed. With `fim_split_sample`, a
+    document that contains this token is chosen with probability `fim_rate`, and then each of its fragments is
+    rearranged with probability `fim_fragment_rate`.
 
     All draws are functions of (seed, index, number of the document in the sample, number of the fragment in it).
-    ConfigError: a token of the settings that the tokenizer does not have.
-    Source: Bavarian et al. 2022, sections 3 and 4.3; flags, arrangement and lengths as in Megatron-LM's GPTFIMDataset.
+    ConfigError: a token in the settings that the tokenizer does not have. Source: Bavarian et al. 2022, sections 3 and
+    4.3; flags, arrangement and lengths as in Megatron-LM's GPTFIMDataset.
     """
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, settings: DataConfig, seed: int) -> None:
@@ -52,7 +52,7 @@ class FIMDataset:
         self._eod = _eod(settings, tokenizer)
         split = settings.fim_split_sample
         self._border = None if split is None else _token_id(tokenizer, "fim_split_sample", split)
-        # What the tokenizer puts before every text, such as a begin-of-text id; a piece is no text of its own there.
+        # Tokens that the tokenizer puts before every text, such as begin-of-text; a piece must not have them.
         self._lead = tokenizer.tokenize("")
 
     def __getitem__(self, index: int) -> Sample:
@@ -71,11 +71,11 @@ class FIMDataset:
         return Sample(tokens=whole[:-1], labels=whole[1:], loss_mask=loss_mask)
 
     def source_of(self, index: int) -> int:
-        """Number among `sources` of the data set that a sample is read from."""
+        """Number in `sources` of the data set of a sample."""
         return self._dataset.source_of(index)
 
     def _text(self, sample: Sample) -> list[int]:
-        """The tokens and the last label, without the padding behind them, which counts nowhere."""
+        """The tokens and the last label, without trailing padding, whose labels do not count."""
         text = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
         counts = sample["loss_mask"] != 0
         if self._settings.eod_mask_loss:
@@ -104,7 +104,7 @@ class FIMDataset:
         return result
 
     def _permuted(self, tokens: list[int], key: tuple[int, ...]) -> list[int]:
-        """The document or fragment rearranged, unless there is a reason not to."""
+        """The rearranged document or fragment; unchanged if it cannot be rearranged."""
         lead = self._lead if self._lead and tokens[: len(self._lead)] == self._lead else []
         text = self._tokenizer.detokenize(tokens[len(lead) :])
         skipped = self._settings.fim_no_prefix
@@ -121,7 +121,7 @@ class FIMDataset:
 
 
 def _runs(tokens: list[int], border: int) -> Iterator[list[int]]:
-    """The runs between the borders, one more than there are borders."""
+    """The runs between the border tokens, one more than there are borders."""
     start = 0
     for position, token in enumerate(tokens):
         if token == border:
@@ -131,7 +131,7 @@ def _runs(tokens: list[int], border: int) -> Iterator[list[int]]:
 
 
 def _share(*key: int) -> float:
-    """A number in [0, 1), equally likely everywhere."""
+    """A uniform number in [0, 1)."""
     return (mix64(*key) >> 11) / 2.0**53
 
 
@@ -144,7 +144,7 @@ def _eod(settings: DataConfig, tokenizer: Tokenizer) -> int:
 
 
 def _sentinels(settings: DataConfig, tokenizer: Tokenizer) -> list[int]:
-    """Ids of prefix, middle, suffix and padding."""
+    """Ids of the prefix, middle, suffix and padding tokens."""
     names = [f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad")]
     ids = [_token_id(tokenizer, name, getattr(settings, name)) for name in names]
     for number, name in enumerate(names):
@@ -155,14 +155,14 @@ def _sentinels(settings: DataConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def _token_id(tokenizer: Tokenizer, setting: str, token: str) -> int:
-    """The id of a token that the tokenizer knows as one piece."""
+    """The id of a string that the tokenizer encodes as a single token."""
     try:
         found = [i for i in tokenizer.tokenize(token) if tokenizer.detokenize([i]).strip() == token]
-    except DataError:  # NullTokenizer reads numbers alone
+    except DataError:  # NullTokenizer reads only numbers
         found = []
     if len(found) != 1:
         raise ConfigError(
-            f"{_flag(setting)} {token}: the tokenizer has no token of this text; name one that it has, or add it to "
+            f"{_flag(setting)} {token}: the tokenizer does not have this token; choose another, or add it to "
             "the tokenizer's vocabulary"
         )
     return found[0]

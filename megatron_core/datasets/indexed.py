@@ -1,6 +1,6 @@
-"""Reading a `.bin`/`.idx` pair: any sequence of tokens, by its number.
+"""Reads a `.bin`/`.idx` pair: any sequence of tokens, by its number.
 
-The `.idx` file, byte for byte as Megatron's; what a `.bin` file holds is written in it.
+The `.idx` file, byte for byte as Megatron's:
 
     offset        type        content
     0             9 bytes     magic
@@ -9,7 +9,7 @@ The `.idx` file, byte for byte as Megatron's; what a `.bin` file holds is writte
     18            uint64      S, number of sequences
     26            uint64      D, entries of the document index
     34            int32 * S   tokens in each sequence
-    34 + 4S       int64 * S   where each sequence starts in the .bin file, in bytes
+    34 + 4S       int64 * S   offset of each sequence in the .bin file, in bytes
     34 + 12S      int64 * D   document index: document d is the sequences [index[d], index[d + 1])
     34 + 12S + 8D int8 * S    mode of each sequence, in multimodal files only (not marked in the file)
 
@@ -34,15 +34,15 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
-# Below this many tokens Megatron stores two bytes a token; it could be 65,536, but then files would differ.
+# Below this vocabulary size Megatron stores 2 bytes per token; 65,536 would be possible, but the files would differ.
 SMALL_VOCABULARY = 65500
 
-# Entries of an index that are checked together.
+# Entries of an index checked at a time.
 BLOCK = 1 << 20
 
 
 class DType(IntEnum):
-    """The codes of the dtypes that tokens can have (float64 comes before float32, as Megatron has it)."""
+    """Codes of token dtypes (float64 before float32, as in Megatron)."""
 
     uint8 = 1
     int8 = 2
@@ -55,12 +55,12 @@ class DType(IntEnum):
 
     @classmethod
     def code_from_dtype(cls, value: npt.DTypeLike) -> int:
-        """The code of a numpy dtype; KeyError if the format has none for it."""
+        """The code of a numpy dtype; KeyError if the format has none."""
         return cls[np.dtype(value).name].value
 
     @classmethod
     def dtype_from_code(cls, value: int) -> type[np.number]:
-        """The numpy scalar type of a code; ValueError if there is no such code."""
+        """The numpy scalar type of a code; ValueError for an unknown code."""
         return np.dtype(cls(value).name).type
 
     @staticmethod
@@ -72,17 +72,13 @@ class DType(IntEnum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """The dtype in which a vocabulary of this many tokens is stored."""
+        """The dtype for a vocabulary of this size."""
         return np.uint16 if cardinality is not None and cardinality < SMALL_VOCABULARY else np.int32
 
 
 @dataclass(frozen=True)
 class Index:
-    """The arrays of an `.idx` file.
-
-    sequence_lengths: int32 [S], tokens. sequence_pointers: int64 [S], bytes. document_indices: int64 [D].
-    sequence_modes: int8 [S], None unless multimodal.
-    """
+    """The arrays of an `.idx` file."""
 
     dtype: type[np.number]
     sequence_lengths: np.ndarray
@@ -92,12 +88,12 @@ class Index:
 
 
 def get_idx_path(path_prefix: str) -> str:
-    """The index file's path."""
+    """Path of the index file."""
     return f"{path_prefix}.idx"
 
 
 def get_bin_path(path_prefix: str) -> str:
-    """The token file's path."""
+    """Path of the token file."""
     return f"{path_prefix}.bin"
 
 
@@ -107,10 +103,10 @@ def index_bytes(sequences: int, document_entries: int, multimodal: bool) -> int:
 
 
 def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
-    """The arrays of the index file at `path`, mapped into memory or read; DataError if it is not whole."""
+    """The arrays of the index file at `path`, memory-mapped or read; DataError if it is incomplete."""
     size = path.stat().st_size
     if size < HEADER.size:
-        raise DataError(f"{path} is cut off: it has {size} bytes and the header alone has {HEADER.size}; {_AGAIN}")
+        raise DataError(f"{path} is truncated: it has {size} bytes, but the header has {HEADER.size}; {_AGAIN}")
     buffer = np.memmap(path, dtype=np.uint8, mode="r") if mmap else np.fromfile(path, dtype=np.uint8)
     dtype, sequences, document_entries = _read_header(path, buffer)
     _check_size(path, size, sequences, document_entries, multimodal)
@@ -143,10 +139,10 @@ def _check_size(path: Path, size: int, sequences: int, document_entries: int, mu
     counts = f"{sequences} sequences and {document_entries} entries of the document index"
     found = f"{path} has {size} bytes, expected {expected} for {counts}"
     if multimodal and sequences and size == index_bytes(sequences, document_entries, multimodal=False):
-        raise DataError(f"{found} with modes: it was not written as multimodal; open it with multimodal=False")
+        raise DataError(f"{found} with modes: it is not multimodal; open it with multimodal=False")
     if size < expected:
-        raise DataError(f"{found}: it is cut off; {_AGAIN}")
-    # A multimodal file read as plain text is fine: its modes come last and are left alone.
+        raise DataError(f"{found}: it is truncated; {_AGAIN}")
+    # A multimodal file may be read as plain text: its modes come last and are ignored.
     if size not in (expected, index_bytes(sequences, document_entries, multimodal=True)):
         raise DataError(f"{found}: it is longer than its header says; {_AGAIN}")
 
@@ -171,12 +167,13 @@ def _arrays(
 
 
 def blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Successive ranges [start, stop) of at most BLOCK that make up [0, count)."""
+    """Ranges [start, stop) of at most BLOCK that cover [0, count)."""
     return ((start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
 
 
 def _check_sequences(path: Path, index: Index) -> None:
-    """Each sequence begins where the one before it ends: otherwise a run would read other tokens, and not notice."""
+    """Check that each sequence starts at the end of the previous one; otherwise a run would silently read other
+    tokens."""
     itemsize, end = DType.size(index.dtype), 0
     for start, stop in blocks(len(index.sequence_lengths)):
         lengths, found = index.sequence_lengths[start:stop], index.sequence_pointers[start:stop]
@@ -199,7 +196,7 @@ def _check_sequences(path: Path, index: Index) -> None:
 
 
 def _check_documents(path: Path, index: Index) -> None:
-    """Check that the document index rises from 0 to the last sequence; one entry, 0, means a file without documents."""
+    """Check that the document index rises from 0 to the last sequence; a single entry 0 is a file without documents."""
     sequences, entries = len(index.sequence_lengths), index.document_indices
     if not len(entries) or entries[0] != 0:
         first = entries[0] if len(entries) else "missing"
@@ -216,19 +213,18 @@ def _check_documents(path: Path, index: Index) -> None:
             )
     if len(entries) > 1 and entries[-1] != sequences:
         raise DataError(
-            f"{path}: the document index (at byte {HEADER.size + 12 * sequences}) goes from 0 to {entries[-1]}, "
+            f"{path}: the document index (at byte {HEADER.size + 12 * sequences}) ranges from 0 to {entries[-1]}, "
             f"expected 0 to {sequences}: sequences belong to no document; {_AGAIN}"
         )
 
 
 class IndexedDataset:
-    """The sequences of `PREFIX.bin`, found through `PREFIX.idx`.
+    """The sequences of `PREFIX.bin`, located by `PREFIX.idx`.
 
-    `[i]` and `get(i)` give one sequence, `[a:b]` a list of them; a multimodal set gives (sequence, mode) and
-    (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file.
-    DataError on opening: a file is missing, is no token file, has another size than its index says, or its index is
-    not in order.
-    The tokens themselves are checked by `tools/inspect_dataset.py --validate`.
+    `[i]` and `get(i)` return one sequence, `[a:b]` a list of them; a multimodal data set returns (sequence, mode) and
+    (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file. DataError on
+    opening: a file is missing, is not a token file, has a size that differs from its index, or its index is invalid.
+    Token ids are checked by `tools/inspect_dataset.py --validate`.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -259,7 +255,7 @@ class IndexedDataset:
         return sequences if self.sequence_modes is None else (sequences, self.sequence_modes[start:stop])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` tokens of a sequence from token `offset` on (all that are left without a length)."""
+        """`length` tokens of a sequence from token `offset` on (by default all remaining ones)."""
         position = idx + len(self) if idx < 0 else idx
         if not 0 <= position < len(self):
             raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
@@ -272,17 +268,17 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """Number of tokens in all sequences."""
         return int(self.sequence_pointers[-1]) // self.itemsize + int(self.sequence_lengths[-1]) if len(self) else 0
 
     @property
     def num_documents(self) -> int:
-        """Closed documents."""
+        """Number of closed documents."""
         return len(self.document_indices) - 1
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files of the prefix are there."""
+        """Whether both files of the prefix exist."""
         return Path(get_idx_path(path_prefix)).is_file() and Path(get_bin_path(path_prefix)).is_file()
 
     def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
@@ -292,25 +288,25 @@ class IndexedDataset:
             raise IndexError(
                 f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
             )
-        # Python integers: the byte position of a token does not fit 32 bits.
+        # Python integers, because the byte position of a token may exceed 32 bits.
         return self._read(int(self.sequence_pointers[index]) + offset * self.itemsize, count)
 
     def _read(self, position: int, count: int) -> np.ndarray:
-        """`count` tokens from byte `position` on."""
+        """Read `count` tokens from byte `position` on."""
         end, size = (
             position + count * self.itemsize,
             self._bin.stat().st_size if self._map is None else self._map.size(),
         )
-        if size < end:  # to read past the end of a mapped file would end this process by SIGBUS
+        if size < end:  # reading beyond the end of a mapped file would kill this process with SIGBUS
             raise DataError(
-                f"{self._bin} was cut off after it was opened: it has {size} bytes, expected at least {end}; {_AGAIN}"
+                f"{self._bin} was truncated after it was opened: it has {size} bytes, expected at least {end}; {_AGAIN}"
             )
         if self._map is None:
             return np.fromfile(self._bin, dtype=self.dtype, count=count, offset=position)
         return np.frombuffer(self._map, dtype=self.dtype, count=count, offset=position)
 
     def _mapped(self) -> mapping | None:
-        if not self._bin.stat().st_size:  # it cannot be mapped
+        if not self._bin.stat().st_size:  # an empty file cannot be mapped
             return None
         with self._bin.open("rb") as file:
             return mapping(file.fileno(), 0, access=ACCESS_READ)
@@ -319,10 +315,11 @@ class IndexedDataset:
         """Compare the token file's size with the sum of the sequence lengths."""
         needed, size = self.num_tokens * self.itemsize, self._bin.stat().st_size
         if size != needed:
-            fault = "it is cut off" if size < needed else f"no sequence holds the bytes from {needed} on"
+            fault = "it is truncated" if size < needed else f"no sequence holds the bytes from {needed} on"
             raise DataError(
                 f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)} "
-                f"({self.num_tokens} tokens of {self.itemsize} bytes): {fault}, or the two files are not of one run; "
+                f"({self.num_tokens} tokens of {self.itemsize} bytes): {fault}, or the two files are not from the "
+                "same run; "
                 "copy both again, or prepare the data again"
             )
 
@@ -333,7 +330,7 @@ def _check_presence(path_prefix: str) -> None:
         return
     way_out = "give the path without .bin or .idx, of files that tools/preprocess_data.py wrote"
     if path_prefix.endswith((".bin", ".idx")):
-        way_out = f"give the prefix alone, {path_prefix[:-4]}"
+        way_out = f"give only the prefix, {path_prefix[:-4]}"
     elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():
         way_out = f"did you mean {path_prefix}_text_document?"
     raise DataError(f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}")

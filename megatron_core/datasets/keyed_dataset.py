@@ -1,4 +1,4 @@
-"""Samples in keyed order: permutation, token text, and the data sets that read them, with rounds and made-up text."""
+"""Data sets in keyed order: keyed permutation, token text, repeated rounds and synthetic data."""
 
 from math import isqrt
 from typing import Any
@@ -12,16 +12,15 @@ from megatron_core.errors import ConfigError, DataError
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
-# Four rounds make a pseudo-random permutation of a good round function (Luby and Rackoff 1988); small domains
-# want more, and eight cost about 10 microseconds a sample.
+# With a good round function, four rounds give a pseudo-random permutation (Luby and Rackoff 1988); small domains need
+# more, and eight take about 10 microseconds per sample.
 ROUNDS = 8
 
 
 def mix64(*values: int) -> int:
-    """A 64-bit hash of integers, order and count included.
+    """A 64-bit hash of integers that depends on their order and count.
 
-    Each value is folded in and followed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). Values
-    count modulo 2**64.
+    Each value, modulo 2**64, is mixed in with the finaliser of splitmix64 (Steele, Lea and Flood 2014).
     """
     state = len(values)
     for value in values:
@@ -30,16 +29,16 @@ def mix64(*values: int) -> int:
 
 
 class KeyedPermutation:
-    """A permutation of range(size), chosen by a key: `p[i]`, in constant memory.
+    """A permutation of range(size) determined by a key: `p[i]`, in constant memory.
 
-    A Feistel network on pairs (left in [0, a), right in [0, b)) with a * b >= size; a result past the end
-    goes through the network again until it falls inside (cycle walking; Black and Rogaway 2002), which keeps
-    it a bijection. a * b exceeds size by less than a, so a second pass is rare.
+    A Feistel network on pairs (left in [0, a), right in [0, b)) with a * b >= size. A result beyond the end is passed
+    through the network again until it is inside (cycle walking; Black and Rogaway 2002), which keeps it a bijection. a
+    * b exceeds size by less than a, so a second pass is rare.
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
         if size < 1:
-            raise ValueError(f"a permutation of {size} numbers: at least one is needed")
+            raise ValueError(f"a permutation of {size} numbers: size must be at least 1")
         self._size = size
         self._left = isqrt(size - 1) + 1
         self._right = -(-size // self._left)
@@ -60,7 +59,7 @@ class KeyedPermutation:
     def _pass(self, position: int) -> int:
         left, right = divmod(position, self._right)
         for number, key in enumerate(self._round_keys):
-            # Each round can be undone: it adds to one half something that only the other half decides.
+            # Each round is invertible: it adds to one half a function of only the other half.
             if number % 2:
                 left = (left + _finalise(key ^ right)) % self._left
             else:
@@ -75,10 +74,10 @@ def _finalise(value: int) -> int:
 
 
 class TokenText:
-    """The tokens of a range of a file's sequences, end to end: T of them, numbered from 0.
+    """The T tokens of a range of a file's sequences as one text.
 
-    Sequences lie back to back in the `.bin` file, so the text is one stretch of it. Only the index of the first
-    and the last sequence is read to find it; memory and start-up do not depend on the number of sequences.
+    Sequences are contiguous in the `.bin` file, so the text is too. Only the index entries of the first and the last
+    sequence are read; memory and start-up time do not depend on the number of sequences.
     """
 
     def __init__(self, indexed: IndexedDataset, sequence_range: range) -> None:
@@ -96,7 +95,7 @@ class TokenText:
         return self._indexed.tokens(self._start + first, count).astype(np.int64)
 
     def _begin(self, sequence: int) -> int:
-        """The number, in the whole file, of a sequence's first token."""
+        """Position in the file of a sequence's first token."""
         return int(self._indexed.sequence_pointers[sequence]) // self._indexed.itemsize
 
     def _end(self, sequence: int) -> int:
@@ -106,12 +105,11 @@ class TokenText:
 class KeyedGPTDataset:
     """Samples of L tokens from a range of a file's sequences, in an endless order.
 
-    The sequences are read as one text of T tokens, across the borders of documents. An epoch has
-    n = (T - 1) // L samples; sample j holds the tokens [j L, j L + L], the last of them as label only. Item i
-    is sample KeyedPermutation(n, (seed, epoch))[k] with epoch, k = divmod(i, n): no index is built or stored.
+    The sequences are read as one text of T tokens, across document boundaries. An epoch has n = (T - 1) // L samples;
+    sample j has the tokens [j L, j L + L], the last of them only as a label. Item i is sample KeyedPermutation(n,
+    (seed, epoch))[k] with epoch, k = divmod(i, n): no index is built or stored.
 
-    loss_mask is 0 where the input token is `masked_token`.
-    DataError: the range has too few tokens for one sample.
+    loss_mask is 0 where the input token is `masked_token`. DataError: the range has too few tokens for one sample.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class KeyedGPTDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the range."""
+        """Number of tokens in the range."""
         return len(self._text)
 
     def __getitem__(self, index: int) -> Sample:
@@ -157,7 +155,7 @@ class KeyedGPTDataset:
 
 
 class CyclicDataset:
-    """The first `samples` samples of a data set, over and over, each round in an order of its own.
+    """The first `samples` samples of a data set, repeated, each round in a different order.
 
     Item i is sample KeyedPermutation(samples, (seed, round))[k] with round, k = divmod(i, samples).
     """
@@ -175,7 +173,7 @@ class CyclicDataset:
         return self._dataset[self._inner(index)]
 
     def source_of(self, index: int) -> int:
-        """Number among `sources` of the data set that a sample is read from."""
+        """Number in `sources` of the data set of a sample."""
         return self._dataset.source_of(self._inner(index))
 
     def _inner(self, index: int) -> int:
@@ -187,9 +185,9 @@ STEPS = 8
 
 
 class MockDataset:
-    """Arithmetic sequences modulo the vocabulary's size; start and step are functions of (seed, index).
+    """Arithmetic sequences modulo the vocabulary size; start and step are functions of (seed, index).
 
-    The step is one of eight, so that a model has to look back at two tokens to know the next.
+    The step is one of eight, so that a model must read two tokens to predict the next.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int) -> None:

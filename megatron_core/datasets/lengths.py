@@ -1,4 +1,4 @@
-"""Lengths of the documents of a token file: a histogram of constant memory, and its plot."""
+"""Document lengths of a token file: a histogram in constant memory, and its plot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Lengths fall into 16 parts of each factor of 2, so a quantile is known to within 2**(1/16), 4.4 percent.
+# 16 bins per factor of 2, so a quantile is accurate to 2**(1/16), 4.4 percent.
 PARTS = 16
 EDGES = np.unique(np.ceil(2.0 ** (np.arange(48 * PARTS + 1) / PARTS)).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Documents of [low, high) tokens: how many, and the tokens in them."""
+    """Documents of [low, high) tokens: their number and their tokens."""
 
     low: int
     high: int
@@ -35,8 +35,8 @@ class Bar:
 class Lengths:
     """Counts of documents and of their tokens by length.
 
-    documents, tokens: int64 [len(EDGES) + 1]; entry 0 is for empty documents, entry i for lengths in
-    [EDGES[i - 1], EDGES[i]). unit: what was counted, "documents", or "sequences" in a file that closes no document.
+    documents, tokens: int64 [len(EDGES) + 1]; entry 0 is for empty documents, entry i for lengths in [EDGES[i - 1],
+    EDGES[i]). unit: "documents", or "sequences" for a file without closed documents.
     """
 
     documents: np.ndarray
@@ -47,22 +47,22 @@ class Lengths:
 
     @property
     def count(self) -> int:
-        """Documents in all."""
+        """Number of documents."""
         return int(self.documents.sum())
 
     @property
     def mean(self) -> float:
-        """Tokens in a document, on average."""
+        """Mean number of tokens per document."""
         return float(self.tokens.sum()) / max(self.count, 1)
 
     def quantile(self, share: float) -> int:
-        """The length that this share of the documents does not exceed, to within 4.4 percent."""
+        """The quantile of the document lengths at `share`, accurate to 4.4 percent."""
         entry = int(np.searchsorted(np.cumsum(self.documents), share * self.count))
         upper = 0 if entry == 0 else int(EDGES[min(entry, len(EDGES) - 1)]) - 1
         return min(max(upper, self.shortest), self.longest)
 
     def bars(self, parts: int) -> list[Bar]:
-        """The histogram with `parts` bars for each factor of 2, from the shortest to the longest document."""
+        """The histogram with `parts` bars per factor of 2, from the shortest to the longest document."""
         steps = int(np.ceil(np.log2(self.longest + 1) * parts)) if self.longest else 0
         edges = np.unique(np.ceil(2.0 ** (np.arange(steps + 1) / parts)).astype(np.int64))
         bars = [Bar(0, 1, int(self.documents[0]), 0)]
@@ -74,7 +74,7 @@ class Lengths:
 
 
 def document_lengths(dataset: IndexedDataset) -> Lengths:
-    """The lengths of all documents; of all sequences where no document is closed."""
+    """The lengths of all documents; of all sequences if no document is closed."""
     index = dataset.document_indices
     count, unit = (len(index) - 1, "documents") if len(index) > 1 else (len(dataset), "sequences")
     documents, tokens = np.zeros(len(EDGES) + 1, np.int64), np.zeros(len(EDGES) + 1, np.int64)
@@ -85,13 +85,13 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
         shortest, longest = low if shortest is None else min(shortest, low), max(longest, high)
         entries = np.searchsorted(EDGES, lengths, side="right")
         documents += np.bincount(entries, minlength=len(documents))
-        # The weights are summed as float64, which counts a block's tokens exactly up to 2**53.
+        # The weights are summed in float64, which is exact up to 2**53.
         tokens += np.bincount(entries, weights=lengths, minlength=len(documents)).astype(np.int64)
     return Lengths(documents, tokens, shortest or 0, longest, unit)
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> np.ndarray:
-    """Tokens in each of the documents [start, stop): where the next one begins, less where it begins itself."""
+    """Number of tokens of each of the documents [start, stop): the distance between their starts."""
     sequences = np.asarray(dataset.document_indices[start : stop + 1])
     if not len(dataset):
         return np.zeros(stop - start, np.int64)
@@ -102,11 +102,11 @@ def _lengths(dataset: IndexedDataset, start: int, stop: int) -> np.ndarray:
 
 
 _NOTHING = 0.5
-"""Where empty documents stand, which have no place on a scale of factors: left of those of one token."""
+"""Position of empty documents, which a logarithmic scale cannot show: left of one token."""
 
 
 def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
-    """Draw how many documents have which length, and below it how many of the tokens they hold, into `png_path`."""
+    """Plot the histogram of document lengths, and below it that of their tokens, to `png_path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
@@ -137,7 +137,7 @@ def _finish(axes: Axes) -> None:
 
     axes.set_xscale("log", base=10)
     left, right = axes.get_xlim()
-    # A scale of less than three factors of 10 would have few numbers on it.
+    # Without minor ticks, a scale of less than three decades would have few numbers.
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if right < 1000 * left else (1,)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

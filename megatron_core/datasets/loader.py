@@ -1,4 +1,4 @@
-"""From the position in the data order to the micro-batches of one data parallel rank, with what their documents add."""
+"""Micro-batches of one data-parallel rank, from the position in the data order; optionally with document boundaries."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 
 DOCUMENT_LENGTHS = "document_lengths"
-"""The entry of a batch that stays on the host: attention by documents needs the lengths as Python's numbers."""
+"""The entry of a batch that stays on the host, because attention by documents needs the lengths as Python integers."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What `--reset-position-ids` and `--reset-attention-mask` ask of a batch.
+    """The settings `--reset-position-ids` and `--reset-attention-mask`.
 
-    A document ends with its end-of-document token `eod`, which belongs to it; the sequence's end cuts the last one.
+    A document ends with its end-of-document token `eod`; the last one is cut at the end of the sequence.
     """
 
     eod: int
@@ -28,10 +28,10 @@ class Packing:
     reset_attention_mask: bool
 
     def entries(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """What the documents of `tokens` [b, s] add to a batch.
+        """The entries of a batch for the documents in `tokens` [b, s].
 
-        position_ids, if they restart: int64 [b, s]. document_lengths, if attention is cut: int64 [b, d] for at most
-        d documents in a sequence, rows filled up with 0.
+        position_ids, if they restart: int64 [b, s]. document_lengths, if attention is restricted: int64 [b, d] for at
+        most d documents per sequence, padded with 0.
         """
         found = {}
         if self.reset_position_ids:
@@ -42,23 +42,23 @@ class Packing:
 
 
 def packing_of(data: DataConfig, tokenizer: Tokenizer | None) -> Packing | None:
-    """What a configuration asks for, or None if it leaves sequences whole; ConfigError without an `eod`."""
+    """The packing of a configuration; None if sequences are not divided. ConfigError without an `eod`."""
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
     if tokenizer is None or tokenizer.eod is None:
         flag = "--reset-position-ids" if data.reset_position_ids else "--reset-attention-mask"
         raise ConfigError(
-            f"{flag} finds documents by their end-of-document id, and there is none; give a --tokenizer-type "
+            f"{flag} needs an end-of-document id, and the tokenizer has none; give a --tokenizer-type "
             f"whose vocabulary has one, or remove {flag}"
         )
     return Packing(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask)
 
 
 def document_lengths(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Lengths of the documents in each row of `tokens` [b, s]: int64 [b, d], rows filled up with 0."""
+    """Lengths of the documents in each row of `tokens` [b, s]: int64 [b, d], padded with 0."""
     begins = _begins(tokens, eod)
     rows, positions = np.nonzero(begins)
-    # The next document of the same row begins where this one ends; the last of a row ends with the row.
+    # A document ends where the next document of the same row starts; the last one at the end of the row.
     ends = np.append(positions[1:], 0)
     ends[ends == 0] = tokens.shape[1]
     lengths = np.zeros((len(tokens), begins.sum(axis=1).max(initial=0)), dtype=np.int64)
@@ -67,13 +67,13 @@ def document_lengths(tokens: np.ndarray, eod: int) -> np.ndarray:
 
 
 def restarted_positions(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Positions in their documents of the `tokens` [b, s], from 0: int64 [b, s]."""
+    """Positions of `tokens` [b, s] within their documents, from 0: int64 [b, s]."""
     positions = np.arange(tokens.shape[1], dtype=np.int64)
     return positions - np.maximum.accumulate(np.where(_begins(tokens, eod), positions, 0), axis=1)
 
 
 def _begins(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """True where a document begins: at a row's first token and behind each `eod`."""
+    """True where a document starts: at a row's first token and after each `eod`."""
     begins = np.ones(tokens.shape, dtype=bool)
     begins[:, 1:] = tokens[:, :-1] == eod
     return begins
@@ -84,7 +84,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step asks for."""
+    """The arguments of a step."""
 
     consumed_samples: int
     num_microbatches: int
@@ -95,12 +95,12 @@ class _Step:
 class BatchLoader:
     """The micro-batches of a step, as a pure function of the number of samples consumed before it.
 
-    Micro-batch m of data parallel rank r holds the global samples consumed + (m dp + r) b + [0, b). There is
-    no state but that number and no random generator is read, so a run may resume, or change dp, at any step.
+    Micro-batch m of data-parallel rank r has the global samples consumed + (m dp + r) b + [0, b). There is no other
+    state and no random generator, so a run may resume, or change dp, at any step.
 
-    num_workers: threads that read micro-batches ahead (token files are mapped into memory, so that a thread waits for
-    the disk and not for the others); 0 reads when asked. pin_memory: batches lie in page-locked memory, from which a
-    GPU copies while it computes.
+    num_workers: threads that read micro-batches ahead (token files are memory-mapped, so a thread waits for the disk
+    without blocking the others); 0 reads on demand. pin_memory: batches are in page-locked memory, which a GPU can copy
+    while it computes.
     """
 
     dataset: Dataset
@@ -124,13 +124,12 @@ class BatchLoader:
         self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
 
     def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:
-        """This rank's micro-batches of the step that follows `consumed_samples` samples.
+        """This rank's micro-batches of the step after `consumed_samples` samples.
 
-        Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels
-        int64 [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the number of each sample in the global order.
-        Of a blend also source int64 [b], the number of the data set that each is from.
-        With `packing`, position_ids and document_lengths as `Packing.entries` makes them; also where samples have them.
-        DataError: a token id that the model's vocabulary does not have.
+        Each has, with b = micro_batch_size and s = sequence length, or `length` if that is less: tokens, labels int64
+        [b, s]; loss_mask float32 [b, s]; sample_index int64 [b], the number of each sample in the global order. With a
+        blend also source int64 [b], the number of each sample's data set. With `packing`, or if samples have them,
+        position_ids and document_lengths as in `Packing.entries`. DataError: a token id outside the model's vocabulary.
         """
         asked = self._asked(consumed_samples, num_microbatches, length)
         ahead, self._ahead = self._ahead, None
@@ -139,7 +138,7 @@ class BatchLoader:
         return [self._micro_batch(asked, micro) for micro in range(num_microbatches)]
 
     def prefetch(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> None:
-        """Begin to read that step in the background; `step` with the same arguments takes it from there."""
+        """Start reading that step in the background; `step` with the same arguments returns it."""
         if self._threads is None:
             return
         asked = self._asked(consumed_samples, num_microbatches, length)
@@ -172,7 +171,8 @@ class BatchLoader:
         return {key: tensor.pin_memory() for key, tensor in tensors.items()} if self.pin_memory else tensors
 
     def _check(self, ids: np.ndarray, first: int) -> None:
-        """An id past the embedding's rows reads foreign memory or stops a GPU with no word of the cause."""
+        """DataError for ids outside the vocabulary, which would read wrong memory or fail on a GPU without a clear
+        message."""
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest

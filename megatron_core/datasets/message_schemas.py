@@ -1,4 +1,4 @@
-"""Lines of instruction data as messages: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly."""
+"""Schemas of instruction data: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ ROLES = {
     **dict.fromkeys(("tool", "function"), "tool"),
     "system": "system",
 }
-"""What ShareGPT's speakers are called in messages; any other speaker is the user."""
+"""Roles of ShareGPT's speakers; any other speaker is the user."""
 
 
 def schema_of(columns: Collection[str]) -> str:
-    """openai-messages, sharegpt, alpaca or pretrain-text: the first whose columns are there; DataError for none."""
+    """openai-messages, sharegpt, alpaca or pretrain-text: the first whose columns exist; DataError for none."""
     if "messages" in columns:
         return "openai-messages"
     if "conversations" in columns:
@@ -28,7 +28,7 @@ def schema_of(columns: Collection[str]) -> str:
     if "text" in columns:
         return "pretrain-text"
     raise DataError(
-        f"cannot infer schema of the columns {', '.join(columns)}; legal: messages, conversations, a question "
+        f"cannot infer the schema of the columns {', '.join(columns)}; legal: messages, conversations, a question "
         f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or text"
     )
 
@@ -46,7 +46,7 @@ def messages_of(line: Mapping[str, Any]) -> list[Message]:
 
 
 def alpaca(line: Mapping[str, Any]) -> list[Message]:
-    """A question, followed after an empty line by its context if there is one, and the answer."""
+    """The question, with its context after an empty line if there is one, and the answer."""
     question, context, answer = (_first(line, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
     asked = f"{question}\n\n{context}" if context else question
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -62,7 +62,7 @@ def sharegpt(line: Mapping[str, Any]) -> list[Message]:
 
 
 def _openai(message: Mapping[str, Any]) -> Message:
-    """Parts of text are joined; a call of tools may have no content."""
+    """Text parts are joined; a tool call may have no content."""
     content, role = message.get("content"), text(message.get("role"), "role")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
@@ -81,8 +81,8 @@ def _objects(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 def text(value: Any, name: str) -> str:
     """``value``; DataError unless it is a string."""
     if not isinstance(value, str):
-        kind = "null or left out" if value is None else f"of type {type(value).__name__}"
-        raise DataError(f"{name} must be a string, not {kind}: texts alone can be trained on")
+        kind = "null or missing" if value is None else f"of type {type(value).__name__}"
+        raise DataError(f"{name} must be a string, not {kind}: only text is supported")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""From the data flags to prefixes, weights, and the shares of train, validation and test."""
+"""Parses the data flags into prefixes, weights, and the fractions of train, validation and test."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Phase:
-    """A blend that training reads `samples` samples from; None: all that follow."""
+    """A blend from which training reads `samples` samples; None: all remaining ones."""
 
     data_path: tuple[str, ...]
     samples: int | None = None
@@ -23,14 +23,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Either phases, whose files are divided by `--split` (one phase: `--data-path`), or files of each split's own."""
+    """Either phases, whose files are divided by `--split` (one phase: `--data-path`), or separate files per split."""
 
     phases: tuple[Phase, ...] = ()
     own: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
 
 
 def read_paths(data: DataConfig) -> DataPaths:
-    """What the flags name, with the files that hold flags read; ConfigError: such a file is missing or misformed."""
+    """Read the data flags, including files with flags; ConfigError: such a file is missing or malformed."""
     if data.data_phases is not None:
         return DataPaths(phases=_read_phases(data.data_phases))
     if data.data_args_path is not None:
@@ -50,30 +50,30 @@ def _text(setting: str, path: str) -> str:
 
 
 def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The lists under train, valid and test; a string is split at its spaces."""
+    """The lists under train, valid and test; a string is split at spaces."""
     expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
     text = _text("per_split_data_args_path", path)
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"per_split_data_args_path={path} is no JSON ({error}); {expected}") from None
+        raise ConfigError(f"per_split_data_args_path={path} is not JSON ({error}); {expected}") from None
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
         found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise ConfigError(f"per_split_data_args_path={path} holds {found or 'nothing'}; {expected}")
+        raise ConfigError(f"per_split_data_args_path={path} contains {found or 'nothing'}; {expected}")
     train, valid, test = (_items(f"per_split_data_args_path={path}: {name}", content.get(name)) for name in NAMES)
     return train, valid, test
 
 
 def _read_phases(path: str) -> tuple[Phase, ...]:
-    """The phases in their order; only the last one has no number of samples."""
-    expected = "expected a list of {samples: N, data_path: [...]}, the last without samples"
+    """The phases in order; only the last one has no number of samples."""
+    expected = "expected a list of {samples: N, data_path: [...]}, the last one without samples"
     text = _text("data_phases", path)
     try:
         content = parse_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"data_phases={path} is no YAML ({error}); {expected}") from None
+        raise ConfigError(f"data_phases={path} is not YAML ({error}); {expected}") from None
     if not isinstance(content, list) or not content:
-        raise ConfigError(f"data_phases={path} holds a {type(content).__name__}; {expected}")
+        raise ConfigError(f"data_phases={path} contains a {type(content).__name__}; {expected}")
     return tuple(_phase(path, number, phase, number == len(content)) for number, phase in enumerate(content, 1))
 
 
@@ -83,14 +83,16 @@ def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
         raise ConfigError(f"{where} is {phase!r}; expected {{samples: N, data_path: [...]}}")
     samples = phase.get("samples")
     if is_last and samples is not None:
-        raise ConfigError(f"{where}, the last, has samples={samples}; leave it out: it lasts to the end of training")
+        raise ConfigError(
+            f"{where}, the last, has samples={samples}; remove it, because the last phase lasts to the end of training"
+        )
     if not is_last and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise ConfigError(f"{where} has samples={samples}; give a whole number above 0 (only the last phase has none)")
+        raise ConfigError(f"{where} has samples={samples}; give an integer >= 1 (only the last phase has none)")
     return Phase(_items(f"{where}: data_path", phase["data_path"]), samples)
 
 
 def _items(where: str, given: Any) -> tuple[str, ...]:
-    """A list of weights and prefixes as the words of a command line."""
+    """A list of weights and prefixes, as words of a command line."""
     words: Sequence[Any] = given.split() if isinstance(given, str) else given or []
     if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
         raise ConfigError(f"{where} is {given!r}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]")
@@ -101,7 +103,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The three fractions of a `--split`, their sum 1; shares left out at the end are 0."""
+    """The three fractions of `--split`, normalised to a sum of 1; omitted ones are 0."""
     try:
         shares = [float(part) for part in split.split(",")]
     except ValueError as error:
@@ -109,15 +111,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
             f"--split {split} has a part that is not a number; give three, such as {DEFAULT_SPLIT}"
         ) from error
     if len(shares) > 3:
-        raise ConfigError(f"--split {split} has {len(shares)} parts; train, validation and test make three")
+        raise ConfigError(
+            f"--split {split} has {len(shares)} parts; give at most three, for train, validation and test"
+        )
     if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) == 0:
-        raise ConfigError(f"--split {split} needs shares >= 0, at least one of them above, such as {DEFAULT_SPLIT}")
+        raise ConfigError(f"--split {split} needs numbers >= 0, at least one of them > 0, such as {DEFAULT_SPLIT}")
     shares += [0.0] * (3 - len(shares))
     train, valid, test = (share / sum(shares) for share in shares)
     return train, valid, test
 
 
 def split_ranges(split: Sequence[float], num_sequences: int) -> tuple[range, ...]:
-    """The sequence numbers of each part: contiguous, borders at round(cumulative fraction * sequences)."""
+    """The range of sequences of each part: contiguous, with borders at round(cumulative fraction * sequences)."""
     borders = [round(fraction * num_sequences) for fraction in accumulate(split, initial=0.0)]
     return tuple(range(start, stop) for start, stop in pairwise(borders))

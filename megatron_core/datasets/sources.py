@@ -1,4 +1,4 @@
-"""The files that a run reads, with counts and hashes: a resumed run compares them with those in its checkpoint."""
+"""The data files of a run, with counts and hashes; a resumed run compares them with those in its checkpoint."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_core.datasets.paths import NAMES, read_paths
 
 BLOCK_BYTES = 1 << 16
 BLOCKS = 16
-"""Blocks of a token file that are hashed, evenly spaced from its first to its last; a smaller file is hashed whole."""
+"""Number of blocks of a token file that are hashed, evenly spaced; a smaller file is hashed completely."""
 READ_BYTES = 1 << 23
 
 Record = dict[str, Any]
@@ -24,12 +24,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file of the data, as a run found it.
+    """A data file, as a run found it.
 
-    use: `train`, `valid` or `test`; `all` for files that --split divides; `phase N` with --data-phases. weight: as
-    given. documents, sequences, tokens: of a token file; of a file of conversations, its lines are `documents`.
-    index_hash: of the whole .idx file. token_hash: of the .bin file's size and blocks, or of the whole of a file of
-    conversations.
+    use: `train`, `valid` or `test`; `all` for files divided by --split; `phase N` with --data-phases. weight: as given.
+    documents, sequences, tokens: of a token file; for a file of conversations, its lines are `documents`. index_hash:
+    of the .idx file. token_hash: of the .bin file's size and blocks, or of a complete file of conversations.
     """
 
     use: str
@@ -43,7 +42,7 @@ class DataSource:
 
     @property
     def content(self) -> tuple[int, int, int, str, str]:
-        """All that a change of the file changes."""
+        """Counts and hashes, which change with the file's content."""
         return self.documents, self.sequences, self.tokens, self.index_hash, self.token_hash
 
     @property
@@ -55,7 +54,7 @@ class DataSource:
 
 
 def record_sources(data: DataConfig) -> list[Record]:
-    """A record for each file of `data`, in the order of the flags; none for mock data and data sets of a script."""
+    """A record of each file of `data`, in the order of the flags; none for mock data and data sets of a script."""
     if data.mock_data or data.dataloader_type == "external":
         return []
     paths = read_paths(data)
@@ -76,14 +75,14 @@ def record_sources(data: DataConfig) -> list[Record]:
 
 
 def is_record(value: object) -> bool:
-    """Whether a value read from a checkpoint has the fields of a record, with their types."""
+    """Whether a value read from a checkpoint is a record: its fields with their types."""
     if not isinstance(value, dict) or value.keys() != {each.name for each in fields(DataSource)}:
         return False
     return all(isinstance(value[each.name], cast(Any, each.type)) for each in fields(DataSource))
 
 
 def describe_changes(before: Sequence[Record], now: Sequence[Record], samples: int) -> list[str]:
-    """What has changed in the data since a checkpoint at `samples` samples, and what follows; empty if nothing has."""
+    """Describe changes of the data since a checkpoint at `samples` samples, and their effect; empty without changes."""
     old, new = _keyed(before), _keyed(now)
     sentences = []
     for is_training in (True, False):
@@ -93,7 +92,7 @@ def describe_changes(before: Sequence[Record], now: Sequence[Record], samples: i
         if effect := changes.effect(samples, is_training=is_training):
             sentences.append(f"the data has changed since the checkpoint: {'; '.join(changes.facts)}: {effect}")
         elif changes.facts:
-            sentences.append(f"the data is that of the checkpoint: {'; '.join(changes.facts)}")
+            sentences.append(f"the data has not changed since the checkpoint: {'; '.join(changes.facts)}")
     return sentences
 
 
@@ -101,7 +100,7 @@ Key = tuple[str, str, int]
 
 
 class _Changes:
-    """The differences between two lists of files that one use has."""
+    """The differences between two lists of files of one use."""
 
     def __init__(self, old: dict[Key, DataSource], new: dict[Key, DataSource]) -> None:
         self.facts: list[str] = []
@@ -111,45 +110,45 @@ class _Changes:
             same = [k for k in new if k not in pairs.values() and (k[0], new[k].content) == (key[0], old[key].content)]
             if same:
                 pairs[key] = same[0]
-                self.facts.append(f"{old[key].path} is read from {new[same[0]].path}, with the same content")
+                self.facts.append(f"{old[key].path} was renamed to {new[same[0]].path}")
         for key, other in pairs.items():
             self._compare(old[key], new[other])
         removed, added = [k for k in old if k not in pairs], [k for k in new if k not in pairs.values()]
-        self.facts += [f"{old[key].path} is not read any more" for key in removed]
+        self.facts += [f"{old[key].path} is no longer read" for key in removed]
         self.facts += [f"{new[key].path} is new, with {new[key].counts}" for key in added]
         self._reread |= bool(removed or added)
         kept = [pairs[key] for key in old if key in pairs]
         if kept != [key for key in new if key in kept]:
-            self.facts.append("the files are given in another order")
+            self.facts.append("the order of the files changed")
             self._reread = True
         if not removed and not added:
             self._compare_shares([old[key] for key in pairs], [new[key] for key in pairs.values()])
 
     def _compare(self, was: DataSource, now: DataSource) -> None:
         if was.content[:3] != now.content[:3]:
-            self.facts.append(f"{now.path} had {was.counts}, and has {now.counts}")
+            self.facts.append(f"{now.path} had {was.counts}, now {now.counts}")
             self._reordered = True
         elif was.index_hash != now.index_hash:
-            self.facts.append(f"{now.path} has as many tokens, in sequences of other lengths")
+            self.facts.append(f"{now.path} has as many tokens, but sequences of different lengths")
             self._reordered = True
         elif was.token_hash != now.token_hash:
             unit = "tokens in sequences of the same lengths" if now.sequences else "text in as many lines"
-            self.facts.append(f"{now.path} has other {unit}")
+            self.facts.append(f"{now.path} has different {unit}")
             self._replaced = True
 
     def _compare_shares(self, old: Sequence[DataSource], new: Sequence[DataSource]) -> None:
         before, now = _shares(old), _shares(new)
         for source, was, share in zip(new, before, now, strict=True):
             if was != share:
-                self.facts.append(f"{source.path} had {_shown(was)} of its blend, and has {_shown(share)}")
+                self.facts.append(f"{source.path} had {_shown(was)} of its blend, now {_shown(share)}")
                 self._reread = True
 
     def effect(self, samples: int, *, is_training: bool) -> str:
-        """What the changes do to the samples; empty if nothing."""
+        """The effect of the changes on the samples; empty if there is none."""
         if not (self._reordered or self._reread or self._replaced):
             return ""
         if not is_training:
-            return "the losses of this evaluation do not compare with those before the checkpoint"
+            return "the losses of this evaluation are not comparable with those before the checkpoint"
         if self._reordered:
             return (
                 f"from sample {samples:,} on, samples are cut and ordered anew, so that text that was trained on may "
@@ -164,7 +163,7 @@ class _Changes:
 
 
 def _keyed(records: Sequence[Record]) -> dict[Key, DataSource]:
-    """Sources by use, path and, for a file that is named twice, its number."""
+    """Sources by use, path and, for a file that occurs several times, its number."""
     seen: Counter[tuple[str, str]] = Counter()
     found = {}
     for source in (DataSource(**record) for record in records):
@@ -174,7 +173,7 @@ def _keyed(records: Sequence[Record]) -> dict[Key, DataSource]:
 
 
 def _shares(sources: Sequence[DataSource]) -> list[float | None]:
-    """The share of each source in the blend of its use; None where sizes decide."""
+    """The share of each source in the blend of its use; None if sizes decide."""
     totals: defaultdict[str, float] = defaultdict(float)
     for source in sources:
         totals[source.use] += source.weight or 0.0
@@ -189,7 +188,7 @@ Read = tuple[int, int, int, str, str]
 
 
 def _read_tokens(prefix: str) -> Read:
-    """Counts and hashes of a token file that was opened before, so that its index is sound."""
+    """Counts and hashes of a token file whose index was already checked."""
     index, tokens = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
     with index.open("rb") as file:
         _, _, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
@@ -198,7 +197,7 @@ def _read_tokens(prefix: str) -> Read:
 
 
 def _read_conversations(path: str) -> Read:
-    """Lines and hash of a file of conversations."""
+    """Number of lines and hash of a file of conversations."""
     with open(path, "rb") as file:
         lines = sum(1 for line in file if line.strip())
     return lines, 0, 0, "", _hash_whole(Path(path))

@@ -1,4 +1,4 @@
-"""Checking a whole token file: every length, position and document of its index, and every token id."""
+"""Checks a whole token file: lengths, positions and documents in its index, and every token id."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,18 @@ from megatron_core.datasets.header import check_counts, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
 
-# Tokens that are looked at together. A block and what its checks make of it take about 30 MB; larger ones are not
-# faster.
+# Tokens checked at a time. A block and its temporaries need about 30 MB; larger ones are not faster.
 BLOCK = 1 << 20
 
 AGAIN = "copy both files again, or prepare the data again with tools/preprocess_data.py"
 
 Progress = Callable[[int], object]
-"""Called with the number of bytes that were just checked."""
+"""Called with the number of bytes just checked."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What `validate` found in files without a fault; `vocab_size` None: the ids were compared with none."""
+    """The result of `validate` for valid files; `vocab_size` None: the upper bound of ids was not checked."""
 
     sequences: int
     documents: int
@@ -32,12 +31,12 @@ class Checked:
 
 
 def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress = lambda size: None) -> Checked:
-    """Check the index, then the tokens, then the header; DataError names the first fault, its position and the way out.
+    """Check the index, the tokens and the header; DataError names the first fault, its position and the fix.
 
-    Lengths are >= 0; each sequence begins where the one before it ends, the first at 0 and the last ends the .bin
-    file; documents are in order and hold all sequences (or none is closed, as in a file without documents); token
-    ids are in [0, vocab_size). `vocab_size` None takes the header's, and without a header only ids below 0 are faults.
-    Memory is that of one block, whatever the size of the files; `progress` counts the bytes of both.
+    Lengths are >= 0; each sequence starts at the end of the previous one, the first at 0, and the last ends the .bin
+    file; documents are in order and cover all sequences (or none is closed, as in a file without documents); token ids
+    are in [0, vocab_size). `vocab_size` None uses the header's; without a header only negative ids are faults. Memory
+    is that of one block for any file size; `progress` counts the bytes of both files.
     """
     dataset = IndexedDataset(path_prefix)
     header = read_header(path_prefix)
@@ -47,7 +46,7 @@ def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress
     tokens = dataset.num_tokens
     if not tokens:
         raise DataError(
-            f"{get_idx_path(path_prefix)}: no token in {len(dataset)} sequences; prepare the data again from files "
+            f"{get_idx_path(path_prefix)}: {len(dataset)} sequences have no tokens; prepare the data again from files "
             "with text"
         )
     largest = _check_tokens(dataset, vocab_size, progress)
@@ -56,20 +55,20 @@ def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress
 
 
 def total_bytes(path_prefix: str) -> int:
-    """What `progress` has counted in the end."""
+    """The total of bytes passed to `progress`."""
     dataset = IndexedDataset(path_prefix)
     return Path(get_bin_path(path_prefix)).stat().st_size + 12 * len(dataset) + 8 * len(dataset.document_indices)
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Progress) -> int:
-    """Every token id is in the vocabulary; the largest one."""
+    """Check that every token id is in the vocabulary; returns the largest one."""
     path, dtype, largest = get_bin_path(dataset.path_prefix), np.dtype(dataset.dtype).newbyteorder("<"), 0
     limit = np.inf if vocab_size is None else vocab_size
     start = 0
     with open(path, "rb") as file:
         while len(ids := np.frombuffer(file.read(BLOCK * dtype.itemsize), dtype=dtype)):
             low, high = ids.min(), ids.max()
-            # Not a number is below no limit, so it fails here too, as does a fraction.
+            # NaN fails every comparison, so it is rejected here too, as are fractions.
             whole = dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
             if not (low >= 0 and high < limit and whole):
                 wrong = int(np.flatnonzero(~((ids >= 0) & (ids < limit) & (ids == np.floor(ids))))[0])
@@ -82,7 +81,7 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Pro
 
 def _wrong_token(dataset: IndexedDataset, position: int, token: np.number, vocab_size: int | None) -> str:
     itemsize = np.dtype(dataset.dtype).itemsize
-    # The last sequence that begins at or before the token; empty ones that begin there too come before it.
+    # The last sequence that starts at or before the token; empty ones that start there also come before it.
     sequence = int(np.searchsorted(dataset.sequence_pointers, position * itemsize, side="right")) - 1
     offset = position - int(dataset.sequence_pointers[sequence]) // itemsize
     expected = "at least 0" if vocab_size is None else f"0 to {vocab_size - 1}, the ids of a vocabulary of {vocab_size}"

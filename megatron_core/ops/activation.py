@@ -81,7 +81,7 @@ def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
     check(op, x, {}, **({} if bias is None else {"bias": bias}))
     if kind in GATED and x.shape[-1] % 2:
         raise ConfigError(
-            f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {kind} and has to be even"
+            f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {kind} and must be even"
         )
 
 

@@ -35,7 +35,7 @@ def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.d
     if requested == "native":
         raise ConfigError(
             f"kernel_backend={requested!r}: there is no native {op} for {dtype} on {device_type}: {reason}; "
-            "kernel_backend='auto' takes the reference (PyTorch) instead"
+            "kernel_backend='auto' uses the reference (PyTorch) instead"
         )
     return "reference"
 
@@ -52,7 +52,7 @@ def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtyp
     reason = library.unavailable_reason(op, device_type, dtype)
     if reason is None:
         return True
-    raise ConfigError(f"kernel_backend={requested!r}: {reason}; or take kernel_backend='auto'")
+    raise ConfigError(f"kernel_backend={requested!r}: {reason}; or use kernel_backend='auto'")
 
 
 def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ def python_backend(name: str) -> Any:
 def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     """Describe the backends of all operations in one line, such as ``native (libmegatron_cpu_avx2.so)``."""
     if requested == "reference":
-        return "reference (PyTorch), as asked for"
+        return "reference (PyTorch), as requested"
     ops_by_backend: dict[str, list[str]] = {}
     by_reference = []
     for op in [*OPS, *_further_ops(requested, dtype)]:
@@ -87,7 +87,7 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
         label = _label(chosen, device_type, dtype)
         if chosen in LIBRARIES and op in LIBRARIES[chosen].PARTIAL_OPS:
             chosen = select_backend(op, "auto", device_type, dtype) if op in OPS else AS_TORCH
-            label = f"{label}, or for calls that it does not take {_label(chosen, device_type, dtype)},"
+            label = f"{label}, or for unsupported calls {_label(chosen, device_type, dtype)},"
         ops_by_backend.setdefault(label, []).append(op)
         by_reference += [op] if chosen == "reference" else []
     if list(ops_by_backend) == [_label("native", device_type, dtype)]:

@@ -97,7 +97,7 @@ def _write_gradient(into: Tensor, dloss: Tensor, logits: Tensor, target: Tensor,
         if given.shape != shape or given.dtype != wide(logits.dtype):
             raise ConfigError(
                 f"cross_entropy_backward: {name} is {given.dtype} {list(given.shape)}; for logits "
-                f"{logits.dtype} {list(logits.shape)} it has to be {wide(logits.dtype)} {list(shape)}"
+                f"{logits.dtype} {list(logits.shape)} it must be {wide(logits.dtype)} {list(shape)}"
             )
     native.call(
         "cross_entropy_backward",
@@ -115,12 +115,12 @@ def _check(logits: Tensor, target: Tensor, valid: int) -> None:
     check("cross_entropy", logits, {})
     if target.shape != logits.shape[:-1]:
         raise ConfigError(
-            f"cross_entropy: target is {list(target.shape)}; for logits {list(logits.shape)} it has to be "
+            f"cross_entropy: target is {list(target.shape)}; for logits {list(logits.shape)} it must be "
             f"{list(logits.shape[:-1])}"
         )
     if target.dtype != torch.int64 or target.device != logits.device:
         raise ConfigError(
-            f"cross_entropy: target is {target.dtype} on {target.device}; it has to be torch.int64 on {logits.device}"
+            f"cross_entropy: target is {target.dtype} on {target.device}; it must be torch.int64 on {logits.device}"
         )
     if not 0 <= valid <= logits.shape[-1]:
         raise ConfigError(f"cross_entropy: valid={valid} of {logits.shape[-1]} columns; legal: 0 to all of them")

@@ -38,7 +38,7 @@ def bias_dropout_add(
     kernel saves one bit per element, in rows padded to a multiple of 64 to 256 channels; the CUDA kernel saves nothing.
     """
     if not 0 <= p < 1:
-        raise ConfigError(f"dropout: p={p}; it has to be at least 0 and below 1")
+        raise ConfigError(f"dropout: p={p}; it must be >= 0 and < 1")
     if p == 0 and bias is None:
         return x if residual is None else residual + x
     given = (x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)
@@ -50,7 +50,7 @@ def bias_dropout_add(
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *numbers: Tensor | None) -> None:
     if x.dim() not in (3, 4):
-        raise ConfigError(f"dropout: x is {list(x.shape)}; it has to be [s, b, h] or attention's [b, heads, s, t]")
+        raise ConfigError(f"dropout: x is {list(x.shape)}; it must be [s, b, h] or attention's [b, heads, s, t]")
     check("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
     if p == 0:
         return
@@ -71,7 +71,7 @@ def _check_numbers(name: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) 
     if given.shape != shape or given.dtype != torch.int64 or given.device != x.device:
         raise ConfigError(
             f"dropout: {name} is {list(given.shape)} of {given.dtype} on {given.device}; "
-            f"for x {list(x.shape)} on {x.device} it has to be {list(shape)} of torch.int64 there"
+            f"for x {list(x.shape)} on {x.device} it must be {list(shape)} of torch.int64 there"
         )
 
 

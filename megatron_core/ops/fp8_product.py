@@ -28,7 +28,7 @@ KINDS = {
     (Blocks(1, SMALL_BLOCK), Blocks(SMALL_BLOCK, 1)): ("BlockWise1x32", "BlockWise1x32"),
 }
 """torch's names of the supported pairs of block shapes."""
-UNFIT = "an FP8 product of extents or dtypes that torch's does not take is of dequantised matrices, and no faster"
+UNFIT = "FP8 products that torch does not support run on dequantised matrices and are not faster"
 
 
 class Operands(NamedTuple):
@@ -171,18 +171,19 @@ def missing(block: int | None, capability: tuple[int, int] | None, cuda: str | N
     """Why torch's product with scales of ``block`` elements is not supported on a GPU of this compute capability (None:
     on a CPU) with torch's CUDA and version; None if it is supported."""
     if block is None and capability is None:  # earlier versions are untested
-        return None if TorchVersion(version) >= "2.13" else f"torch {version} is too old for it on a CPU; 2.13 has it"
+        is_supported = TorchVersion(version) >= "2.13"
+        return None if is_supported else f"torch {version} does not have it on a CPU; use 2.13 or later"
     if capability is None or cuda is None:
-        return "torch has this product on NVIDIA's GPUs alone"
+        return "torch has this product only on NVIDIA GPUs"
     if block is not None and TorchVersion(version) < "2.10":
-        return f"torch {version} does not have this product; 2.10 does"
+        return f"torch {version} does not have this product; use 2.10 or later"
     is_large = block == BLOCK
     if capability[0] != 9 if is_large else capability < ((8, 9) if block is None else (10, 0)):
         legal = "9.0 alone" if is_large else "8.9 and later" if block is None else "10.0 and later"
         own = ".".join(map(str, capability))
         return f"torch has this product for compute capability {legal}, and this GPU's is {own}"
     if block is not None and TorchVersion(cuda) < (needed := "12.9" if is_large else "12.8"):
-        return f"torch was built with CUDA {cuda}, and this product needs {needed}"
+        return f"torch was built with CUDA {cuda}, but this product needs {needed}"
     return None
 
 

@@ -84,8 +84,8 @@ class Library:
         if absent is not None:
             return f"{absent} is not installed; {self.install}"
         if device_type != "cuda":
-            return f"{self.title} is for cuda, not {device_type}"
-        return None if dtype != torch.float64 else f"{self.title} has no {dtype}"
+            return f"{self.title} runs on cuda, not on {device_type}"
+        return None if dtype != torch.float64 else f"{self.title} does not support {dtype}"
 
     def supports_call(self, op: str, *arguments: Any) -> bool:
         """Whether a call of ``op`` is supported; ``arguments`` are the relevant arguments of the call."""
@@ -311,8 +311,8 @@ class TransformerEngine(Library):
         roundings. RuntimeError (on a GPU a device-side assertion) if table entries are not a cosine and a sine."""
         torch._assert_async(
             (cos.square() + sin.square() - 1).abs().max() < 1e-5,
-            "kernel_backend='transformer_engine': rope takes angles, and the tables are no cosines and sines; "
-            "or take kernel_backend='auto'",
+            "kernel_backend='transformer_engine': the tables of rope are not cosines and sines of angles; or use "
+            "kernel_backend='auto'",
         )
         turn = import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
         angles = for_each_channel(torch.atan2(sin, cos), interleaved)

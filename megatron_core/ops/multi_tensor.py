@@ -166,11 +166,11 @@ def _check(op: str, **lists: Sequence[Tensor]) -> None:
     for name, i, tensor in found:
         first, at = lists[name][0], f"{op}: {name}[{i}]"
         if not tensor.is_contiguous():
-            raise ConfigError(f"{at} has strides {tensor.stride()}; it has to be contiguous")
+            raise ConfigError(f"{at} has strides {tensor.stride()}; it must be contiguous")
         if tensor.dtype != first.dtype:
-            raise ConfigError(f"{at} is {tensor.dtype} and {name}[0] {first.dtype}; both have to be the same")
+            raise ConfigError(f"{at} is {tensor.dtype} and {name}[0] {first.dtype}; both must have the same dtype")
         if tensor.device != found[0][2].device:
-            raise ConfigError(f"{at} is on {tensor.device}; it has to be on {found[0][2].device}, as the first is")
+            raise ConfigError(f"{at} is on {tensor.device}; all must be on {found[0][2].device}, like the first")
 
 
 def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
@@ -187,6 +187,6 @@ def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
     for name, dtype in dtypes.items():
         if dtype not in legal[name]:
             raise ConfigError(
-                f"adamw_: {name} are {dtype} beside weights of {weight}; weights and moments have to be float32, "
-                "gradients that or 16 bits, copies 16 bits; or all float64, without copies"
+                f"adamw_: {name} are {dtype} with {weight} weights; weights and moments must be float32, gradients "
+                "float32 or 16 bits, copies 16 bits; or all float64, without copies"
             )

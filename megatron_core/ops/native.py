@@ -45,10 +45,12 @@ def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"{path} does not load: {error}; run pip install . (or -e .) again") from None
+        raise ConfigError(f"{path} cannot be loaded: {error}; run pip install . (or -e .) again") from None
     version = loaded.megatron_interface() if hasattr(loaded, "megatron_interface") else 0
     if version != INTERFACE:
-        raise ConfigError(f"{path} has interface {version}, this code {INTERFACE}; run pip install . (or -e .) again")
+        raise ConfigError(
+            f"{path} has interface version {version}, but {INTERFACE} is needed; run pip install . (or -e .) again"
+        )
     return loaded
 
 
@@ -56,7 +58,7 @@ def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
 def unavailable_reason(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     """Why there is no native kernel of ``op`` for a device and dtype; None if there is one."""
     if device_type not in ("cpu", "cuda"):
-        return f"native kernels are for cpu and cuda, not {device_type}"
+        return f"native kernels run on cpu and cuda, not on {device_type}"
     if device_type == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:

@@ -35,17 +35,17 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     positions = cos.dim() - 1
     given = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
     if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
-        raise ConfigError(f"rope: {given}; x has to be [s, b, heads, d] and the tables [s, b or 1, r/2]")
+        raise ConfigError(f"rope: {given}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
     fits = all(own in (1, extent) for own, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
     if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
         raise ConfigError(
-            f"rope: {given}; the tables have to be of one shape, that of x or 1 in their first dims, and have a column "
-            "for every two channels that turn"
+            f"rope: {given}; the tables must have the same shape, the first dims of x (or 1), and one column per "
+            "rotated pair of channels"
         )
     for name, table in (("cos", cos), ("sin", sin)):
         if (table.dtype, table.device) != (wide(x.dtype), x.device):
             raise ConfigError(
-                f"rope: {name} is {table.dtype} on {table.device}; for x, which is {x.dtype} on {x.device}, it has to "
+                f"rope: {name} is {table.dtype} on {table.device}; for x, which is {x.dtype} on {x.device}, it must "
                 f"be {wide(x.dtype)} on {x.device}"
             )
 

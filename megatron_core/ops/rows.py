@@ -10,16 +10,16 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
     """Check that ``x`` is ``[..., n]``, that ``like`` have its shape, and that each parameter is ``[n]``; all must have
     the dtype and the device of ``x``. ConfigError otherwise."""
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim has to have elements")
+        raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim must not be empty")
     for tensors, shape in ((like, x.shape), (parameters, x.shape[-1:])):
         for name, tensor in tensors.items():
             if tensor is None or (tensor.shape == shape and tensor.dtype == x.dtype and tensor.device == x.device):
                 continue
             if tensor.shape != shape:
-                wanted = f"for x {list(x.shape)} it has to be {list(shape)}"
+                wanted = f"for x {list(x.shape)} it must be {list(shape)}"
                 raise ConfigError(f"{op}: {name} is {list(tensor.shape)}; {wanted}")
             there, here = (f"{t.dtype} on {t.device}" for t in (tensor, x))
-            raise ConfigError(f"{op}: {name} is {there} and x {here}; both have to be the same")
+            raise ConfigError(f"{op}: {name} is {there} and x {here}; both must be the same")
 
 
 def count(x: Tensor) -> int:

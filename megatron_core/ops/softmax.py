@@ -69,7 +69,7 @@ def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
     shape = list(scores.shape)
     if not 2 <= scores.dim() <= 4 or not scores.is_floating_point():
         raise ConfigError(
-            f"attention_softmax: scores are {shape} of {scores.dtype}; they have to be [queries, keys], with up to two "
+            f"attention_softmax: scores are {shape} of {scores.dtype}; they must be [queries, keys], with up to two "
             "dims before these, of a floating-point type"
         )
     if window is not None and window < 1:
@@ -78,12 +78,12 @@ def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
         return
     if (mask.dtype, mask.device) != (torch.bool, scores.device):
         raise ConfigError(
-            f"attention_softmax: mask is {mask.dtype} on {mask.device}; it has to be torch.bool on {scores.device}, "
+            f"attention_softmax: mask is {mask.dtype} on {mask.device}; it must be torch.bool on {scores.device}, "
             "where the scores are, and True where a key is masked"
         )
     beside = shape[scores.dim() - mask.dim() :]
     if not 1 <= mask.dim() <= scores.dim() or any(m not in (1, n) for m, n in zip(mask.shape, beside, strict=True)):
-        raise ConfigError(f"attention_softmax: mask is {list(mask.shape)}; it has to broadcast to the scores' {shape}")
+        raise ConfigError(f"attention_softmax: mask is {list(mask.shape)}; it must broadcast to the scores' {shape}")
 
 
 def _visible_keys(scores: Tensor, causal: bool, window: int | None) -> int:

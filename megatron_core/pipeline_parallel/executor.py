@@ -81,7 +81,8 @@ class Executor:
         if message.variable and not overlap:
             raise LayoutError(
                 "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
-                "only when they are needed: the ranks could lock. Turn it on, or give the lengths of all micro-batches"
+                "only when they are needed: the ranks could deadlock. Turn it on, or give the lengths of "
+                "all micro-batches"
             )
         self.actions = plan.ranks[p2p.index]
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}

@@ -71,7 +71,7 @@ def describe(path: Path) -> InputFile:
         raise DataError(f"--input {path} cannot be read ({error.strerror}); repair or remove it") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
-            f"--input {path} is no file but a pipe or a device, which cannot be read in parts or a second time; write "
+            f"--input {path} is a pipe or a device, which cannot be read in parts or a second time; write "
             "its content to a file (.gz and .zst are read as they are)"
         )
     return InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns)
@@ -169,7 +169,7 @@ class Stream:
             status = os.fstat(self._raw.fileno())
         if (status.st_size, status.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
             raise DamagedFileError(
-                f"{self._source.path} has changed while it was read, from {self._source.size:,} to "
+                f"{self._source.path} changed while it was read, from {self._source.size:,} to "
                 f"{status.st_size:,} bytes; wait until it is complete, then prepare the data again"
             )
 
@@ -180,17 +180,17 @@ class Stream:
             yield
         except EOFError as error:
             raise DamagedFileError(
-                f"{path} is cut off: its {kind} data ends early, after {self.position:,} bytes of content; copy or "
-                "make it again"
+                f"{path} is truncated: its {kind} data ends early, after {self.position:,} bytes of content; copy or "
+                "create it again"
             ) from error
         except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise DamagedFileError(
-                f"{path} is damaged after {self.position:,} bytes of content, or no {kind} file ({error}); make "
+                f"{path} is damaged after {self.position:,} bytes of content, or not a {kind} file ({error}); create "
                 "it again"
             ) from error
         except OSError as error:
             raise DamagedFileError(
-                f"{path} cannot be read from byte {self.position:,} of its content on ({error.strerror}); copy it again"
+                f"{path} cannot be read after byte {self.position:,} of its content ({error.strerror}); copy it again"
             ) from error
 
 

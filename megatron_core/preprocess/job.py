@@ -134,8 +134,8 @@ class _Job:
         if not output.tokens:
             why = "is there text under --json-keys?"
             if output.state.broken:
-                why = f"{counted(output.state.broken, 'broken document')} left out, of which the first is named above"
-            raise DataError(f"--input {' '.join(self._settings.input)}: no token in it; {why}")
+                why = f"{counted(output.state.broken, 'broken document')} omitted; the first one is named above"
+            raise DataError(f"--input {' '.join(self._settings.input)}: the input has no tokens; {why}")
 
     def _write_headers(self, output: Output, tokenizer: Tokenizer) -> None:
         for prefix, extent in zip(self._settings.prefixes, output.state.extents, strict=True):
@@ -165,7 +165,7 @@ class _Job:
 def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> TokenFormat:
     """Return the storage format of tokens; ConfigError if the tokenizer or a package does not support the settings."""
     if settings.append_eod and tokenizer.eod is None:
-        raise ConfigError("--append-eod: the tokenizer has no end-of-document token; leave the flag out")
+        raise ConfigError("--append-eod: the tokenizer has no end-of-document token; remove the flag")
     if settings.split_sentences:
         sentence_splitter(settings.keep_newlines)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
@@ -184,7 +184,7 @@ def choose_backend(
     differing = disagreement(expected, *backend.encode(list(expected)))
     if differing is None:
         return backend, ""
-    reason = f"gigatoken gives other tokens for the text that begins {differing}"
+    reason = f"gigatoken gives different tokens for the text that begins with {differing}"
     if settings.tokenization_backend == "gigatoken":
         raise ConfigError(f"{reason}; use --tokenization-backend tokenizers")
     return TokenizerBackend(tokenizer), reason

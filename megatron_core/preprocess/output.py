@@ -114,7 +114,7 @@ class WorkFolder:
             used = self.state.used if self.state else 0
             if changed := self._read("run.json", lambda before: differences(before, run, used)):
                 raise DataError(
-                    f"{self.path} holds an interrupted run with {changed}; give the same again to continue it, choose "
+                    f"{self.path} has an interrupted run with {changed}; use the same settings to continue it, choose "
                     "another --output-prefix, or remove that folder to start over"
                 )
         self._write("run.json", run)
@@ -150,7 +150,7 @@ class WorkFolder:
                 make_folder(self.path)
                 if others := sorted(each.name for each in self.path.iterdir() if not _OWN.fullmatch(each.name)):
                     raise DataError(
-                        f"{self.path} holds {others[0]}, and is not the folder of an interrupted run; choose another "
+                        f"{self.path} contains {others[0]} and is not the folder of an interrupted run; choose another "
                         "--output-prefix, or move it away"
                     )
                 lock = no_follow(path, os.O_CREAT | os.O_RDWR)
@@ -159,7 +159,7 @@ class WorkFolder:
                 if isinstance(error, FileNotFoundError) and tries:  # a finished run has removed the folder meanwhile
                     continue
                 raise DataError(
-                    f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be made "
+                    f"--output-prefix {str(self.path).removesuffix('.work')}: {self.path} cannot be created "
                     f"({error.strerror}); choose a folder that can be written to"
                 ) from error
             try:
@@ -204,8 +204,8 @@ def differences(before: dict[str, Any], now: dict[str, Any], used: int) -> str:
     for number, (was, is_now) in enumerate(zip_longest(before["--input"][:used], now["--input"][:used]), 1):
         if was != is_now:
             old, new = was[0] if was else "none", is_now[0] if is_now else "none"
-            changed = f"other --input files (number {number} was {old}, now {new})"
-            return " and ".join([*found, changed if old != new else f"another state of {old}, which has changed since"])
+            changed = f"different --input files (number {number} was {old}, now {new})"
+            return " and ".join([*found, changed if old != new else f"{old} in a different state"])
     return " and ".join(found)
 
 
@@ -339,8 +339,8 @@ class Output:
                 if found != size:
                     there = "is missing" if found is None else f"has {found:,} bytes"
                     raise DataError(
-                        f"{path} {there}, and this run wrote {size:,} bytes: another program removed or changed it; "
-                        "give the same command again with --overwrite to start over"
+                        f"{path} {there}, but this run wrote {size:,} bytes: another program removed or changed it; "
+                        "run the same command with --overwrite to start over"
                     )
 
     @property
@@ -378,8 +378,8 @@ class Output:
         if not self._settings.skip_damaged_files:
             self.save()
             raise DamagedFileError(
-                f"{damage}; the work up to this file is kept, the same command continues when the file is repaired or "
-                "taken out of --input, or with --skip-damaged-files"
+                f"{damage}; progress up to this file is kept; repair the file, remove it from --input, or add "
+                "--skip-damaged-files, and run the same command again"
             )
         self._remark("damaged", damage)
         self.state.position = (source + 1, 0)

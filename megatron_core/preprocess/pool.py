@@ -50,7 +50,8 @@ class WorkerPool:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise WorkerDiedError(
-                "a worker process died, perhaps for lack of memory; run the same command with fewer --workers than "
+                "a worker process died, perhaps because of insufficient memory; run the same command with fewer "
+                "--workers than "
                 f"{self._workers}: it continues"
             ) from error
 

@@ -143,7 +143,7 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
         lines = data[:begin] if long else data + tail
         if first and is_array(lines):
             raise DamagedFileError(
-                f"{path} holds a JSON array, expected one object a line (JSON Lines); convert it, for example with "
+                f"{path} is a JSON array, expected one object per line (JSON Lines); convert it, for example with "
                 f"jq -c '.[]' {path} > {Path(path).stem}.jsonl"
             )
         if lines:
@@ -214,15 +214,15 @@ def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
     """Describe the fault of a line without a document, as the end of a sentence that begins with file and line."""
     if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         return (
-            'begins a JSON array, expected an object such as {"text": ...} on each line; write one object a line, as '
+            'begins a JSON array, expected an object such as {"text": ...} on each line; write one object per line, as '
             "jq -c '.[]' array.json > lines.jsonl does"
         )
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
-        return f"is no JSON ({error}); correct or remove the line"
+        return f"is not JSON ({error}); correct or remove the line"
     if not isinstance(document, dict):
-        return f'holds {_kind(document)}, expected an object such as {{"text": ...}} on each line'
+        return f'is {_kind(document)}, expected an object such as {{"text": ...}} on each line'
     missing = [key for key in keys if key not in document]
     if missing:
         there = ", ".join(sorted(document)[:10]) or "none"
@@ -320,7 +320,7 @@ def parquet_blocks(
         file = pyarrow.parquet.ParquetFile(str(decompressed(source, folder)), pre_buffer=False, buffer_size=1 << 20)
     except damaged as error:
         raise DamagedFileError(
-            f"{source.path} is cut off, or no Parquet file ({error}); copy or make it again"
+            f"{source.path} is truncated, or not a Parquet file ({error}); copy or create it again"
         ) from error
     with file:
         _check_columns(file.schema_arrow, keys, source.path)
@@ -344,7 +344,7 @@ def parquet_blocks(
                         yield ContentBlock(batch, row, source.size * row // file.metadata.num_rows)
             except damaged as error:
                 raise DamagedFileError(
-                    f"{source.path} is damaged in row group {group}, behind row {row:,} ({error}); make it again"
+                    f"{source.path} is damaged in row group {group}, after row {row:,} ({error}); create it again"
                 ) from error
 
 

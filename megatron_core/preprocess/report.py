@@ -97,11 +97,11 @@ def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int,
     )
     if state.dropped:
         lines.append(
-            f"{state.dropped:,} bytes of text left out: the tokenizer has no token for them, and the text around them "
-            "is tokenized as if they were not there"
+            f"{state.dropped:,} bytes of text omitted: the tokenizer has no token for them, and the text around them "
+            "is joined"
         )
     if state.broken or state.empty or state.damaged:
         damaged = f"{counted(state.damaged, 'damaged file')} and " if state.damaged else ""
         broken, empty = counted(state.broken, "broken document"), counted(state.empty, "empty text")
-        lines.append(f"{damaged}{broken} left out, {empty} kept; all in {remarks}")
+        lines.append(f"{damaged}{broken} omitted, {empty} kept; all listed in {remarks}")
     return lines

@@ -119,9 +119,9 @@ def check_settings(settings: PreprocessSettings) -> None:
             raise ConfigError(f"--{flag} {getattr(settings, name)} must be at least 1, and at most {MOST[name]:,}")
     if settings.tokenization_backend not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise ConfigError(f"--tokenization-backend {settings.tokenization_backend} is not known; known: {known}")
+        raise ConfigError(f"--tokenization-backend {settings.tokenization_backend} is unknown; legal: {known}")
     if settings.document_separator == "":
-        raise ConfigError("--document-separator is empty; leave it out to make each file one document")
+        raise ConfigError("--document-separator is empty; remove it to make each file one document")
     if settings.keep_newlines and not settings.split_sentences:
         raise ConfigError("--keep-newlines has an effect only with --split-sentences; give both or neither")
     _check_keys(settings.json_keys)
@@ -129,8 +129,8 @@ def check_settings(settings: PreprocessSettings) -> None:
 
 def _check_keys(keys: Sequence[str]) -> None:
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"--json-keys {' '.join(keys)} names a key twice; once is enough")
+        raise ConfigError(f"--json-keys {' '.join(keys)} names a key twice; give it once")
     if not keys:
-        raise ConfigError("--json-keys is empty; name the key that holds the text")
+        raise ConfigError("--json-keys is empty; give the key of the text")
     if bad := [key for key in keys if "/" in key]:
         raise ConfigError(f"--json-keys {bad[0]} cannot be part of a file name; rename the key in the data")

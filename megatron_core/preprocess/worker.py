@@ -239,7 +239,7 @@ class Worker:
             start = int(encoded.lengths[:first].sum(dtype=np.int64))
             if not np.array_equal(encoded.tokens[start : start + len(right)], right):
                 raise DataError(
-                    f"gigatoken gives other tokens than the tokenizer for the text {text[:60]!r}; use "
+                    f"gigatoken and the tokenizer give different tokens for the text {text[:60]!r}; use "
                     "--tokenization-backend tokenizers"
                 )
             return True

@@ -35,7 +35,9 @@ class Action:
         """The inverse of ``str``; ``LayoutError`` if ``text`` is not an action."""
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise LayoutError(f"{text!r} is no pipeline action; write STAGE, F, B, I or W, MICRO-BATCH, as in 2F0")
+            raise LayoutError(
+                f"{text!r} is not a pipeline action; write STAGE, then F, B, I or W, then MICRO-BATCH, as in 2F0"
+            )
         return cls(int(match[1]), match[2], int(match[3]))
 
 

@@ -41,10 +41,10 @@ def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator
     for action in sorted(set(seen) - wanted):
         whole = Action(action.stage, "B", action.micro)
         if action.kind in "IW" and whole in wanted:
-            yield f"{action} stands beside {whole}; a backward is either B, or I and W"
+            yield f"the plan has both {action} and {whole}; a backward is either B, or I and W"
         else:
             yield f"{action} is not part of this step"
-    yield from (f"{action} is there {count} times" for action, count in sorted(seen.items()) if count > 1)
+    yield from (f"{action} occurs {count} times" for action, count in sorted(seen.items()) if count > 1)
 
 
 def _backward_kinds(seen: Counter[Action], stage: int, micro: int) -> str:
@@ -95,6 +95,6 @@ def order_problems(plan: Plan) -> Iterator[str]:
             stream = source.stage, source.kind == "F"
             before = latest.get(stream)
             if before is not None and position[before] > position[source]:
-                yield f"rank {receiver} takes {before} before {source}, but rank {sender} sends {source} first"
+                yield f"rank {receiver} consumes {before} before {source}, but rank {sender} sends {source} first"
             else:
                 latest[stream] = source

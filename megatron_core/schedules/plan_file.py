@@ -63,21 +63,21 @@ def _stage_to_rank(header: str, ranks: list[tuple[Action, ...]], name: str) -> t
     actions = sum(map(len, ranks))
     if stages > actions:
         raise LayoutError(
-            f"{name} has {actions} actions and names stage {stages - 1}; stages are numbered from 0 without gaps"
+            f"{name} has {actions} actions, but mentions stage {stages - 1}; stages are numbered from 0 without gaps"
         )
     if header == "v":
         return v_shaped_stages(size)
     if header == "round_robin":
         if stages % size:
             raise LayoutError(
-                f"{name}: {stages} stages do not go round {size} ranks; "
-                f"give each line as many stages, or begin with stage_to_rank: v, or stage_to_rank: 0 1 ..."
+                f"{name}: {stages} stages cannot be distributed round robin over {size} ranks; give each line equally "
+                "many stages, or begin with stage_to_rank: v, or stage_to_rank: 0 1 ..."
             )
         return round_robin_stages(size, stages // size)
     words = header.split()
     if not words or not all(word.isdecimal() and int(word) < size for word in words):
         raise LayoutError(
-            f"{name}: stage_to_rank: {header!r} is not legal; legal: round_robin, v, "
+            f"{name}: stage_to_rank: {header!r} is invalid; legal: round_robin, v, "
             f"or the rank (0 to {size - 1}) of each stage in turn"
         )
     return tuple(map(int, words))

@@ -27,7 +27,7 @@ class Costs:
         """``ConfigError`` if a time is negative or not finite, or if F, I and W are all 0."""
         times = (self.forward, self.input_grad, self.weight_grad)
         if not all(0 <= time < float("inf") for time in (*times, self.comm)) or not any(times):
-            raise ConfigError(f"costs={self.text} must be finite, 0 or more, with F, I or W above 0")
+            raise ConfigError(f"costs={self.text} must be finite and >= 0, with F, I or W > 0")
 
     @classmethod
     def parse(cls, text: str) -> Costs:

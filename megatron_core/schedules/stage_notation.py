@@ -28,14 +28,14 @@ def parse_layout(text: str) -> tuple[str, ...]:
             outer.append((index, parts))
             parts = []
         elif token == ")" and not outer:
-            raise _fault(text, index, "closes nothing", "remove it, or open it with '('")
+            raise _fault(text, index, "closes nothing", "remove it, or add '('")
         elif token == ")":
             group, (_, parts) = "".join(parts), outer.pop()
             parts.append(group)
         elif token[0] == "*":
             # An empty string after the repeated part prevents a second repetition, as in t*2*3.
             if not parts or not parts[-1]:
-                raise _fault(text, index, "repeats nothing", "put it behind a letter, a '|' or a group in parentheses")
+                raise _fault(text, index, "repeats nothing", "put it after a letter, a '|' or a group in parentheses")
             left -= _times(text, index, token) * len(parts[-1])
             if left < 0:
                 raise _fault(text, index, f"makes more than {MOST} parts", "repeat less")
@@ -53,14 +53,14 @@ def _tokens(text: str) -> Iterator[tuple[int, str]]:
         token = match[0]
         if token[0] not in "*(|)" and token not in LETTERS and token not in (",", " "):
             known = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
-            raise _fault(text, match.start(), "has no meaning", f"legal: {known}, |, *n, parentheses, commas")
+            raise _fault(text, match.start(), "is unknown", f"legal: {known}, |, *n, parentheses, commas")
         if token not in (",", " "):
             yield match.start(), token
 
 
 def _times(text: str, index: int, token: str) -> int:
     if token == "*":
-        raise _fault(text, index, "has no number behind it", "say how often, as in t*3")
+        raise _fault(text, index, "is not followed by a number", "add the number of repetitions, as in t*3")
     return int(token[1:]) if len(token) <= len(str(MOST)) + 1 else MOST + 1
 
 

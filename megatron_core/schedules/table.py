@@ -248,7 +248,7 @@ def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int)
     ``ConfigError`` for an unknown name, a number of chunks the schedule does not support, or a size below 1.
     """
     if name not in SCHEDULES:
-        raise ConfigError(f"pipeline_schedule={name!r} is no schedule; legal: {', '.join(SCHEDULES)}")
+        raise ConfigError(f"pipeline_schedule={name!r} is not a schedule; legal: {', '.join(SCHEDULES)}")
     sizes = {"pipeline size": num_ranks, "chunks of a rank": num_chunks, "micro-batches": num_microbatches}
     for what, size in sizes.items():
         if size < 1:

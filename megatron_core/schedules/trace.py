@@ -70,7 +70,7 @@ class TraceWriter:
             self._write("w", header | {"host": platform.node()})
         except OSError as error:
             raise ConfigError(
-                f"trace_pipeline={str(folder)!r} cannot be written: {error}; give another folder"
+                f"trace_pipeline={str(folder)!r} cannot be written: {error}; choose another folder"
             ) from None
 
     @property
@@ -128,14 +128,14 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
     one_host = len({other["host"] for other, _ in files}) == 1
     common = sorted(set.intersection(*(set(steps) for _, steps in files)))
     if not common:
-        raise ConfigError(f"{folder} has no step that all ranks have finished; trace a run of one step or more")
+        raise ConfigError(f"{folder} has no step that all ranks finished; trace at least one step")
     stage_to_rank = tuple(header["stage_to_rank"])
     try:
         timelines = {step: _timeline([steps[step] for _, steps in files], stage_to_rank, one_host) for step in common}
     except MegatronError:  # the recorded actions are not a complete plan
         raise
     except (ValueError, LookupError) as error:
-        raise ConfigError(f"{folder} is no pipeline trace: {error}; trace again into an empty folder") from error
+        raise ConfigError(f"{folder} is not a pipeline trace: {error}; trace again into an empty folder") from error
     return Measured(header["schedule"], timelines)
 
 
@@ -174,10 +174,12 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
         for number, (record, fields) in enumerate([(header, _HEADER), *((entry, _ENTRY) for entry in steps)], 1):
             if not isinstance(record, dict) or (names := wrong(record, fields)):
                 what = ", ".join(names) if isinstance(record, dict) else "an object"
-                raise ValueError(f"line {number} lacks a legal value of {what}")
+                raise ValueError(f"line {number} has no valid value of {what}")
         return header, {entry["step"]: entry for entry in steps}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no pipeline trace: {error}; write one with --trace-pipeline {folder}") from error
+        raise ConfigError(
+            f"{path} is not a pipeline trace: {error}; write one with --trace-pipeline {folder}"
+        ) from error
 
 
 def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:

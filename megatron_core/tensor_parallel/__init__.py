@@ -4,6 +4,7 @@ from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron_core.tensor_parallel.data import broadcast_data
 from megatron_core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    ModelParallelConfig,
     RowParallelLinear,
     VocabParallelEmbedding,
     linear_with_frozen_weight,
@@ -21,7 +22,6 @@ from megatron_core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron_core.tensor_parallel.options import ModelParallelConfig
 from megatron_core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     KeyedDropout,

@@ -1,7 +1,7 @@
-"""The FP8 of all layers of a rank from step to step: histories of amaxes, and what was lost.
+"""FP8 state of all layers of a rank across steps: amax histories, and counts of clamped and zeroed elements.
 
-A step's amax of a matrix is the largest over its micro-batches and over all ranks that compute with parts or copies of
-the layer, so that histories are the same in every layout.
+The amax of a matrix in a step is the maximum over its micro-batches and over all ranks that compute with parts or
+copies of the layer, so that histories are the same in every layout.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,20 +18,20 @@ from megatron_core.tensor_parallel.fp8 import ROLES, FP8Products
 
 @dataclass(frozen=True)
 class Loss:
-    """What FP8 lost of a layer's matrices of a kind: shares of their elements that are not 0."""
+    """Shares of the nonzero elements of a layer's matrices that FP8 changed most."""
 
     layer: str
     role: str
     saturated: float
     """Clamped to the largest number of the format."""
     underflown: float
-    """Became 0."""
+    """Rounded to 0."""
 
 
 class AmaxHistories:
-    """Of all layers in ``modules``, by the names of these; ``group`` are the ranks with the same stages.
+    """Histories of all layers in ``modules``, by module name; ``group`` are the ranks with the same stages.
 
-    After each step every rank calls ``update``.
+    Every rank calls ``update`` after each step.
     """
 
     def __init__(self, modules: Iterable[nn.Module], settings: FP8Config, group: Group, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class AmaxHistories:
             layer.recorded = torch.zeros(len(ROLES), device=device)
 
     def update(self) -> None:
-        """Make what the step recorded the latest entry of each history; where that was nothing, zeros alone (an expert
-        without tokens), or not finite, the last one stays."""
+        """Add the step's amaxes to each history. If the amax is 0 (an expert without tokens) or not finite, repeat the
+        last entry."""
         if not self.is_delayed or not self.layers:
             return
         latest = torch.stack([layer.recorded for layer in self.layers.values()])
@@ -61,11 +61,11 @@ class AmaxHistories:
             layer.recorded.zero_()
 
     def histories(self) -> Mapping[str, Tensor]:
-        """The histories ``[steps, 3]`` by layer; none before the first step."""
+        """The histories ``[steps, 3]`` by layer; empty before the first step."""
         return {name: layer.history for name, layer in self.layers.items() if layer.history is not None}
 
     def allocate(self) -> Mapping[str, Tensor]:
-        """Empty histories by layer, to be filled from a checkpoint, whose weights no gather has rounded or recorded."""
+        """Allocate histories by layer, to be loaded from a checkpoint; its weights were not gathered in FP8."""
         for layer in self.layers.values():
             layer.recorded.zero_()
             layer.weight_is_narrow = False
@@ -73,17 +73,17 @@ class AmaxHistories:
         return self.histories()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the histories."""
         for layer in self.layers.values():
             layer.history = None
 
     def count(self, *, wanted: bool) -> None:
-        """Begin to count what is lost, or stop."""
+        """Start or stop counting clamped and zeroed elements."""
         for layer in self.layers.values():
             layer.counts = torch.zeros(len(ROLES), 3, dtype=torch.float64, device=self.device) if wanted else None
 
     def losses(self) -> list[Loss]:
-        """What was lost since counting began, over all ranks of the group, in the order of layers."""
+        """The shares since counting started, over all ranks of the group, in the order of layers."""
         counted = {name: layer.counts for name, layer in self.layers.items() if layer.counts is not None}
         if not counted:
             return []

@@ -1,19 +1,19 @@
 """The matrix products of a linear layer in FP8: y = x W^T, dL/dx = dL/dy W and dL/dW = (dL/dy)^T x.
 
-Each matrix is quantised for each product with the blocks of the recipe, in which a product sums along one dim. A scale
-that belongs to a whole extent is that of the whole tensor: its amax is a maximum over the ranks that share the tensor,
-so that no layout changes a scale. A tensor of activations is one micro-batch's.
+Each matrix is quantised for each product in the blocks of the recipe along the summed dim. A scale of a whole dim is
+that of the whole tensor: its amax is a maximum over the ranks that share the tensor, so that no layout changes a scale.
+A tensor of activations is that of one micro-batch.
 
 | recipe | x and dL/dy | W |
 |---|---|---|
 | tensorwise | the tensor | the tensor |
-| delayed | the tensor, amax of the steps before | the same |
-| rowwise | each row along the sum | the same |
-| blockwise | 128 along the sum | 128 x 128 |
-| mxfp8 | 32 along the sum | 32 along the sum |
+| delayed | the tensor, amax of previous steps | the same |
+| rowwise | each row along the summed dim | the same |
+| blockwise | 128 along the summed dim | 128 x 128 |
+| mxfp8 | 32 along the summed dim | 32 along the summed dim |
 
-Experts' rows come from several micro-batches, as many as the layout says, so that with tensorwise each row has a scale
-of its own there, and weight gradients, which sum over rows, are in FP8 only with delayed.
+The rows of an expert come from several micro-batches, whose number depends on the layout. Therefore with tensorwise
+each of these rows has its own scale, and weight gradients, which sum over rows, are in FP8 only with delayed.
 
 Sources: Micikevicius et al. 2022 (formats, delayed); Liu et al. 2024, DeepSeek-V3, section 3.3 (blockwise); Rouhani et
 al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
@@ -50,7 +50,7 @@ from megatron_core.parallel.groups import ALONE, Group
 Role = Literal["input", "weight", "grad"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad")
 ORDERS: tuple[Order, Order] = ("columns", "rows")
-"""In which the elements along dim 0 and along dim 1 follow one another."""
+"""Names of layouts whose elements are contiguous along dim 0 and along dim 1."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class FP8Precision:
 
     settings: FP8Config
     layers: range
-    """The layers that use it, by their numbers from 0."""
+    """Numbers of the layers that use FP8, from 0."""
     sequence_group: Group = ALONE
 
 
 class FP8Products:
-    """The FP8 of one linear layer: blocks, scales, history of amaxes and counts of what was lost.
+    """FP8 state of one linear layer: blocks, scales, amax history and counts.
 
-    ``of_input`` and ``of_output`` are the ranks over which the features of its input and output are split, ``sequence``
-    those over which sequences are; ``by_row``: rows of activations are those of several micro-batches.
+    ``of_input`` and ``of_output`` are the ranks that split its input and output features, ``sequence`` those that split
+    sequences; ``by_row``: rows of activations come from several micro-batches.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class FP8Products:
             "weight": (of_output, of_input),
             "grad": (sequence, of_output),
         }
-        """The ranks that share the rows of each matrix, and those that share its columns."""
+        """The ranks that share the rows of each matrix, and the ranks that share its columns."""
         recipe = settings.fp8_recipe
         self.is_delayed, self.per_tensor = recipe == "delayed", recipe in ("delayed", "tensorwise")
         self.power_of_two = not self.per_tensor
         grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
         self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
         self.history: Tensor | None = None
-        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, the latest step first; float32, 0 where
-        there was none. Set by ``AmaxHistories``; None: every scale is that of the tensor itself."""
+        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
+        was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
         self.recorded = torch.zeros(len(ROLES))
-        """Those of this step so far, on this rank."""
+        """Largest absolute values of this step so far, on this rank."""
         self.weight_is_narrow = False
-        """Whether the weight was gathered in FP8; then its amax was recorded on the way, before it was rounded."""
+        """Whether the weight was gathered in FP8, which has already recorded its amax, before rounding."""
         self.counts: Tensor | None = None
-        """If asked for: clamped elements, those that became 0, all but zeros, ``[3, 3]`` by role; float64."""
+        """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
 
     @property
     def knows_scales(self) -> bool:
@@ -108,11 +108,11 @@ class FP8Products:
         return self.is_delayed and self.history is not None
 
     def multiplies_weight_grad(self) -> bool:
-        """Whether weight gradients are products in FP8."""
+        """Whether weight gradients are computed in FP8."""
         return self.settings.fp8_wgrad and (not self.by_row or self.knows_scales)
 
     def blocks(self, role: Role, summed: int) -> Blocks:
-        """The blocks of a matrix in a product that sums along its dim ``summed``."""
+        """The blocks of a matrix in a product that sums over its dim ``summed``."""
         recipe = self.settings.fp8_recipe
         if self.per_tensor:
             return ROWS if self.by_row and role != "weight" and not self.knows_scales else WHOLE
@@ -124,8 +124,8 @@ class FP8Products:
         return along if summed == 1 else along.t()
 
     def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE) -> Tensor:
-        """The scales of ``x`` ``[..., R, C]``; ``record``: its amax becomes part of the history; ``sequence``: more
-        ranks that share its rows."""
+        """The scales of ``x`` ``[..., R, C]``; ``record``: add its amax to the history; ``sequence``: more ranks that
+        share its rows."""
         amax = block_amax(x, blocks, backend=self.backend)
         record = record and not (role == "weight" and self.weight_is_narrow)
         amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
@@ -134,7 +134,7 @@ class FP8Products:
     def scale_of_amax(
         self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE
     ) -> Tensor:
-        """The scales of a matrix from the amaxes of its blocks on this rank, which may change; else as ``scale``."""
+        """As ``scale``, from the amaxes of the matrix's blocks on this rank, which are modified."""
         if record and self.is_delayed and amax.numel():
             self._record(role, amax)
         if self.knows_scales and blocks == WHOLE:
@@ -154,7 +154,7 @@ class FP8Products:
         own.copy_(torch.maximum(own, amax.amax().to(own.dtype)))
 
     def _scale_of_history(self, role: Role, amax: Tensor) -> Tensor:
-        """1 for what has only been zeros; NaN for what is not finite now, which must not be clamped away."""
+        """Scale from the history: 1 if all amaxes were 0; NaN if ``amax`` is not finite, which must not be clamped."""
         assert self.history is not None
         past = self.history[:, ROLES.index(role)]
         past = past.amax() if self.settings.fp8_amax_compute_algo == "max" else past[0]
@@ -171,17 +171,17 @@ class FP8Products:
         record: bool = False,
         both: bool = False,
     ) -> Quantised:
-        """``x`` for a product that sums along its dim ``summed``, with scales that are known or its own.
+        """``x`` quantised for a product that sums over its dim ``summed``, with ``scale`` or its own.
 
-        Products take matrices whose elements that are summed over follow one another: native kernels write them like
-        that, or, with ``both`` and blocks that are the same whichever dim is summed over, in either order.
+        Products need matrices that are contiguous along the summed dim: native kernels write this layout, or, with
+        ``both`` and blocks that do not depend on the summed dim, both layouts.
         """
         blocks, dtype, order = self.blocks(role, summed), self.dtypes[role], ORDERS[summed]
         if both and self.keeps_scale(role):
             order = "both"
         with torch.no_grad():
             if scale is None and None not in blocks and not (record and self.is_delayed):
-                # No other rank has a part of a block.
+                # Blocks are not shared between ranks.
                 found = quantise(x, dtype, blocks, power_of_two=self.power_of_two, order=order, backend=self.backend)
             else:
                 scale = self.scale(role, x, blocks, record=record) if scale is None else scale
@@ -191,7 +191,7 @@ class FP8Products:
         return found
 
     def keeps_scale(self, role: Role) -> bool:
-        """Whether a matrix has the same scales whichever dim is summed over."""
+        """Whether the scales of a matrix do not depend on the summed dim."""
         return self.blocks(role, 0) == self.blocks(role, 1)
 
     def output(
@@ -199,7 +199,7 @@ class FP8Products:
     ) -> tuple[Tensor, dict[Role, Tensor]]:
         """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``.
 
-        ``gather`` are the ranks that hold parts of x along its first dim, which travel in FP8: for a scale of all x.
+        ``gather``: ranks that hold parts of x along its first dim, which are gathered in FP8 with a common scale.
         """
         flat = x.reshape(-1, x.shape[-1])
         scale = self.scale("input", flat, self.blocks("input", 1), record=record, sequence=gather)
@@ -216,7 +216,7 @@ class FP8Products:
 
 
 class FP8Gradients:
-    """The gradients of y = x W^T from dL/dy ``[..., O]``; the scales are those that ``FP8Products.output`` returned."""
+    """The gradients of y = x W^T from dL/dy ``[..., O]``; ``scales`` come from ``FP8Products.output``."""
 
     def __init__(self, fp8: FP8Products, weight: nn.Parameter, grad_y: Tensor, scales: Mapping[Role, Tensor]) -> None:
         self.fp8, self.weight, self.scales = fp8, weight, scales
@@ -224,7 +224,7 @@ class FP8Gradients:
         self._quantised: dict[Blocks, Quantised] = {}
 
     def _grad(self, summed: int) -> Quantised:
-        """dL/dy; quantised once where both products take the same blocks."""
+        """dL/dy, quantised once if both products use the same blocks."""
         blocks = self.fp8.blocks("grad", summed)
         if blocks not in self._quantised:
             self._quantised[blocks] = self.fp8.quantise(
@@ -233,20 +233,20 @@ class FP8Gradients:
         return self._quantised[blocks]
 
     def of_input(self) -> Tensor:
-        """dL/dx ``[..., I]``, this rank's part of a sum over the ranks that split the output."""
+        """dL/dx ``[..., I]``, this rank's part of the sum over the ranks that split the output."""
         weight = self.fp8.quantise("weight", self.weight.detach(), 0, self.scales.get("weight"))
         return product(self._grad(1), weight, self.grad_y.dtype).view(*self.shape[:-1], -1)
 
     def takes_bytes(self) -> bool:
-        """Whether ``of_weight`` takes x in FP8: its scale is one that forward has found."""
+        """Whether ``of_weight`` takes x in FP8, because forward has already computed its scale."""
         return self.fp8.per_tensor and self.fp8.multiplies_weight_grad()
 
     def input_bytes(self, x: Tensor) -> Tensor:
-        """``x`` in FP8, as bytes."""
+        """``x`` quantised to FP8, as bytes."""
         return self.fp8.quantise("input", x, 1, self.scales["input"]).data.view(torch.uint8)
 
     def of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]``, or from its bytes in FP8."""
+        """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]`` or its FP8 bytes."""
         if x.dtype == torch.uint8:
             data = x.view(self.fp8.dtypes["input"]).reshape(-1, x.shape[-1])
             quantised = Quantised(data, self.scales["input"], WHOLE)

@@ -1,4 +1,4 @@
-"""y = x W_e^T for runs of rows that belong to one expert each, with gradients that are added to ``main_grad``."""
+"""y = x W_e^T for contiguous rows per expert, with gradients added to ``main_grad``."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_core.ops import Backend, accumulate_weight_grad_
 from megatron_core.ops.fp8 import Quantised
 from megatron_core.ops.fp8_product import product
-from megatron_core.ops.grouped import grouped_product, runs
+from megatron_core.ops.matmul import grouped_product, runs
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 
@@ -17,11 +17,11 @@ from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 def grouped_linear(
     x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, backend: Backend = "auto", fp8: FP8Products | None = None
 ) -> Tensor:
-    """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; ``counts[e]`` rows in a row belong to expert e.
+    """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; expert e has the next ``counts[e]`` rows.
 
-    Weight gradients are handled as ``parallel_linear`` handles them: added to ``main_grad`` in its precision, later if
-    a split backward collects them. An expert without rows has the gradient 0. ``backend`` selects what adds them;
-    ``fp8`` computes the products, one for each expert, if given.
+    Weight gradients are handled as in ``parallel_linear``: added to ``main_grad`` in its precision, or deferred by a
+    split backward. An expert without rows has gradient 0. ``backend`` selects the operation that adds them; ``fp8``, if
+    given, computes the products, one per expert.
     """
     return _GroupedLinear.apply(x, weight, counts, backend, fp8, torch.is_grad_enabled())
 
@@ -30,7 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts, backend, fp8, training):
         ctx.save_for_backward(x, weight)
-        # After recomputation the saved weight is another tensor, without main_grad and grad_queue: keep this one.
+        # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.counts, ctx.backend, ctx.fp8 = weight, counts, backend, fp8
         if fp8 is None:
             return grouped_product(x, weight.transpose(1, 2), counts)
@@ -62,7 +62,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _products(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As ``grouped_product``, in FP8."""
+    """``grouped_product`` in FP8."""
     y = torch.empty(len(rows.data), matrices.data.shape[-1], dtype=dtype, device=rows.data.device)
     for expert, run in enumerate(runs(counts)):
         if run.start < run.stop:
@@ -73,15 +73,15 @@ def _products(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype
 def _weight_grad(
     weight: nn.Parameter, x: Tensor, grad_y: Tensor, counts: Sequence[int], backend: Backend
 ) -> Tensor | None:
-    """dL/dW_e = grad_y_e^T x_e ``[E, O, I]``; added to ``weight.main_grad`` if there is one, and then None.
+    """dL/dW_e = grad_y_e^T x_e ``[E, O, I]``; returns None if it is added to ``weight.main_grad``.
 
-    One product for each expert: it adds in the precision of ``main_grad``, which a grouped product does not.
+    One product per expert, because it adds in the precision of ``main_grad``, which a grouped product does not.
     """
     main_grad = main_grad_of(weight)
     if main_grad is None:
         grad = torch.empty_like(weight)
         for run, own in zip(runs(counts), grad, strict=True):
-            torch.mm(grad_y[run].t(), x[run], out=own)  # without rows 0
+            torch.mm(grad_y[run].t(), x[run], out=own)  # 0 if there are no rows
         return grad
     for run, own in zip(runs(counts), main_grad, strict=True):
         if run.start < run.stop:
@@ -92,7 +92,7 @@ def _weight_grad(
 def _narrow_weight_grad(
     fp8: FP8Products, grad: Quantised, weight: nn.Parameter, x: Tensor, _: Tensor, counts: Sequence[int], __: Backend
 ) -> Tensor | None:
-    """As ``_weight_grad``, in FP8 with a scale for all rows; ``grad`` is ``grad_y`` quantised."""
+    """``_weight_grad`` in FP8 with one scale for all rows; ``grad`` is the quantised ``grad_y``."""
     rows, main_grad = fp8.quantise("input", x, 0), main_grad_of(weight)
     total = torch.zeros_like(weight) if main_grad is None else main_grad
     for run, own in zip(runs(counts), total, strict=True):

@@ -1,11 +1,14 @@
 """Linear layers and embeddings split over the tensor-parallel ranks, with Megatron Core's names and arguments."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import LayoutError
+from megatron_core.ops import Backend
 from megatron_core.parallel.collectives import (
     gather_channels,
     reduce_from_region,
@@ -16,9 +19,30 @@ from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
-from megatron_core.tensor_parallel.fp8 import FP8Products
+from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
-from megatron_core.tensor_parallel.options import ModelParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig:
+    """Construction and communication of parallel layers; any object with these attributes is accepted."""
+
+    sequence_parallel: bool = False
+    """Split activations outside the matrix products along the sequence."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype of weights and activations."""
+    tp_comm_overlap: bool = True
+    """Overlap the reduction of input gradients with the computation of weight gradients."""
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    """Communication of attention over context-parallel ranks, for all layers or per layer; see --cp-comm-type."""
+    perform_initialization: bool = True
+    """Initialize weights in the layer's constructor; False: the caller does it."""
+    kernel_backend: Backend = "auto"
+    """Backend of the operation that adds a weight gradient to a main gradient; see --kernel-backend."""
+    fp8_precision: FP8Precision | None = None
+    """FP8 settings of linear layers; None: no FP8."""
+    device: torch.device | str = "cpu"
+    """Device of the weights."""
 
 
 def _divide(name: str, extent: int, size: int) -> int:
@@ -29,7 +53,7 @@ def _divide(name: str, extent: int, size: int) -> int:
     return extent // size
 
 
-# Megatron Core's other arguments: what each has to be, or that it changes nothing.
+# Megatron Core's other arguments: the only supported value, or that the argument has no effect.
 _WITHOUT_EFFECT = ("keep_master_weight_for_test", "tp_comm_buffer_name", "name")
 _REQUIRED = {
     "stride": 1,
@@ -42,17 +66,17 @@ _REQUIRED = {
 
 
 def _group_of(tp_group: Group | None, megatron: Mapping[str, Any]) -> Group | None:
-    """The group that Megatron Core's arguments name; LayoutError for one of them that is not supported."""
+    """The group in Megatron Core's arguments; LayoutError if one of them is not supported."""
     for name, value in megatron.items():
         if name not in (*_WITHOUT_EFFECT, *_REQUIRED, "pg_collection"):
             raise TypeError(f"a parallel layer got an unexpected keyword argument {name!r}")
         if name in _REQUIRED and value != _REQUIRED[name]:
-            raise LayoutError(f"{name}={value!r} is not supported by parallel layers; leave it out")
+            raise LayoutError(f"{name}={value!r} is not supported by parallel layers; omit it")
     return tp_group or getattr(megatron.get("pg_collection"), "tp", None)
 
 
 class _ParallelLayer(nn.Module):
-    """Parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
+    """Creates parameters with a ``ShardSpec``, drawn from ``init_method`` (default N(0, 0.02)); biases are zero."""
 
     def __init__(
         self,
@@ -75,8 +99,8 @@ class _ParallelLayer(nn.Module):
         return weight
 
     def _fp8(self, *, splits_output: bool) -> FP8Products | None:
-        """The products of the layer in FP8 if it is configured; ``splits_output``: its ranks split the output's
-        features, else the input's."""
+        """The FP8 products of the layer, if configured; ``splits_output``: ranks split the output features, else the
+        input's."""
         precision, tp = self.config.fp8_precision, self.tp_group
         if precision is None:
             return None
@@ -89,7 +113,7 @@ class _ParallelLayer(nn.Module):
             backend=self.config.kernel_backend,
         )
         if precision.settings.fp8_param_gather and isinstance(self.weight, nn.Parameter):
-            self.weight.fp8 = fp8  # for data parallelism
+            self.weight.fp8 = fp8  # read by data parallelism
         return fp8
 
     def _bias(self, spec: ShardSpec) -> nn.Parameter:
@@ -100,12 +124,12 @@ class _ParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLayer):
-    """y = x A^T + b with A split by rows: A = [A_1; ...; A_p], rank i computes the columns i of y.
+    """y = x A^T + b with A split by rows: A = [A_1; ...; A_p]; rank i computes columns i of y.
 
-    Input ``[s, b, input_size]``, whole on every rank (``[s/tp, b, input_size]`` with sequence parallel); output
-    ``[s, b, output_size/tp]``, or ``[s, b, output_size]`` with ``gather_output``. ``forward`` returns
-    ``(output, bias)``, where bias is None unless ``skip_bias_add``. ``spec`` replaces the even split of the rows
-    (fused matrices). Weight ``[output_size/tp, input_size]``, bias ``[output_size/tp]``.
+    Input ``[s, b, input_size]``, replicated (``[s/tp, b, input_size]`` with sequence parallel); output ``[s, b,
+    output_size/tp]``, or ``[s, b, output_size]`` with ``gather_output``. ``forward`` returns ``(output, bias)``, where
+    bias is None unless ``skip_bias_add``. ``spec`` replaces the even split of the rows (fused matrices). Weight
+    ``[output_size/tp, input_size]``, bias ``[output_size/tp]``.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -155,12 +179,12 @@ class ColumnParallelLinear(_ParallelLayer):
 
 
 class RowParallelLinear(_ParallelLayer):
-    """y = x A^T + b with A split by columns: rank i multiplies the part i of x, and the products are summed.
+    """y = x A^T + b with A split by columns: rank i multiplies part i of x, and the products are summed.
 
-    Input ``[s, b, input_size/tp]`` (``[s, b, input_size]`` with ``input_is_parallel=False``); output
-    ``[s, b, output_size]``, or ``[s/tp, b, output_size]`` with sequence parallel. The bias is added once, after the
-    sum. ``forward`` returns ``(output, bias)``, where bias is None unless ``skip_bias_add``.
-    Weight ``[output_size, input_size/tp]``, bias ``[output_size]`` whole on every rank.
+    Input ``[s, b, input_size/tp]`` (``[s, b, input_size]`` with ``input_is_parallel=False``); output ``[s, b,
+    output_size]``, or ``[s/tp, b, output_size]`` with sequence parallel. The bias is added once, after the sum.
+    ``forward`` returns ``(output, bias)``, where bias is None unless ``skip_bias_add``. Weight ``[output_size,
+    input_size/tp]``, bias ``[output_size]``, replicated.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -185,7 +209,7 @@ class RowParallelLinear(_ParallelLayer):
             raise LayoutError("sequence_parallel=True needs input_is_parallel=True in a RowParallelLinear")
         spec = split((output_size, input_size), 1, self.tp_index, self.tp_size)
         self.weight = self._weight(spec)
-        # With sequence parallel each rank adds the bias only to its part of the sequence.
+        # With sequence parallel each rank adds the bias to its part of the sequence only.
         bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
         self.bias = self._bias(bias_spec) if bias else None
         self.fp8 = self._fp8(splits_output=False)
@@ -203,10 +227,10 @@ class RowParallelLinear(_ParallelLayer):
 
 
 class VocabParallelEmbedding(_ParallelLayer):
-    """Rows of a table ``[num_embeddings, embedding_dim]`` that is split by rows over the ranks.
+    """Rows of a table ``[num_embeddings, embedding_dim]``, split by rows over the ranks.
 
-    ids ``[b, s]`` -> ``[b, s, h]``, or ``[s/tp, b, h]`` with ``reduce_scatter_embeddings``. ``padded_size`` rows are
-    allocated in all (default num_embeddings); rows beyond num_embeddings are zero and never looked up.
+    ids ``[b, s]`` -> ``[b, s, h]``, or ``[s/tp, b, h]`` with ``reduce_scatter_embeddings``. The table is padded to
+    ``padded_size`` rows (default num_embeddings); padding is zero and never looked up.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -232,7 +256,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.weight = self._weight(spec)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Look up ``input_``; ids of other ranks' rows give zero here, and the sum over ranks completes them."""
+        """Look up ``input_``; ids of other ranks' rows give zero, and the sum over ranks is complete."""
         embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
@@ -240,7 +264,8 @@ class VocabParallelEmbedding(_ParallelLayer):
 
 
 def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int) -> Tensor:
-    """Rows of ``weight``, those from ``first`` on of a table over ``size`` ranks; zero for tokens of others."""
+    """Rows of ``weight``, which holds the rows from ``first`` on of a table split over ``size`` ranks; zero for other
+    ids."""
     if size == 1:
         return nn.functional.embedding(tokens, weight)
     elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
@@ -261,11 +286,11 @@ def linear_with_grad_accumulation_and_async_allreduce(
 ) -> Tensor:
     """The product of a column-parallel layer, y = x A^T + b, with Megatron Core's arguments.
 
-    ``sequence_parallel`` gathers the input and reduce-scatters its gradient, ``allreduce_dgrad`` sums it over ranks.
-    Gradients are added to ``weight.main_grad`` where there is one, whatever ``gradient_accumulation_fusion`` says.
+    ``sequence_parallel`` gathers the input and reduce-scatters its gradient; ``allreduce_dgrad`` sums it over ranks.
+    Gradients are added to ``weight.main_grad`` if it exists; ``gradient_accumulation_fusion`` has no effect.
     """
     if grad_output_buffer is not None:
-        raise LayoutError("grad_output_buffer is not supported by parallel layers; leave it out")
+        raise LayoutError("grad_output_buffer is not supported by parallel layers; omit it")
     comm = LinearComm(
         tensor_parallel_group(tp_group), gather_sequence=sequence_parallel, reduce_input_grad=allreduce_dgrad
     )
@@ -283,7 +308,7 @@ def linear_with_frozen_weight(
     grad_output_buffer: None = None,
     wgrad_deferral_limit: None = None,
 ) -> Tensor:
-    """The same with gradients of the input alone, for weights that are not trained."""
+    """The same for a frozen weight: only the input gets a gradient."""
     frozen = nn.Parameter(weight.detach(), requires_grad=False)
     shift = None if bias is None else bias.detach()
     flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
@@ -293,6 +318,6 @@ def linear_with_frozen_weight(
 
 
 def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary on each rank: vocab_size rounded up to a multiple of divisible_by x tp_size."""
+    """Rows of the padded vocabulary per rank: vocab_size is rounded up to a multiple of divisible_by x tp_size."""
     unit = divisible_by * tp_size
     return -(-vocab_size // unit) * unit // tp_size

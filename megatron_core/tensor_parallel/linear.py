@@ -23,15 +23,15 @@ from megatron_core.tensor_parallel.fp8 import FP8Gradients, FP8Products
 
 @dataclass(frozen=True)
 class LinearComm:
-    """What a linear layer communicates over its tensor-parallel group."""
+    """Communication of a linear layer over its tensor-parallel group."""
 
     group: Group
     gather_sequence: bool = False
-    """Input is split along the sequence: all-gather it in forward, reduce-scatter its gradient in backward."""
+    """The input is split along the sequence: all-gather it in forward, reduce-scatter its gradient in backward."""
     reduce_input_grad: bool = False
-    """Input is whole on every rank: sum its gradient over the group."""
+    """The input is replicated: sum its gradient over the group."""
     overlap: bool = True
-    """Run the reduction of the input gradient while the weight gradient is computed."""
+    """Overlap the reduction of the input gradient with the computation of the weight gradient."""
 
 
 NO_COMM = LinearComm(LocalGroup())
@@ -48,9 +48,9 @@ def parallel_linear(
 ) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
-    If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a ``grad_queue``
-    that is collecting (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
-    selects the operation that adds to ``main_grad``. ``fp8`` computes the matrix products, if given.
+    If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a collecting
+    ``grad_queue`` (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
+    selects the operation that adds to ``main_grad``. ``fp8``, if given, computes the matrix products.
     """
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
@@ -62,7 +62,7 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, comm, backend, fp8, training):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
-        # After recomputation the saved weight is another tensor, without main_grad and grad_queue: keep this one.
+        # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.comm, ctx.backend, ctx.has_bias, ctx.fp8 = weight, comm, backend, bias is not None, fp8
         if fp8 is None:
             return nn.functional.linear(gather_input(x, comm), weight, bias)
@@ -88,7 +88,7 @@ class _ParallelLinear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The products of backward: in FP8 by ``narrow``, if there is one, else in the precision of ``grad_y``."""
+    """The products of backward: in FP8 with ``narrow``, if given, else in the precision of ``grad_y``."""
 
     weight: nn.Parameter
     grad_y: Tensor
@@ -96,17 +96,17 @@ class Gradients:
     narrow: FP8Gradients | None
 
     def of_input(self) -> Tensor:
-        """dL/dx = dL/dy W, not summed over ranks yet."""
+        """dL/dx = dL/dy W, not yet summed over ranks."""
         return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
 
     def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-        """Begin to make the input whole along the sequence, for ``of_weight``; in FP8 if that is what it needs."""
+        """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is."""
         if comm.gather_sequence and self.narrow is not None and self.narrow.takes_bytes():
             x = self.narrow.input_bytes(x)
         return start_gather_sequence(x, comm.group) if comm.gather_sequence else (x, Done())
 
     def of_weight(self, x: Tensor) -> Tensor | None:
-        """As ``weight_grad``, for what ``start_gather`` returned."""
+        """``weight_grad`` from the result of ``start_gather``."""
         if self.narrow is None or not self.narrow.fp8.multiplies_weight_grad():
             return weight_grad(self.weight, x, self.grad_y, self.backend)
         main_grad = main_grad_of(self.weight)
@@ -132,7 +132,7 @@ def _input_and_weight_grads(
 
 
 def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
-    """Put the weight gradient on the queue that a split backward attached to the weight; False if there is none."""
+    """Queue the weight gradient if a split backward attached a queue to the weight; returns whether it did."""
     weight = gradients.weight
     queue = getattr(weight, "grad_queue", None)
     if queue is None or not queue.is_collecting:
@@ -148,7 +148,7 @@ def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
 
 
 def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
-    """The input of the matrix product, whole along the sequence."""
+    """The input of the matrix product, gathered along the sequence if it is split."""
     if not comm.gather_sequence:
         return x
     full, handle = start_gather_sequence(x, comm.group)
@@ -157,7 +157,7 @@ def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
 
 
 def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    """Start to sum the gradient of the gathered input over the group, and split it as the input is split."""
+    """Start reducing the gradient of the gathered input over the group; it is split like the input."""
     if comm.gather_sequence:
         return start_reduce_scatter_sequence(grad_x, comm.group)
     if comm.reduce_input_grad:
@@ -166,7 +166,7 @@ def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backend) -> Tensor | None:
-    """dL/dW_OI = grad_y_SBO^T x_SBI; added to ``weight.main_grad`` if there is one, and then None."""
+    """dL/dW_OI = grad_y_SBO^T x_SBI; returns None if it is added to ``weight.main_grad``."""
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = main_grad_of(weight)
     if main_grad is None:
@@ -176,13 +176,13 @@ def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backen
 
 
 def add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:
-    """Accumulate as autograd does what was not added to ``main_grad``."""
+    """Accumulate in ``weight.grad`` a gradient that was not added to ``main_grad``, as autograd does."""
     if grad is not None:
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def main_grad_of(weight: nn.Parameter) -> Tensor | None:
-    """The buffer that a weight's gradient is added to, with memory; None if autograd accumulates it."""
+    """The allocated buffer to which a weight's gradient is added; None if autograd accumulates it."""
     if (open_grad := getattr(weight, "open_grad", None)) is not None:
         open_grad()
     return getattr(weight, "main_grad", None)

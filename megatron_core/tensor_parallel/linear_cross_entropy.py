@@ -1,4 +1,4 @@
-"""Output layer and cross entropy together, a few tokens at a time, so that the whole logits are never in memory.
+"""Output layer and cross entropy together, a few tokens at a time, so that the complete logits are never in memory.
 
 Shapes: S sequence, B batch, I input features, V this rank's part of the vocabulary, N = S B tokens: x_SBI, weight_VI.
 Source: Wijmans et al. 2024, section 4, for the recomputation of the logits; see also ``linear`` and ``cross_entropy``.
@@ -21,8 +21,8 @@ from megatron_core.tensor_parallel.linear import (
 )
 
 MAX_LOGIT_BYTES = 64 * 2**20
-"""Bytes of logits in memory at a time: 1,048 tokens for a vocabulary of 32,000 in bfloat16. Each piece adds once to the
-main gradient of the weight; with pieces of an eighth of this size, forward and backward take up to 1.5 times as long
+"""Bytes of logits in memory at a time: 1,048 tokens for a vocabulary of 32,000 in bfloat16. Each chunk adds once to the
+main gradient of the weight; with chunks of an eighth of this size, forward and backward take up to 1.5 times as long
 (docs/kernels.md)."""
 
 
@@ -40,9 +40,9 @@ def linear_cross_entropy(
     """hidden_SBI (or hidden_sBI, split along the sequence), weight_VI, target_SB (global ids) -> losses_SB.
 
     Equal to ``parallel_linear`` followed by ``vocab_parallel_cross_entropy``, but only ``max_logit_bytes`` of logits
-    (or one token's) are in memory at a time. Backward computes them again: one more matrix product. If ``weight`` has a
-    ``main_grad``, its gradient is added there, and never deferred, because that would keep the logits; otherwise the
-    gradients of all pieces are summed in the weight's dtype. ``LayoutError`` if the shapes do not match.
+    (or one token's) are in memory at a time. Backward recomputes them: one more matrix product. If ``weight`` has a
+    ``main_grad``, its gradient is added there and never deferred, because that would keep the logits; otherwise the
+    gradients of all chunks are summed in the weight's dtype. ``LayoutError`` if the shapes do not match.
     """
     sequence = hidden.shape[0] * (comm.group.size() if comm.gather_sequence else 1)
     if (sequence, *hidden.shape[1:-1]) != target.shape:
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     loss = VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
     most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
     pieces = max(-(-target.numel() // most), 1)
-    tokens = max(-(-target.numel() // pieces), 1)  # pieces of nearly equal size
+    tokens = max(-(-target.numel() // pieces), 1)  # chunks of nearly equal size
     return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens, backend)
 
 
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ]
         losses, statistics = loss.joined(torch.cat(parts, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
-        # After recomputation the saved weight is another tensor, without main_grad: keep this one.
+        # After recomputation the saved weight is another tensor without main_grad, so keep this one.
         ctx.weight, ctx.loss, ctx.comm, ctx.tokens, ctx.backend = weight, loss, comm, tokens, backend
         return losses.view(target.shape)
 
@@ -97,7 +97,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _pieces(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """``tokens`` rows of each tensor at a time."""
+    """Iterate over the tensors, ``tokens`` rows at a time."""
     return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
 
 

@@ -163,12 +163,12 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def gather_from_sequence_parallel_region_to_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
-    """Gather dim 0 over the ranks that share the experts of a layer; backward reduce-scatters."""
+    """Gather dim 0 over the ranks that split a layer's experts; backward reduce-scatters."""
     return gather_from_sequence_parallel_region(input_, group=current().group("etp-ep"))
 
 
 def reduce_scatter_to_sequence_parallel_region_from_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
-    """Reduce-scatter dim 0 over the ranks that share the experts of a layer; backward gathers."""
+    """Reduce-scatter dim 0 over the ranks that split a layer's experts; backward gathers."""
     return reduce_scatter_to_sequence_parallel_region(input_, current().group("etp-ep"))
 
 
@@ -186,12 +186,12 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """``[n/tp, h]`` of this rank's tokens -> ``[n, h/tp]`` of all tokens."""
+    """``[n/tp, h]``, this rank's tokens -> ``[n, h/tp]``, all tokens."""
     members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
     return all_to_all(members, torch.cat(rows.chunk(members.size(), dim=1)))
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """``[n, h/tp]`` of all tokens -> ``[n/tp, h]`` of this rank's."""
+    """``[n, h/tp]``, all tokens -> ``[n/tp, h]``, this rank's tokens."""
     members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
     return torch.cat(all_to_all(members, rows).chunk(members.size()), dim=-1)

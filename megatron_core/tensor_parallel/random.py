@@ -1,4 +1,4 @@
-"""Randomness: dropout that is keyed by what it falls on, and named generator states for layers of one's own.
+"""Randomness: keyed dropout without generator state, and named generator states for custom layers.
 
 The mask of ``KeyedDropout`` is a pure function of (seed, module, sample, position, channel), which
 ``megatron_core.ops.reference`` defines. It uses no random number generator. Therefore the layout, the number of
@@ -41,7 +41,7 @@ class KeyedDropout(torch.nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether anything is dropped: in training, with p above 0."""
+        """Whether anything is dropped: in training with p > 0."""
         return self.training and self.p > 0.0
 
     def forward(
@@ -86,16 +86,16 @@ def _seed(seed: int) -> None:
 class CudaRNGStatesTracker:
     """Named states of the GPU's random generator, or of the CPU's if there is no GPU.
 
-    ``use_cudagraphable_rng`` and ``is_inference_rng_tracker`` are accepted and change nothing.
+    ``use_cudagraphable_rng`` and ``is_inference_rng_tracker`` have no effect.
     """
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
         self.seed = DEFAULT_SEED
-        """What ``model_parallel_cuda_manual_seed`` was last called with."""
+        """The last seed of ``model_parallel_cuda_manual_seed``."""
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
         self.forks: list[str] = []
-        """Names of the states that ``fork`` is using, the outermost first."""
+        """Names of the states in use by ``fork``, outermost first."""
 
     def is_initialized(self) -> bool:
         """Whether any state was added."""
@@ -107,7 +107,7 @@ class CudaRNGStatesTracker:
         self._seeds.clear()
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the states by name; that of a ``fork`` in progress as it is now."""
+        """A copy of the states by name, including the current one of an active ``fork``."""
         self._store_state_in_use()
         return dict(self._states)
 
@@ -133,10 +133,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Use the state ``name`` inside the context, and keep its final value for the next time.
+        """Use the state ``name`` inside the context and store its final value.
 
-        Forks may be nested: a state that an outer fork is using continues in the inner one, and the outer one continues
-        after it, so that no number is drawn twice.
+        Forks may be nested: an inner fork continues a state that an outer one uses, and vice versa, so that no number
+        is drawn twice.
         """
         if name not in self._states:
             known = ", ".join(self._states) or "none; call model_parallel_cuda_manual_seed first"
@@ -158,7 +158,7 @@ _TRACKER = CudaRNGStatesTracker()
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The tracker of this process; there is one kind."""
+    """The tracker of this process; the arguments have no effect."""
     return _TRACKER
 
 
@@ -168,13 +168,13 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Nothing, as the tracker is there; with ``force_reset`` remove its states."""
+    """Do nothing, because the tracker exists; with ``force_reset`` remove its states."""
     if force_reset:
         _TRACKER.reset()
 
 
 def current_seed() -> int:
-    """The seed of weights and dropout: what ``model_parallel_cuda_manual_seed`` was last called with, or 1234."""
+    """The seed of weights and dropout: the last one of ``model_parallel_cuda_manual_seed``, or 1234."""
     return _TRACKER.seed
 
 
@@ -184,7 +184,7 @@ def get_all_rng_states() -> dict[str, Tensor]:
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """The name of the state that differs between ranks of experts."""
+    """The name of the state that differs between expert-parallel ranks."""
     return EXPERT_PARALLEL
 
 
@@ -203,11 +203,11 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """Seed torch with ``seed`` and add three states: one that is equal on all TP ranks, a different one for each, and
-    one that differs between the ranks of experts.
+    """Seed torch with ``seed`` and add three states: equal on all TP ranks, different on each TP rank, and different on
+    expert-parallel ranks.
 
-    The numbers are Megatron Core's: ``seed`` for the first, ``seed + 2718 + tp_rank`` for the second and ``seed + 1024
-    + 100 ep_rank + etp_rank`` for the third. States are always made anew.
+    The seeds are Megatron Core's: ``seed``, ``seed + 2718 + tp_rank`` and ``seed + 1024 + 100 ep_rank + etp_rank``.
+    Existing states are replaced.
     """
     indices = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
     tp, ep, etp = (current().index(axis) if index is None else index for axis, index in indices.items())
@@ -220,9 +220,9 @@ def model_parallel_cuda_manual_seed(
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """``function(*args)``, of which backward computes everything again instead of keeping it (Chen et al. 2016).
+    """Call ``function(*args)`` with activation recomputation: backward computes it again (Chen et al. 2016).
 
-    Both passes see the same states of torch's generators and of the tracker. ConfigError for
+    Both passes use the same states of torch's generators and of the tracker. ConfigError for
     ``distribute_saved_activations``; use sequence parallelism.
     """
     if distribute_saved_activations:

@@ -109,7 +109,7 @@ class CheckpointSaver:
         problem, settings = "", self.config.checkpoint
         try:
             if self.data.groups.rank == 0:
-                self._run = run_id(self.folder, anew=anew)
+                self._run = run_id(self.folder, restart=anew)
                 self._runs = runs_of(self.folder)
         except (OSError, CheckpointError) as error:
             problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"

@@ -109,11 +109,11 @@ def test_checkpoints_of_earlier_releases_in_the_default_folder_are_replaced(tmp_
 def test_a_fast_restart_in_the_folder_of_other_permanent_checkpoints_is_refused(kind: str, tmp_path: Path) -> None:
     job(save=str(tmp_path / "other"), save_interval=1)
     before = contents(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"is the folder of --save of a run, whose config\.yaml it holds"):
+    with pytest.raises(CheckpointError, match=r"is the --save folder of another run \(it contains config\.yaml\)"):
         job(save=str(tmp_path / "own"), **fast_folder(kind, tmp_path / "other"))
     assert contents(tmp_path / "other") == before
     (tmp_path / "other" / "config.yaml").unlink()
-    with pytest.raises(CheckpointError, match=r"holds iter_0000001, a permanent checkpoint; .* give another folder"):
+    with pytest.raises(CheckpointError, match=r"holds iter_0000001, a permanent checkpoint; .* choose another folder"):
         job(save=str(tmp_path / "own"), **fast_folder(kind, tmp_path / "other"))
     del before["config.yaml"]
     assert contents(tmp_path / "other") == before
@@ -132,8 +132,8 @@ def test_a_fast_restart_in_the_folder_of_another_run_is_refused(kind: str, tmp_p
     assert contents(tmp_path / "memory") == before
     # The same run may resume there, and so may a run from scratch in the same --save, also if others were killed
     # before they saved there.
-    run_id(tmp_path / "one", anew=True)
-    run_id(tmp_path / "one", anew=True)
+    run_id(tmp_path / "one", restart=True)
+    run_id(tmp_path / "one", restart=True)
     job(save=str(tmp_path / "one"), load=str(tmp_path / "one"), **memory | {"train_iters": 5})
     job(save=str(tmp_path / "one"), overwrite_checkpoints=True, **memory)
     assert complete_iterations(tmp_path / "memory") == [3]
@@ -286,7 +286,7 @@ def test_folders_of_others_in_shared_places_are_refused(
     else:  # only root can give folders to others
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
     for kind in KINDS:
-        with pytest.raises(CheckpointError, match=r"user \d+ owns it, in a folder that all users may write"):
+        with pytest.raises(CheckpointError, match=r"it belongs to user \d+, in a folder that all users may write"):
             job(save=str(tmp_path / kind), **fast_folder(kind, shared / "gpt" / "a"))
     assert not (shared / "gpt" / "a").exists()
 

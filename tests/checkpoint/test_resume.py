@@ -133,7 +133,7 @@ def test_changed_data_is_told_on_resume(tmp_path: Path, capsys: pytest.CaptureFi
     write_counting(tmp_path / "a", [9] * 11)
     run_job(settings | {"train_iters": 3})
     told = capsys.readouterr().out
-    assert "had 9 documents, 9 sequences and 81 tokens, and has 11 documents, 11 sequences and 99 tokens: from" in told
+    assert "had 9 documents, 9 sequences and 81 tokens, now 11 documents, 11 sequences and 99 tokens: from" in told
     assert "from sample 8 on, samples are cut and ordered anew" in told
     run_job(settings | {"train_iters": 4})
     assert "the data has changed" not in capsys.readouterr().out

@@ -38,12 +38,12 @@ def test_parse(data_path: list[str], weights: tuple[float, ...] | None, prefixes
 @pytest.mark.parametrize(
     ("data_path", "sentence"),
     [
-        (["0.3", "a", "b", "c"], "not before every prefix"),
-        (["0.3", "a", "0.7"], "not before every prefix"),
-        (["0", "a", "1", "b"], "not a number above 0"),
-        (["-1", "a"], "not a number above 0"),
-        (["inf", "a", "1", "b"], "not a number above 0"),
-        (["nan", "a", "1", "b"], "not a number above 0"),
+        (["0.3", "a", "b", "c"], "only some prefixes have a weight"),
+        (["0.3", "a", "0.7"], "only some prefixes have a weight"),
+        (["0", "a", "1", "b"], "weights must be numbers > 0"),
+        (["-1", "a"], "weights must be numbers > 0"),
+        (["inf", "a", "1", "b"], "weights must be numbers > 0"),
+        (["nan", "a", "1", "b"], "weights must be numbers > 0"),
     ],
 )
 def test_parse_refuses(data_path: list[str], sentence: str) -> None:

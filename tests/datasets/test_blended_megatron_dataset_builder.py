@@ -157,7 +157,7 @@ def test_a_blend_by_hand(paths: list[str]) -> None:
 
     blend = BlendedDataset([numbers(4), numbers(9)], [2.0, 4.0], 11, config)
     assert (len(blend), blend.split, blend.size, blend.weights) == (11, Split.valid, 11, [1 / 3, 2 / 3])
-    with pytest.raises(DataError, match=r"path/to/x: the blend draws \d+ samples .* number 1, which has 2"):
+    with pytest.raises(DataError, match=r"path/to/x: the blend draws \d+ samples .* number 1, which has only 2"):
         BlendedDataset([numbers(4), numbers(2)], [1.0, 2.0], 10, config)
     with pytest.raises(ConfigError, match="give one above 0 for each"):
         BlendedDataset([numbers(4), numbers(9)], [1.0, 0.0], 10, config)

@@ -124,7 +124,7 @@ def test_tokenizer_is_checked_and_its_end_masked(tmp_path: Path) -> None:
         data_path=[prefix], split="1", sequence_length=6, seed=3, tokenizer=tokenizer, eod_mask_loss=True
     )
     assert splits.train[0]["loss_mask"].sum() == 5
-    with pytest.raises(DataError, match="of 257 tokens, and --vocab-size is 256; give at least"):
+    with pytest.raises(DataError, match="of 257 tokens, but --vocab-size is 256; give at least"):
         build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, vocab_size=256)
     assert build_datasets(data_path=[prefix], split="1", sequence_length=6, seed=3, vocab_size=257).train is not None
     with pytest.raises(DataError, match="tokenizer of this run has 99"):
@@ -147,16 +147,16 @@ def test_paths_in_files_are_those_on_the_command_line(tmp_path: Path) -> None:
     ("flag", "content", "sentence"),
     [
         ("data_args_path", None, "data_args_path=.*given cannot be read"),
-        ("per_split_data_args_path", "{", "is no JSON .*expected an object such as"),
-        ("per_split_data_args_path", "[1]", "given holds a?.*list; expected an object"),
-        ("per_split_data_args_path", '{"train": ["a"], "eval": ["b"]}', "holds train, eval; expected"),
-        ("per_split_data_args_path", '{"valid": ["a"]}', "holds valid; expected an object"),
+        ("per_split_data_args_path", "{", "is not JSON .*expected an object such as"),
+        ("per_split_data_args_path", "[1]", "given contains list; expected an object"),
+        ("per_split_data_args_path", '{"train": ["a"], "eval": ["b"]}', "contains train, eval; expected"),
+        ("per_split_data_args_path", '{"valid": ["a"]}', "contains valid; expected an object"),
         ("per_split_data_args_path", '{"train": [["a"]]}', r"train is \[\['a'\]\]; expected a list"),
-        ("data_phases", "{a: 1", "is no YAML"),
-        ("data_phases", "a: 1", "holds a dict; expected a list"),
-        ("data_phases", "[{data_path: [a]}, {data_path: [b]}]", "phase 1 has samples=None; give a whole number"),
+        ("data_phases", "{a: 1", "is not YAML"),
+        ("data_phases", "a: 1", "contains a dict; expected a list"),
+        ("data_phases", "[{data_path: [a]}, {data_path: [b]}]", "phase 1 has samples=None; give an integer"),
         ("data_phases", "[{data_path: [a], samples: 0}, {data_path: [b]}]", "phase 1 has samples=0"),
-        ("data_phases", "[{data_path: [a], samples: 5}]", "phase 1, the last, has samples=5; leave it out"),
+        ("data_phases", "[{data_path: [a], samples: 5}]", "phase 1, the last, has samples=5; remove it"),
         ("data_phases", "[{data: [a]}]", "phase 1 is .*; expected {samples: N, data_path"),
     ],
 )
@@ -257,5 +257,5 @@ def test_tokens_of_a_dtype_with_fractions_are_refused(order: str, tmp_path: Path
     content = bytearray(index.read_bytes())
     content[17] = 7
     index.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.idx says that the tokens are float32, and ids are whole numbers"):
+    with pytest.raises(DataError, match=r"a\.idx has the dtype float32, but token ids must be integers"):
         build_datasets(data_path=[prefix], sequence_length=8, seed=3, data_order=order)

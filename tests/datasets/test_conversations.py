@@ -97,14 +97,14 @@ def test_tools_and_marks_of_answers(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    '{"messages": [{"role": "user"}]}': "content must be a string, not null or left out",
+    '{"messages": [{"role": "user"}]}': "content must be a string, not null or missing",
     '{"messages": [{"content": "x"}]}': "role must be a string",
     '{"messages": "x"}': "messages must be a list of objects",
     '{"conversations": [{"value": "x"}]}': "from must be a string",
-    '{"foo": 1}': "cannot infer schema",
-    "[1]": "holds a list, expected an object",
-    "{x": "is no JSON",
-    "": "is empty; --sft reads lines of JSON",
+    '{"foo": 1}': "cannot infer the schema",
+    "[1]": "is a list, expected an object",
+    "{x": "is not JSON",
+    "": "is empty; --sft needs JSON Lines",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
 }
 
@@ -168,7 +168,7 @@ def test_a_template_that_leaves_answers_out_is_refused() -> None:
 def test_files_that_cannot_be_read_in_any_order_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     data = DataConfig(**_write(tmp_path, SHORT), train_data_path=(str(tmp_path / "pipe"),))
-    with pytest.raises(DataError, match="pipe is no file of lines of JSON"):
+    with pytest.raises(DataError, match="pipe is not a regular file"):
         build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
 
 

@@ -268,7 +268,7 @@ def test_a_begin_of_text_id_stays_at_the_beginning(tmp_path: Path) -> None:
 def test_tokens_that_the_tokenizer_does_not_have(tokenizer: Tokenizer, tmp_path: Path) -> None:
     text = [sample_of(["a"], tokenizer)]
     for name in ("prefix", "middle", "suffix", "pad", "eod"):
-        with pytest.raises(ConfigError, match=f"--fim-{name}-token <none>: the tokenizer has no token"):
+        with pytest.raises(ConfigError, match=f"--fim-{name}-token <none>: the tokenizer does not have this token"):
             wrapped(text, tokenizer, **{f"fim_{name}_token": "<none>"})
     with pytest.raises(ConfigError, match="--fim-split-sample <none>"):
         wrapped(text, tokenizer, fim_split_sample="<none>", fim_fragment_rate=0.5)

@@ -162,7 +162,7 @@ def test_indices_come_from_the_cache(tmp_path: Path) -> None:
 
 
 def test_too_few_tokens(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="/a: the train split has 17 tokens in 5 sequences, and 18 are needed"):
+    with pytest.raises(DataError, match="/a: the train split has 17 tokens in 5 sequences, but one sample needs 18"):
         dataset(tmp_path, sequence_length=17)
 
 

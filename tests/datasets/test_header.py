@@ -44,7 +44,7 @@ def test_without_header_nothing_is_checked(tmp_path: Path) -> None:
 def test_another_tokenizer_is_told(tmp_path: Path) -> None:
     prefix = str(tmp_path / "a")
     write_header(prefix, HEADER)
-    with pytest.raises(DataError, match="ByteLevelTokenizer of 257 tokens, and the tokenizer of this run has 12"):
+    with pytest.raises(DataError, match="ByteLevelTokenizer of 257 tokens, but the tokenizer of this run has 12"):
         check_tokenizer(prefix, NullTokenizer(12))
     with pytest.raises(DataError, match=r"made with another ByteLevelTokenizer: fingerprint .*--tokenizer-model"):
         check_tokenizer(prefix, NullTokenizer(257))
@@ -53,7 +53,7 @@ def test_another_tokenizer_is_told(tmp_path: Path) -> None:
 def test_a_file_of_someone_else_is_kept(tmp_path: Path) -> None:
     foreign = tmp_path / "a.json"
     foreign.write_text("[1]")
-    with pytest.raises(DataError, match=r"a\.json exists and is no header"):
+    with pytest.raises(DataError, match=r"a\.json exists and is not the header"):
         write_header(str(tmp_path / "a"), HEADER)
     assert foreign.read_text() == "[1]"
 
@@ -63,7 +63,7 @@ def test_a_header_that_cannot_be_used_is_told(content: str, tmp_path: Path, caps
     (tmp_path / "a.json").write_text(content)
     for _ in range(2):
         assert read_header(str(tmp_path / "a")) is None
-    assert capsys.readouterr().err.count("a.json IS NO HEADER of a token file") == 1
+    assert capsys.readouterr().err.count("a.json is not the header of a token file") == 1
 
 
 def test_a_header_that_lacks_a_field(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_header_that_lacks_a_field(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "a.json").read_text())
     del content["eod"]
     (tmp_path / "a.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"a\.json lacks a field .*eod"):
+    with pytest.raises(DataError, match=r"a\.json has missing or unexpected fields .*eod"):
         read_header(prefix)
 
 
@@ -99,7 +99,7 @@ def test_a_header_of_version_1_is_read(tmp_path: Path) -> None:
     assert read_header(prefix) == replace(HEADER, bos=None, eos=None, pad=None)
     check_tokenizer(prefix, BYTES)
     # What it does not know is no difference.
-    with pytest.raises(DataError, match=r"this run has 12 \(eod 256 there and 11 here\); give"):
+    with pytest.raises(DataError, match=r"this run has 12 \(eod 256 there and 11 here\); use"):
         check_tokenizer(prefix, NullTokenizer(12))
     write_header(prefix, read_header(prefix))
     assert json.loads((tmp_path / "a.json").read_text())["format"] == "megatron-native token file 2"
@@ -107,7 +107,7 @@ def test_a_header_of_version_1_is_read(tmp_path: Path) -> None:
 
 def test_a_header_of_a_later_version_is_told(tmp_path: Path) -> None:
     prefix = write_content(tmp_path, format="megatron-native token file 3")
-    with pytest.raises(DataError, match=r"a\.json is a header of the format .* file 3', expected one of .*file 1'.*"):
+    with pytest.raises(DataError, match=r"a\.json has the format .* file 3', expected one of .*file 1'.*"):
         read_header(prefix)
 
 
@@ -118,7 +118,7 @@ def test_a_header_of_a_later_version_is_told(tmp_path: Path) -> None:
         ({"eod": 1.5}, r"eod=1\.5, expected int \| None"),
         ({"documents": True}, r"documents=True, expected int"),
         ({"append_eod": 1}, r"append_eod=1, expected bool"),
-        ({"extra": 1}, r"a\.json lacks a field .*or has one too many \(.*extra"),
+        ({"extra": 1}, r"a\.json has missing or unexpected fields \(.*extra"),
     ],
 )
 def test_a_header_with_a_field_of_another_type(changes: dict, sentence: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_special_ids_that_differ_are_named(tmp_path: Path) -> None:
     prefix = write_content(tmp_path, vocab_size=12, pad=7)
     with pytest.raises(
         DataError,
-        match=r"another ByteLevelTokenizer.* \(eod 256 there and 11 here, eos 256 .* None here, pad 7 .*\); give",
+        match=r"another ByteLevelTokenizer.* \(eod 256 there and 11 here, eos 256 .* None here, pad 7 .*\); use",
     ):
         check_tokenizer(prefix, NullTokenizer(12))
 
@@ -139,7 +139,7 @@ def test_another_end_of_document_is_told_although_the_vocabulary_is_the_same(tmp
     """As when a tokenizer_config.json that names the end is gone: the data's ends would be ordinary tokens."""
     other = ByteLevelTokenizer()
     other.eod = 10
-    with pytest.raises(DataError, match=r"documents of .*a end with the id 256, and .* ends them with 10"):
+    with pytest.raises(DataError, match=r"documents of .*a end with the id 256, but .* ends them with 10"):
         check_tokenizer(write_content(tmp_path), other)
     check_tokenizer(write_content(tmp_path, append_eod=False), other)
     other.eod, other.pad, other.bos = 256, 3, 4

@@ -144,9 +144,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda b, i: edit(i, 17, b"\x09"),
         r"unknown dtype code 9, expected one of 1 uint8, .*8 uint16",
     ),
-    "no header": (lambda b, i: Path(i).write_bytes(b"MMIDIDX"), r"has 7 bytes and the header alone has 34"),
-    "empty": (lambda b, i: Path(i).write_bytes(b""), r"has 0 bytes and the header alone has 34"),
-    "short idx": (lambda b, i: cut(i, 1), r"hand\.idx has 113 bytes, expected 114 .*cut off"),
+    "no header": (lambda b, i: Path(i).write_bytes(b"MMIDIDX"), r"has 7 bytes, but the header has 34"),
+    "empty": (lambda b, i: Path(i).write_bytes(b""), r"has 0 bytes, but the header has 34"),
+    "short idx": (lambda b, i: cut(i, 1), r"hand\.idx has 113 bytes, expected 114 .*truncated"),
     "long idx": (
         lambda b, i: Path(i).write_bytes(Path(i).read_bytes() + b"x"),
         r"has 115 bytes, expected 114 .*longer",
@@ -159,7 +159,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "other dtype": (lambda b, i: edit(i, 17, b"\x08"), r"sequence 1 begins at byte 12 .*, expected 6, where the"),
     "sequences of no document": (
         lambda b, i: Path(i).write_bytes(index_by_hand(LENGTHS, 4, [0, 2], 4)),
-        r"document index .* goes from 0 to 2, expected 0 to 4: sequences belong to no document",
+        r"document index .* ranges from 0 to 2, expected 0 to 4: sequences belong to no document",
     ),
     "tokens of no sequence": (
         lambda b, i: Path(i).write_bytes(index_by_hand([], 4, [0], 4)),
@@ -194,7 +194,7 @@ def test_plain_file_is_not_multimodal(tmp_path: Path) -> None:
 
 def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a_text_document", [[1, 2]])
-    with pytest.raises(DataError, match=r"give the prefix alone, .*a_text_document$"):
+    with pytest.raises(DataError, match=r"give only the prefix, .*a_text_document$"):
         IndexedDataset(get_bin_path(prefix))
     with pytest.raises(DataError, match=r"did you mean .*a_text_document"):
         IndexedDataset(str(tmp_path / "a"))
@@ -207,5 +207,5 @@ def test_tokens_that_are_cut_off_during_a_run(mmap: bool, tmp_path: Path) -> Non
     dataset = IndexedDataset(prefix, mmap=mmap)
     os.truncate(get_bin_path(prefix), 16)
     assert dataset[0].tolist() == [10, 11, 12]
-    with pytest.raises(DataError, match=r"hand\.bin was cut off after it was opened: it has 16 bytes, .* least 36"):
+    with pytest.raises(DataError, match=r"hand\.bin was truncated after it was opened: it has 16 bytes, .* least 36"):
         dataset[3]

@@ -35,8 +35,8 @@ def test_a_file_may_have_lines_of_several_schemas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"foo": 1}, "cannot infer schema of the columns foo"),
-        ({"instruction": "a", "category": "b"}, "cannot infer schema"),
+        ({"foo": 1}, "cannot infer the schema of the columns foo"),
+        ({"instruction": "a", "category": "b"}, "cannot infer the schema"),
         ({"instruction": ["a"], "output": "b"}, "instruction.* must be a string"),
         ({"conversations": [{"from": "human", "value": [1]}]}, "value must be a string, not of type list"),
         ({"text": "a"}, "no answers"),

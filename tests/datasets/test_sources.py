@@ -52,14 +52,14 @@ def test_what_a_rewritten_file_does_to_the_order_is_said_and_true(order: str, tm
     before, old = record(prefix), samples(prefix, order)
     write_counting(tmp_path / "a", lengths, start=1000)
     told = changed(before, record(prefix))
-    assert f"{prefix} has other tokens in sequences of the same lengths" in told and REPLACED in told
+    assert f"{prefix} has different tokens in sequences of the same lengths" in told and REPLACED in told
     np.testing.assert_equal(samples(prefix, order), old + 1000)
     write_counting(tmp_path / "a", [*lengths, 8])
     told = changed(before, record(prefix))
-    assert "had 6 documents, 6 sequences and 181 tokens, and has 7 documents, 7 sequences and 189 tokens" in told
+    assert "had 6 documents, 6 sequences and 181 tokens, now 7 documents, 7 sequences and 189 tokens" in told
     assert AGAIN in told and (samples(prefix, order) != old).any()
     write_counting(tmp_path / "a", lengths[::-1])
-    assert "as many tokens, in sequences of other lengths" in changed(before, record(prefix))
+    assert "as many tokens, but sequences of different lengths" in changed(before, record(prefix))
 
 
 def test_blends_are_compared_by_path_and_share(tmp_path: Path) -> None:
@@ -67,17 +67,17 @@ def test_blends_are_compared_by_path_and_share(tmp_path: Path) -> None:
     before = record("3", a, "1", b)
     assert changed(before, record("0.75", a, "0.25", b)) == ""
     told = changed(before, record("1", a, "1", b))
-    assert f"{a} had 75.0000% of its blend, and has 50.0000%" in told and REREAD in told
+    assert f"{a} had 75.0000% of its blend, now 50.0000%" in told and REREAD in told
     told = changed(before, record("3", a, "1", c))
-    assert f"{b} is not read any more; {c} is new, with 2 documents, 2 sequences and 50 tokens: {REREAD}" in told
-    assert f"another order: {REREAD}" in changed(before, record("1", b, "3", a))
+    assert f"{b} is no longer read; {c} is new, with 2 documents, 2 sequences and 50 tokens: {REREAD}" in told
+    assert f"the order of the files changed: {REREAD}" in changed(before, record("1", b, "3", a))
     assert "75.0000% of its blend, and has a share by size" in changed(before, record(a, b))
 
 
 def test_a_moved_file_is_recognised(tmp_path: Path) -> None:
     prefix, copy = write_counting(tmp_path / "a", [20, 30]), write_counting(tmp_path / "copy", [20, 30])
     told = changed(record(prefix), record(copy))
-    assert told == f"the data is that of the checkpoint: {prefix} is read from {copy}, with the same content"
+    assert told == f"the data has not changed since the checkpoint: {prefix} was renamed to {copy}"
 
 
 def test_splits_and_phases_are_compared_apart(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_splits_and_phases_are_compared_apart(tmp_path: Path) -> None:
     before = record(**own)
     write_counting(tmp_path / "b", [20])
     told = changed(before, record(**own))
-    assert told.count("has changed") == 1 and "the losses of this evaluation do not compare" in told
+    assert told.count("has changed") == 1 and "the losses of this evaluation are not comparable" in told
     phases = tmp_path / "phases.yaml"
     phases.write_text(f"[{{samples: 10, data_path: [{a}]}}, {{data_path: [{a}]}}]")
     assert [each["use"] for each in record(data_phases=str(phases))] == ["phase 1", "phase 2"]
@@ -97,9 +97,9 @@ def test_conversations_count_lines(tmp_path: Path) -> None:
     path.write_text('{"messages": []}\n\n{"messages": []}')
     before = record(str(path), sft=True)
     path.write_text('{"messages": []}\n\n{"messages":[ ]}')
-    assert f"{path} has other text in as many lines: {REPLACED}" in changed(before, record(str(path), sft=True))
+    assert f"{path} has different text in as many lines: {REPLACED}" in changed(before, record(str(path), sft=True))
     path.write_text('{"messages": []}\n')
-    assert f"{path} had 2 lines, and has 1 lines: {AGAIN}" in changed(before, record(str(path), sft=True))
+    assert f"{path} had 2 lines, now 1 lines: {AGAIN}" in changed(before, record(str(path), sft=True))
 
 
 def test_a_large_file_is_hashed_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

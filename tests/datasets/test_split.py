@@ -23,10 +23,10 @@ def test_parse() -> None:
         ("9,x,1", "a part that is not a number"),
         ("", "a part that is not a number"),
         ("1,1,1,1", "has 4 parts"),
-        ("0,0,0", "needs shares >= 0"),
-        ("-1,2", "needs shares >= 0"),
-        ("nan,1", "needs shares >= 0"),
-        ("inf", "needs shares >= 0"),
+        ("0,0,0", "needs numbers >= 0"),
+        ("-1,2", "needs numbers >= 0"),
+        ("nan,1", "needs numbers >= 0"),
+        ("inf", "needs numbers >= 0"),
     ],
 )
 def test_parse_refuses(split: str, sentence: str) -> None:

@@ -105,7 +105,7 @@ def test_a_file_built_here_is_sound(tmp_path: Path) -> None:
         (
             DOCUMENTS_AT + 24,
             struct.pack("<q", 3),
-            rf"the document index \(at byte {DOCUMENTS_AT}\) goes from 0 to 3, expected 0 to 4: sequences belong to no",
+            rf"the document index \(at byte {DOCUMENTS_AT}\) ranges from 0 to 3, expected 0 to 4: sequences belong to",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_bin_file_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.bin has 40 bytes, expected 36 .*no sequence holds the bytes from 36 on"):
         validate(prefix)
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"a\.bin has 35 bytes, expected 36 .*cut off"):
+    with pytest.raises(DataError, match=r"a\.bin has 35 bytes, expected 36 .*truncated"):
         validate(prefix)
 
 

@@ -307,13 +307,13 @@ def test_both_sides_have_the_same_numbers() -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x, bias = draw((3, 7), torch.float32), draw((7,), torch.float32)
-    with pytest.raises(ConfigError, match=r"bias is \[6\]; for x \[3, 7\] it has to be \[7\]"):
+    with pytest.raises(ConfigError, match=r"bias is \[6\]; for x \[3, 7\] it must be \[7\]"):
         bias_activation(x, bias[:6], "gelu", backend=backend)
     with pytest.raises(ConfigError, match=r"bias is torch.float64 on cpu and x torch.float32 on cpu"):
         bias_activation(x, bias.double(), "gelu", backend=backend)
     with pytest.raises(ConfigError, match=r"x is \[3, 7\]; its last dim is the gate and the value of swiglu.* even"):
         bias_activation(x, bias, "swiglu", backend=backend)
-    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim has to have elements"):
+    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim must not be empty"):
         bias_activation(torch.empty(3, 0), None, "gelu", backend=backend)
     with pytest.raises(ConfigError, match=r"kind='relu'; legal: gelu, gelu_tanh, squared_relu, swiglu, geglu"):
         bias_activation(x, bias, "relu", backend=backend)

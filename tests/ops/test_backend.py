@@ -51,7 +51,7 @@ def test_a_model_fails_when_it_is_built_not_at_its_first_step(nothing_built: Pat
 
 def test_a_library_that_does_not_load_is_named(nothing_built: Path) -> None:
     (nothing_built / "libmegatron_cpu_default.so").write_bytes(b"no library")
-    with pytest.raises(ConfigError, match=r"libmegatron_cpu_default.so does not load"):
+    with pytest.raises(ConfigError, match=r"libmegatron_cpu_default.so cannot be loaded"):
         native.library("cpu", torch.float32)
 
 
@@ -62,7 +62,7 @@ def test_a_library_of_another_version_is_named(nothing_built: Path, monkeypatch:
     assert native.library("cpu", torch.float32) is library
     native.library.cache_clear()
     monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
-    with pytest.raises(ConfigError, match=f"has interface {native.INTERFACE - 1}, this code {native.INTERFACE}"):
+    with pytest.raises(ConfigError, match=f"has interface version {native.INTERFACE - 1}, but {native.INTERFACE}"):
         native.library("cpu", torch.float32)
 
 
@@ -80,7 +80,7 @@ def test_both_sides_have_the_same_version_of_the_interface() -> None:
 def test_a_data_type_without_a_native_kernel() -> None:
     obstacle = native.unavailable_reason("rms_norm", "cpu", torch.int32)
     assert obstacle is not None
-    assert "native kernels are for cpu and cuda" in native.unavailable_reason("rms_norm", "mps", torch.float32)
+    assert "native kernels run on cpu and cuda" in native.unavailable_reason("rms_norm", "mps", torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -92,7 +92,7 @@ def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     libraries.use(libraries.cpu, monkeypatch)
     assert re.fullmatch(r"native \(libmegatron_cpu_\w+\.so\)", backend.describe("auto", "cpu", torch.float32))
     assert backend.describe("auto", "cpu", torch.float64) == "native (libmegatron_cpu_default.so)"
-    assert backend.describe("reference", "cpu", torch.float32) == "reference (PyTorch), as asked for"
+    assert backend.describe("reference", "cpu", torch.float32) == "reference (PyTorch), as requested"
 
 
 def test_the_flag() -> None:

@@ -287,13 +287,13 @@ def test_extreme_values(kernels: str) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_wrong_arguments_are_named(cpu_kernels: None, backend: Backend) -> None:
     logits, target = draw((3, 8), torch.float32), labels((3,), 8)
-    with pytest.raises(ConfigError, match=r"target is \[2\]; for logits \[3, 8\] it has to be \[3\]"):
+    with pytest.raises(ConfigError, match=r"target is \[2\]; for logits \[3, 8\] it must be \[3\]"):
         cross_entropy_parts(logits, target[:2], 0, 8, backend=backend)
-    with pytest.raises(ConfigError, match=r"target is torch.int32 on .*it has to be torch.int64"):
+    with pytest.raises(ConfigError, match=r"target is torch.int32 on .*it must be torch.int64"):
         cross_entropy_parts(logits, target.int(), 0, 8, backend=backend)
     with pytest.raises(ConfigError, match=r"valid=9 of 8 columns"):
         cross_entropy_parts(logits, target, 0, 9, backend=backend)
-    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim has to have elements"):
+    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim must not be empty"):
         cross_entropy_parts(logits[:, :0], target, 0, 0, backend=backend)
 
 
@@ -301,7 +301,7 @@ def test_wrong_gradients_are_named(cpu_kernels: None) -> None:
     logits, target = draw((3, 8), torch.float32), labels((3,), 8)
     statistics = cross_entropy_parts(logits, target, 0, 8)[:2]
     options = {"label_smoothing": 0.0, "vocab_size": 8, "backend": "native"}
-    with pytest.raises(ConfigError, match=r"dloss is torch.float32 \[2\]; .* it has to be torch.float32 \[3\]"):
+    with pytest.raises(ConfigError, match=r"dloss is torch.float32 \[2\]; .* it must be torch.float32 \[3\]"):
         cross_entropy_backward(torch.ones(2), logits, target, statistics, 0, 8, **options)
     with pytest.raises(ConfigError, match=r"statistics is torch.float64 \[2, 3\]; .* torch.float32 \[2, 3\]"):
         cross_entropy_backward(torch.ones(3), logits, target, statistics.double(), 0, 8, **options)

@@ -323,21 +323,21 @@ def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     for p in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"dropout: p=.*at least 0 and below 1"):
             call(x, p=p)
-    with pytest.raises(ConfigError, match=r"x is \[2, 8\]; it has to be \[s, b, h\]"):
+    with pytest.raises(ConfigError, match=r"x is \[2, 8\]; it must be \[s, b, h\]"):
         call(x[0])
-    with pytest.raises(ConfigError, match=r"bias is \[7\]; for x \[3, 2, 8\] it has to be \[8\]"):
+    with pytest.raises(ConfigError, match=r"bias is \[7\]; for x \[3, 2, 8\] it must be \[8\]"):
         call(x, bias=torch.randn(7))
     with pytest.raises(ConfigError, match=r"residual is torch.float64 on cpu and x torch.float32"):
         call(x, residual=x.double())
     with pytest.raises(ConfigError, match="needs sample_index"):
         call(x, number=None)
     for wrong in (number[:1], number.int()):
-        with pytest.raises(ConfigError, match=r"sample_index is.*it has to be \[2\] of torch.int64"):
+        with pytest.raises(ConfigError, match=r"sample_index is.*it must be \[2\] of torch.int64"):
             call(x, number=wrong)
     for wrong, shape in ((number, r"\[3\]"), (number[None], r"\[2, 3\]"), (torch.zeros(3), r"\[3\]")):
-        with pytest.raises(ConfigError, match=rf"position_ids is.*it has to be {shape} of torch.int64"):
+        with pytest.raises(ConfigError, match=rf"position_ids is.*it must be {shape} of torch.int64"):
             bias_dropout_add(x, None, None, P, KEY, number, wrong, backend=backend)
-    with pytest.raises(ConfigError, match=r"key_positions is.*it has to be \[8\] of torch.int64"):
+    with pytest.raises(ConfigError, match=r"key_positions is.*it must be \[8\] of torch.int64"):
         bias_dropout_add(x[None], None, None, P, KEY, number[:1], None, number, backend=backend)
     with pytest.raises(ConfigError, match="key_positions are for attention weights"):
         bias_dropout_add(x, None, None, P, KEY, number, None, torch.arange(8), backend=backend)

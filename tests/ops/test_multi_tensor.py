@@ -312,12 +312,12 @@ def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
         ConfigError, match=r"squared_norm: tensors\[1\] is torch.float64 and tensors\[0\] torch.float32"
     ):
         squared_norm([x, x.double()], backend=backend)
-    with pytest.raises(ConfigError, match=r"scale_: tensors\[0\] has strides \(1, 6\); it has to be contiguous"):
+    with pytest.raises(ConfigError, match=r"scale_: tensors\[0\] has strides \(1, 6\); it must be contiguous"):
         scale_([x.t()], 2.0, backend=backend)
     rest = {"step": 1, "backend": backend, **RATES}
     with pytest.raises(ConfigError, match=r"adamw_: exp_avgs have \[23\] elements and weights \[24\]"):
         adamw_([x], [x], [x.flatten()[1:]], [x], **rest)
-    with pytest.raises(ConfigError, match=r"adamw_: copies are torch.float32 beside weights of torch.float32"):
+    with pytest.raises(ConfigError, match=r"adamw_: copies are torch.float32 with torch.float32 weights"):
         adamw_([x], [x], [x], [x], [x], **rest)
-    with pytest.raises(ConfigError, match=r"adamw_: weights are torch.bfloat16.*have to be float32"):
+    with pytest.raises(ConfigError, match=r"adamw_: weights are torch.bfloat16.*must be float32"):
         adamw_([x.bfloat16()], [x.bfloat16()], [x], [x], **rest)

@@ -170,7 +170,7 @@ def test_the_order_of_a_blocks_threads_does_not_matter(norm: str, monkeypatch: p
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_wrong_arguments_are_named(cpu_kernels: None, norm: str, backend: str) -> None:
     x, (weight, *rest) = draw((3, 8), torch.float32), parameters_of(norm, 8, torch.float32)
-    with pytest.raises(ConfigError, match=r"weight is \[7\]; for x \[3, 8\] it has to be \[8\]"):
+    with pytest.raises(ConfigError, match=r"weight is \[7\]; for x \[3, 8\] it must be \[8\]"):
         PLAIN[norm](x, weight[:7], *rest, backend=backend)
     with pytest.raises(ConfigError, match=r"weight is torch.float64 on cpu and x torch.float32 on cpu"):
         PLAIN[norm](x, weight.double(), *rest, backend=backend)
@@ -224,5 +224,5 @@ def test_a_row_does_not_depend_on_the_others(kernels: str, norm: str, size: int)
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_an_empty_row_is_refused(cpu_kernels: None, norm: str, backend: str) -> None:
     parameters = [torch.empty(0)] * (2 if norm == "layer_norm" else 1)
-    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim has to have elements"):
+    with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim must not be empty"):
         PLAIN[norm](torch.empty(3, 0), *parameters, backend=backend)

@@ -314,7 +314,7 @@ def test_a_run_names_the_operations_of_a_library(name: str, stand_ins: StandIns)
     }[name]
     other = backend.describe("auto", "cpu", HALF).partition(" for ")[0]
     assert f"{title} for layer_norm, rms_norm" in said
-    assert f"{title}, or for calls that it does not take {other}, for {parts}" in said
+    assert f"{title}, or for unsupported calls {other}, for {parts}" in said
     assert ("torch's own, for weight_grad" in said) == (name == "apex")
     in_float32 = backend.describe(name, "cpu", WIDE)
     taken = next(part for part in in_float32.split("; ") if "does not take" in part)
@@ -345,8 +345,8 @@ def test_a_library_says_what_it_is_not_for(name: str, monkeypatch: pytest.Monkey
     StandIns(monkeypatch).install(MODULES[name])
     library = backend.LIBRARIES[name]
     for op in library.OPS:
-        assert "is for cuda, not cpu" in library.unavailable_reason(op, "cpu", WIDE)
-        assert "has no torch.float64" in library.unavailable_reason(op, "cuda", torch.float64)
+        assert "runs on cuda, not on cpu" in library.unavailable_reason(op, "cpu", WIDE)
+        assert "does not support torch.float64" in library.unavailable_reason(op, "cuda", torch.float64)
         assert library.unavailable_reason(op, "cuda", HALF) is None
         assert library.supports_dtype(op, torch.float64)  # so that it is refused, not run by another backend
     assert set(library.OPS) >= library.PARTIAL_OPS and not library.supports_dtype("cross_entropy", HALF)

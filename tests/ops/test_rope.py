@@ -231,10 +231,10 @@ def test_extreme_values(kernels: str, interleaved: bool) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     x, (cos, sin) = torch.randn(5, 2, 3, 8), tables(torch.randn(5, 1, 4), torch.float32)
-    with pytest.raises(ConfigError, match=r"x is \[8\], cos \[5, 1, 4\].*x has to be \[s, b, heads, d\]"):
+    with pytest.raises(ConfigError, match=r"x is \[8\], cos \[5, 1, 4\].*x must be \[s, b, heads, d\]"):
         rope(x[0, 0, 0], cos, sin, backend=backend)
     for wrong in ((cos[:3], sin[:3]), (cos, sin[..., :3]), (torch.randn(5, 1, 5),) * 2, (cos[..., :0], sin[..., :0])):
-        with pytest.raises(ConfigError, match="tables have to be of one shape"):
+        with pytest.raises(ConfigError, match="tables must have the same shape"):
             rope(x, *wrong, backend=backend)
     with pytest.raises(ConfigError, match=r"cos is torch.bfloat16 on cpu; for x, which is torch.bfloat16.*float32"):
         rope(x.bfloat16(), cos.bfloat16(), sin.bfloat16(), backend=backend)

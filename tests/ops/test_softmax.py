@@ -299,15 +299,15 @@ def test_the_reference_is_the_definition(shape: tuple[int, ...], kind: str) -> N
 def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
     scores, mask = draw((2, 3, 8), torch.float32), torch.zeros(2, 3, 8, dtype=torch.bool)
     wrong = {
-        r"mask is \[2, 3, 7\]; it has to broadcast to the scores' \[2, 3, 8\]": (scores, mask[..., :7], None),
-        r"mask is \[1, 2, 3, 8\]; it has to broadcast to the scores' \[2, 3, 8\]": (scores, mask[None], None),
-        r"mask is torch.uint8 on cpu; it has to be torch.bool on cpu": (scores, mask.byte(), None),
+        r"mask is \[2, 3, 7\]; it must broadcast to the scores' \[2, 3, 8\]": (scores, mask[..., :7], None),
+        r"mask is \[1, 2, 3, 8\]; it must broadcast to the scores' \[2, 3, 8\]": (scores, mask[None], None),
+        r"mask is torch.uint8 on cpu; it must be torch.bool on cpu": (scores, mask.byte(), None),
         r"window=0; a query sees at least its own key": (scores, mask, 0),
-        r"scores are \[8\] of torch.float32; they have to be \[queries, keys\]": (scores[0, 0], None, None),
+        r"scores are \[8\] of torch.float32; they must be \[queries, keys\]": (scores[0, 0], None, None),
         r"scores are \[1, 1, 2, 3, 8\]": (scores[None, None], None, None),
     }
     for said, (given_scores, given_mask, window) in wrong.items():
         with pytest.raises(ConfigError, match=said):
             attention_softmax(given_scores, given_mask, window=window, backend=backend)
-    with pytest.raises(ConfigError, match=r"of torch.int64; they have to be .* of a floating-point type"):
+    with pytest.raises(ConfigError, match=r"of torch.int64; they must be .* of a floating-point type"):
         attention_softmax(scores.long(), backend="auto")

@@ -134,7 +134,7 @@ def test_tool(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     flags = [*GIVEN, "--gpus", "8", "--hardware", "h100", "--top", "2", "--why-not", "tp8", "--explain-memory"]
     assert main([*flags, "--png", str(png)]) == 0
     text = capsys.readouterr().out
-    assert "looked at closely" in text and "torchrun --nproc-per-node 8 pretrain_gpt.py --model-preset" in text
+    assert "evaluated in detail" in text and "torchrun --nproc-per-node 8 pretrain_gpt.py --model-preset" in text
     assert "w weights" in text and png.stat().st_size > 10_000
 
 

@@ -99,11 +99,12 @@ def test_broken_and_empty_documents_are_named_by_line(tmp_path: Path, capfd: pyt
     }
     assert found == {"broken": broken, "empty": empty}
     printed = capfd.readouterr()
-    assert f"broken: {corpus}, line 51 is no JSON" in printed.err
+    assert f"broken: {corpus}, line 51 is not JSON" in printed.err
     assert (
-        f"2 broken documents left out, {len(empty)} empty texts kept; all in {tmp_path}/out_problems.txt" in printed.out
+        f"2 broken documents omitted, {len(empty)} empty texts kept; all listed in {tmp_path}/out_problems.txt"
+        in printed.out
     )
-    with pytest.raises(DataError, match=r"a\.jsonl, line 51 is no JSON .*\(--strict\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 51 is not JSON .*\(--strict\)"):
         preprocess(settings(tmp_path, strict=True, output_prefix=str(tmp_path / "strict")), SMALL)
     assert not list(tmp_path.glob("strict*"))
     write_jsonl(corpus, ["good"])
@@ -156,7 +157,7 @@ def test_bytes_that_the_tokenizer_drops_are_counted(
     outcome(tmp_path, **flags)
     check(tmp_path / "out_text_document", HuggingFaceTokenizer(model), documents, eod=False)
     printed = capfd.readouterr()
-    assert printed.out.count("33 bytes of text left out: the tokenizer has no token for them") == 1
+    assert printed.out.count("33 bytes of text omitted: the tokenizer has no token for them") == 1
     assert f"tokenization backend: {backend}" in printed.err
 
 
@@ -188,7 +189,7 @@ def test_a_back_end_that_cannot_serve_is_told(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(ConfigError, match=r"does not read a ByteLevelTokenizer; use --tokenization-backend token"):
         preprocess(settings(tmp_path, tokenization_backend="gigatoken", output_prefix=str(tmp_path / "new")))
     assert not list(tmp_path.glob("new*"))
-    with pytest.raises(ConfigError, match=r"--tokenization-backend fast is not known; known: auto, tokenizers, giga"):
+    with pytest.raises(ConfigError, match=r"--tokenization-backend fast is unknown; legal: auto, tokenizers, giga"):
         preprocess(settings(tmp_path, tokenization_backend="fast"))
 
 
@@ -205,8 +206,8 @@ def test_a_back_end_that_differs_is_not_used(
     monkeypatch.setattr(gigatoken.Tokenizer, "encode", lambda self, text: encode(self, text)[: 4 - ("odd" in text)])
     outcome(tmp_path, **flags)
     check(tmp_path / "out_text_document", HuggingFaceTokenizer(model), documents, eod=False)
-    assert "backend: tokenizers (gigatoken gives other tokens for the text that begins" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"gives other tokens .*; use --tokenization-backend tokenizers"):
+    assert "backend: tokenizers (gigatoken gives different tokens for the text that begins" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"gives different tokens .*; use --tokenization-backend tokenizers"):
         preprocess(settings(tmp_path, tokenization_backend="gigatoken", **flags))
 
 
@@ -220,7 +221,10 @@ def test_a_back_end_that_differs_late_stops_the_run(tmp_path: Path, monkeypatch:
     write_jsonl(tmp_path / "a.jsonl", documents)
     flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(write_tokenizer_json(tmp_path))}
     monkeypatch.setattr(gigatoken.Tokenizer, "encode", lambda self, text: encode(self, text)[("odd" in text) :])
-    with pytest.raises(DataError, match=r"gigatoken gives other tokens .* 'an odd word'; use --tokenization-backend"):
+    with pytest.raises(
+        DataError,
+        match=r"gigatoken and the tokenizer give different tokens .* 'an odd word'; use --tokenization-backend",
+    ):
         preprocess(settings(tmp_path, **flags), Limits(part_bytes=4000))
     assert not list(tmp_path.glob("out*"))
 
@@ -289,7 +293,7 @@ def test_sentences_need_their_package(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_cut_file_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl.gz", texts(100))
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz is cut off"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is truncated"):
         preprocess(settings(tmp_path, input=(str(path),)), SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
 
@@ -346,7 +350,7 @@ def test_output_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> Non
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     first = outcome(tmp_path, overwrite=False)
     for _ in range(2):  # the first refusal leaves nothing that a second one could resume
-        with pytest.raises(ConfigError, match=r"out_text_document\.bin exists already; .*--overwrite"):
+        with pytest.raises(ConfigError, match=r"out_text_document\.bin already exists; .*--overwrite"):
             preprocess(settings(tmp_path, overwrite=False))
         assert not (tmp_path / "out.work").exists()
     write_jsonl(tmp_path / "a.jsonl", texts(10))

@@ -44,7 +44,7 @@ def test_errors_keep_their_kind() -> None:
 def test_a_dead_worker_is_an_error() -> None:
     pool = WorkerPool(2, lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == 5 else number)
     with pytest.raises(
-        WorkerDiedError, match=r"a worker process died, perhaps for lack of memory; .* --workers than 2"
+        WorkerDiedError, match=r"a worker process died, perhaps because of insufficient memory; .* --workers than 2"
     ):
         list(pool.map(range(100)))
     pool.stop()

@@ -132,14 +132,14 @@ def test_the_time_for_a_long_text_is_in_proportion_to_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (b"{", "is no JSON"),
-        (b'{"text": "a"} {"text": "b"}', "is no JSON"),
-        (b'{"text": "\xff"}', "is no JSON"),
-        (b'{"a":' * 200_000, "is no JSON"),
+        (b"{", "is not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "is not JSON"),
+        (b'{"text": "\xff"}', "is not JSON"),
+        (b'{"a":' * 200_000, "is not JSON"),
         (b"[" * 200_000, "begins a JSON array"),
         (b'[{"text": "a"}]', "begins a JSON array, expected an object such as"),
         (b"\xef\xbb\xbf [", "begins a JSON array"),
-        (b'"text"', "holds a string, expected an object"),
+        (b'"text"', "is a string, expected an object"),
         (b'{"body": "x"}', "has no key 'text'; its keys: body; choose with --json-keys"),
         (b'{"text": 5}', "has a number under 'text', expected a string"),
         (b'{"text": ["a"]}', "has an array under 'text'"),
@@ -166,7 +166,7 @@ def test_what_json_allows_is_read() -> None:
 def test_a_file_that_is_one_array_is_named_with_a_way_to_convert_it(content: str, suffix: str, tmp_path: Path) -> None:
     path = write_packed(tmp_path / f"a.json{suffix}", content.encode())
     with pytest.raises(
-        DamagedFileError, match=r"holds a JSON array, expected one object a line .* jq -c '\.\[\]' .*a\."
+        DamagedFileError, match=r"is a JSON array, expected one object per line .* jq -c '\.\[\]' .*a\."
     ):
         read(path)
 
@@ -217,10 +217,10 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
             list(read_blocks(describe(path), [key], None, Limits(), tmp_path))
     data = path.read_bytes()
     path.write_bytes(data[:600] + bytes(200) + data[800:])
-    with pytest.raises(DamagedFileError, match=r"a\.parquet is damaged in row group \d, behind row \d+ "):
+    with pytest.raises(DamagedFileError, match=r"a\.parquet is damaged in row group \d, after row \d+ "):
         read(path)
     path.write_bytes(data[:-20])
-    with pytest.raises(DamagedFileError, match=r"a\.parquet is cut off, or no Parquet file"):
+    with pytest.raises(DamagedFileError, match=r"a\.parquet is truncated, or not a Parquet file"):
         read(path)
 
 
@@ -248,7 +248,7 @@ def test_damaged_and_empty_streams(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     data = compressed(kind, DATA[:1000], DATA[1000:])
     for content, sentence in [
-        *((data[:-cut], r"is cut off: its \w+ data ends early, after [\d,]+ bytes") for cut in (1, 5, 100_000)),
+        *((data[:-cut], r"is truncated: its \w+ data ends early, after [\d,]+ bytes") for cut in (1, 5, 100_000)),
         (b"no compressed data at all", "is damaged after 0 bytes of content, or no"),
         (compressed(kind, DATA)[:1000] + bytes(2000), "is (damaged|cut off)"),
     ]:

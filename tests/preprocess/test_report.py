@@ -40,12 +40,12 @@ def test_the_summary_counts_everything_once() -> None:
         extents=[Extent(1000, 11, 12), Extent(500, 12, 12)],
     )
     lines = summary(["a_x_document", "a_y_document"], state, 2.0, 1_000_000, "gigatoken", "a_problems.txt")
-    assert lines.pop(3).startswith("2,000 bytes of text left out: the tokenizer has no token for them")
+    assert lines.pop(3).startswith("2,000 bytes of text omitted: the tokenizer has no token for them")
     assert lines == [
         "a_x_document: 12 documents, 1,000 tokens",
         "a_y_document: 12 documents, 500 tokens",
         "12 documents, 1,500 tokens, 5.0 MB; 4.0 MB in 2 s, 2.0 MB/s, by gigatoken",
-        "3 broken documents left out, 1 empty text kept; all in a_problems.txt",
+        "3 broken documents omitted, 1 empty text kept; all listed in a_problems.txt",
     ]
     assert len(summary(["a"], State(extents=[Extent()]), 1.0, 0, "tokenizers", "")) == 2
 

@@ -138,7 +138,7 @@ def test_another_run_with_the_same_output_is_an_error(
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     expected = outcome(tmp_path)
     stopped_after(tmp_path, monkeypatch, 5)
-    with pytest.raises(DataError, match=f"out.work holds an interrupted run with {sentence}.*remove that folder"):
+    with pytest.raises(DataError, match=f"out.work has an interrupted run with {sentence}.*remove that folder"):
         preprocess(settings(tmp_path, **changes), SMALL)
     assert outcome(tmp_path) == expected
 
@@ -148,10 +148,10 @@ def test_input_that_changed_after_it_was_read_is_an_error(tmp_path: Path, monkey
     stopped_after(tmp_path, monkeypatch, 5)
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(DataError, match=r"another state of .*a\.jsonl, which has changed since; give the same again"):
+    with pytest.raises(DataError, match=r"a\.jsonl in a different state; use the same settings"):
         preprocess(settings(tmp_path), SMALL)
     write_jsonl(tmp_path / "0.jsonl", ["x"])
-    with pytest.raises(DataError, match=r"other --input files \(number 1 was .*a\.jsonl, now .*0\.jsonl\)"):
+    with pytest.raises(DataError, match=r"different --input files \(number 1 was .*a\.jsonl, now .*0\.jsonl\)"):
         preprocess(settings(tmp_path), SMALL)
 
 
@@ -214,7 +214,7 @@ def test_strict_going_on_sees_what_was_broken_before(tmp_path: Path, monkeypatch
     path.write_bytes(b"{\n" + path.read_bytes())
     expected = outcome(tmp_path)
     stopped_after(tmp_path, monkeypatch, 30)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1 is no JSON .*\(--strict\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 is not JSON .*\(--strict\)"):
         preprocess(settings(tmp_path, strict=True), SMALL)
     # What was done without the flag is not lost by trying it.
     assert (tmp_path / "out.work" / "progress.json").exists()
@@ -223,7 +223,7 @@ def test_strict_going_on_sees_what_was_broken_before(tmp_path: Path, monkeypatch
 
 def test_an_output_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(DataError, match=r"--output-prefix .*a\.jsonl/out: .*out\.work cannot be made \(Not a dir"):
+    with pytest.raises(DataError, match=r"--output-prefix .*a\.jsonl/out: .*out\.work cannot be created \(Not a dir"):
         preprocess(settings(tmp_path, output_prefix=f"{path}/out"))
 
 
@@ -248,7 +248,7 @@ def test_after_the_death_of_a_worker_the_run_continues(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenize, deadly)
-        with pytest.raises(WorkerDiedError, match=r"a worker process died, perhaps for lack of memory"):
+        with pytest.raises(WorkerDiedError, match=r"a worker process died, perhaps because of insufficient memory"):
             preprocess(settings(tmp_path), SMALL)
     assert outcome(tmp_path) == expected
 
@@ -269,7 +269,9 @@ def test_a_full_disk_is_named_and_the_run_continues(most: int, tmp_path: Path) -
         except DiskFullError as error:
             found = str(error).split(":")
             named = Path(found[0]).name.endswith(".partial")
-            code = 0 if named and "at byte" in str(error) and "the same command again: it goes on" in str(error) else 2
+            code = (
+                0 if named and "at byte" in str(error) and "the same command again: it continues" in str(error) else 2
+            )
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -314,7 +316,7 @@ def corpus_with_damage(folder: Path, kind: str) -> Path:
 def test_a_damaged_file_among_others(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     damaged = corpus_with_damage(tmp_path, kind)
     given = {"input": (str(tmp_path / "[abc].*"),)}
-    reason = "holds a JSON array" if kind == "json" else "is (cut off|damaged)"
+    reason = "is a JSON array" if kind == "json" else "is (truncated|damaged)"
     with pytest.raises(DamagedFileError, match=rf"b\.{kind} {reason}.*is repaired .*--skip-damaged-files"):
         preprocess(settings(tmp_path, **given), SMALL)
     # Nothing of the damaged file stays, and the file before it is not read again.
@@ -352,7 +354,7 @@ def test_a_work_folder_that_is_damaged_is_told(name: str, content: str, tmp_path
     for each in ("run.json", "progress.json"):
         (tmp_path / "out.work" / each).write_text('{"--input": []}')
     (tmp_path / "out.work" / name).write_text(content)
-    with pytest.raises(DataError, match=r"out\.work.* (is damaged|holds an interrupted run).*remove .* to start over"):
+    with pytest.raises(DataError, match=r"out\.work.* (is damaged|has an interrupted run).*remove .* to start over"):
         preprocess(settings(tmp_path))
 
 
@@ -374,7 +376,7 @@ def test_published_files_that_another_program_changed_are_told(
     tokens = next(tmp_path.glob("out_*.bin"))
     tokens.unlink() if change == "remove" else tokens.write_bytes(tokens.read_bytes() + bytes(2))
     sentence = "is missing" if change == "remove" else "has .* bytes"
-    with pytest.raises(DataError, match=rf"\.bin {sentence}, and this run wrote .* bytes: another program"):
+    with pytest.raises(DataError, match=rf"\.bin {sentence}, but this run wrote .* bytes: another program"):
         preprocess(given, SMALL)
     preprocess(settings(tmp_path, overwrite=True), SMALL)
     assert tokens.exists() and not (tmp_path / "out.work").exists()

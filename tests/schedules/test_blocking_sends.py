@@ -92,7 +92,7 @@ def test_two_ranks_that_send_to_each_other() -> None:
 
 def test_swapped_messages_are_found() -> None:
     plan = parse_plan(["0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"], (0, 1))
-    assert list(order_problems(plan)) == ["rank 1 takes 0F1 before 0F0, but rank 0 sends 0F0 first"]
+    assert list(order_problems(plan)) == ["rank 1 consumes 0F1 before 0F0, but rank 0 sends 0F0 first"]
 
 
 def test_two_streams_over_one_link_may_be_taken_in_any_order() -> None:

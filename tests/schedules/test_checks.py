@@ -17,7 +17,7 @@ from megatron_core.schedules.checks import check, problems
 FAULTS = {
     "nothing": (["0F0 0B0", "1F0 1B0"], 1, []),
     "missing": (["0F0", "1F0 1B0"], 1, ["0B0 is missing"]),
-    "twice": (["0F0 0F0 0B0", "1F0 1B0"], 1, ["0F0 is there 2 times"]),
+    "twice": (["0F0 0F0 0B0", "1F0 1B0"], 1, ["0F0 occurs 2 times"]),
     "unknown micro-batch": (["0F0 0F1 0B0", "1F0 1B0"], 1, ["0F1 is not part of this step"]),
     "wrong rank": (
         ["0F0 1F0 0B0", "1B0"],
@@ -37,7 +37,7 @@ FAULTS = {
     "swapped messages": (
         ["0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1"],
         2,
-        ["rank 0 takes 1B1 before 1B0, but rank 1 sends 1B0 first"],
+        ["rank 0 consumes 1B1 before 1B0, but rank 1 sends 1B0 first"],
     ),
     "weight gradient missing": (["0F0 0I0", "1F0 1B0"], 1, ["0W0 is missing"]),
     "input gradient missing": (
@@ -49,11 +49,11 @@ FAULTS = {
         ["0F0 0B0 0W0", "1F0 1B0"],
         1,
         [
-            "0W0 stands beside 0B0; a backward is either B, or I and W",
+            "the plan has both 0W0 and 0B0; a backward is either B, or I and W",
             "rank 0 waits forever before 0W0, which needs 0I0",
         ],
     ),
-    "weight gradient twice": (["0F0 0I0 0W0 0W0", "1F0 1B0"], 1, ["0W0 is there 2 times"]),
+    "weight gradient twice": (["0F0 0I0 0W0 0W0", "1F0 1B0"], 1, ["0W0 occurs 2 times"]),
     "weight gradient before its input gradient": (
         ["0F0 0W0 0I0", "1F0 1B0"],
         1,
@@ -106,7 +106,7 @@ def test_forward_only_has_no_backwards() -> None:
 def test_error_names_every_problem() -> None:
     with pytest.raises(LayoutError) as error:
         check(parse_plan(["0F0", "1F0 1B0 1B0"], (0, 1)), 1)
-    assert "0B0 is missing" in str(error.value) and "1B0 is there 2 times" in str(error.value)
+    assert "0B0 is missing" in str(error.value) and "1B0 occurs 2 times" in str(error.value)
 
 
 @settings(deadline=None, max_examples=60)
@@ -138,7 +138,7 @@ def test_action_survives_its_text(stage: int, kind: str, micro: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X0", "-1F0", "0F0B", "0 F0", "0f0"])
 def test_what_is_no_action(text: str) -> None:
-    with pytest.raises(LayoutError, match="no pipeline action"):
+    with pytest.raises(LayoutError, match="not a pipeline action"):
         Action.parse(text)
 
 

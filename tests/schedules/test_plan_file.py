@@ -44,16 +44,16 @@ def test_text_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["0F0", "1F0 1G0"], "mine:2: '1G0' is no pipeline action"),
+        (["0F0", "1F0 1G0"], "mine:2: '1G0' is not a pipeline action"),
         (["0F0", "stage_to_rank: v"], "mine:2: stage_to_rank: belongs before the first rank's line"),
         (["# nothing"], "mine has no actions; write one line for each pipeline rank"),
-        (["0F0", "1F0", "2F0 3F0"], "mine: 4 stages do not go round 3 ranks"),
+        (["0F0", "1F0", "2F0 3F0"], "mine: 4 stages cannot be distributed round robin over 3 ranks"),
         (
             ["stage_to_rank: around", "0F0", "1F0"],
-            "mine: stage_to_rank: 'around' is not legal; legal: round_robin, v, or the rank",
+            "mine: stage_to_rank: 'around' is invalid; legal: round_robin, v, or the rank",
         ),
         (["stage_to_rank: 0 2", "0F0", "1F0"], r"or the rank \(0 to 1\) of each stage"),
-        (["stage_to_rank:", "0F0"], "stage_to_rank: '' is not legal"),
+        (["stage_to_rank:", "0F0"], "stage_to_rank: '' is invalid"),
     ],
 )
 def test_what_cannot_be_read(lines: list[str], message: str) -> None:
@@ -67,5 +67,5 @@ def test_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_slip_of_the_finger_is_no_million_stages() -> None:
-    with pytest.raises(LayoutError, match="4 actions and names stage 9000000"):
+    with pytest.raises(LayoutError, match="4 actions, but mentions stage 9000000"):
         plan_from_text(["0F0 9000000F0 0B0 9000000B0"])

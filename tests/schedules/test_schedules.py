@@ -180,7 +180,7 @@ def test_dualpipe_v_of_two_ranks() -> None:
 
 
 def test_unknown_schedule() -> None:
-    with pytest.raises(ConfigError, match="pipeline_schedule='zbh1' is no schedule; legal: gpipe, 1f1b, interleaved"):
+    with pytest.raises(ConfigError, match="pipeline_schedule='zbh1' is not a schedule; legal: gpipe, 1f1b,"):
         make_plan("zbh1", 4, 1, 8)
 
 

@@ -212,5 +212,5 @@ def test_costs_that_cannot_be_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-1,1,1,0", "1,1,1,-1", "0,0,0,1", "nan,1,1", "inf,1,1"])
 def test_costs_that_cannot_be(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be finite, 0 or more"):
+    with pytest.raises(ConfigError, match="must be finite and >= 0"):
         Costs.parse(text)

@@ -40,18 +40,18 @@ def test_layouts(text: str, stages: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Ett|xL", "'x' at position 5 has no meaning; legal: E (embedding), t (transformer layer), L"),
-        ("Et3|L", "'3' at position 3 has no meaning"),
+        ("Ett|xL", "'x' at position 5 is unknown; legal: E (embedding), t (transformer layer), L"),
+        ("Et3|L", "'3' at position 3 is unknown"),
         ("E(tt|L", "'(' at position 2 is never closed; add ')'"),
         ("Ett)|L", "')' at position 4 closes nothing"),
         ("*2tL", "'*' at position 1 repeats nothing"),
         ("Et*2*3L", "'*' at position 5 repeats nothing"),
         ("E()*2L", "'*' at position 4 repeats nothing"),
-        ("Et*|L", "'*' at position 3 has no number behind it; say how often"),
+        ("Et*|L", "'*' at position 3 is not followed by a number; add the number"),
         ("Et*100001|L", "'*' at position 3 makes more than 100000 parts; repeat less"),
         ("E((t*1000)*1000)*1000|L", "'*' at position 11 makes more than 100000 parts"),
         ("Et*" + "9" * 5000, "makes more than 100000 parts"),
-        ("Et\n|L", "'\\n' at position 3 has no meaning"),
+        ("Et\n|L", "'\\n' at position 3 is unknown"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(text: str, words: str) -> None:

@@ -157,21 +157,21 @@ def test_unequal_stages_of_costs() -> None:
 
 
 def test_files_that_are_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank00000.jsonl is no pipeline trace: .* --trace-pipeline"):
+    with pytest.raises(ConfigError, match=r"rank00000.jsonl is not a pipeline trace: .* --trace-pipeline"):
         read_trace(tmp_path)
     plan = make_plan("1f1b", 2, 1, 1)
     _write(tmp_path, plan)
     second = tmp_path / "rank00001.jsonl"
     header, step = second.read_text().splitlines()
     for text, told in (
-        ("{}", "line 1 lacks a legal value of rank, pipeline, schedule, stage_to_rank, host"),
-        ("[]", "line 1 lacks a legal value of an object"),
-        (header.replace("[0, 1]", "null"), "line 1 lacks a legal value of pipeline, stage_to_rank"),
-        (f"{header}\n{step.replace('5.5', 'NaN')}", "line 2 lacks a legal value of began"),
-        (f"{header}\n{step.replace('[[', '[1, [')}", "line 2 lacks a legal value of actions"),
+        ("{}", "line 1 has no valid value of rank, pipeline, schedule, stage_to_rank, host"),
+        ("[]", "line 1 has no valid value of an object"),
+        (header.replace("[0, 1]", "null"), "line 1 has no valid value of pipeline, stage_to_rank"),
+        (f"{header}\n{step.replace('5.5', 'NaN')}", "line 2 has no valid value of began"),
+        (f"{header}\n{step.replace('[[', '[1, [')}", "line 2 has no valid value of actions"),
         (header.replace("mine", "other"), "is of another run than"),
-        (header, "no step that all ranks have finished"),
-        (f"{header}\n{step[:40]}", "is no pipeline trace"),
+        (header, "no step that all ranks finished"),
+        (f"{header}\n{step[:40]}", "is not a pipeline trace"),
     ):
         second.write_text(text)
         with pytest.raises(ConfigError, match=told):

@@ -116,7 +116,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_told() -> None:
-    with pytest.raises(ConfigError, match="--tokenization-backend fast is not known; known: auto, tokenizers, g"):
+    with pytest.raises(ConfigError, match="--tokenization-backend fast is unknown; legal: auto, tokenizers, g"):
         load_backend(TokenizerFiles("ByteLevelTokenizer").load(), "fast")
     with pytest.raises(ConfigError, match="--tokenizer-type Foo is not known"):
         load_backend(TokenizerFiles("Foo").load())

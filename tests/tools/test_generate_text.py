@@ -122,7 +122,7 @@ def test_prompts_from_standard_input(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "there is no prompt; give --prompt, --prompt-file or --interactive"),
+        ({}, "no prompt was given; use --prompt, --prompt-file or --interactive"),
         ({"prompt": ("a",), "max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt_file": "nowhere"}, "prompt_file='nowhere' cannot be read"),
         ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a text "prompt"'),

@@ -82,7 +82,7 @@ def test_two_checkpoints_tensor_by_tensor(tmp_path: Path) -> None:
         "  b: 2 of 4 elements, by up to 5.000e-01; the largest is 0.000e+00",
         "  c: F32 [2, 3] and F32 [3, 2]",
         "  e: 1 of 1 elements, by up to 0.000e+00; the largest is 0.000e+00",
-        "1 tensors are equal to the bit, 3 differ, 2 are in one only",
+        "1 tensors are bitwise equal, 3 differ, 2 are in only one of them",
     ]
     assert inspect_checkpoint(Settings(checkpoint=str(one), diff=str(one)))
 
@@ -96,7 +96,7 @@ def test_layouts_of_the_same_weights_are_equal(tmp_path: Path, capsys: pytest.Ca
     save_run(start(ONE_LAYER | {"save": str(tmp_path / "one")}))
     run_ranks(2, _save_split, tmp_path / "split")
     equal, out = shown(capsys, checkpoint=str(tmp_path / "one"), diff=str(tmp_path / "split"), verify=True)
-    assert equal and "0 differ, 0 are in one only" in out
+    assert equal and "0 differ, 0 are in only one of them" in out
     assert "  tensor_model_parallel_size: 1 and 2\n" in out
     other = start(ONE_LAYER | {"save": str(tmp_path / "other"), "seed": 5})
     save_run(other)
@@ -116,12 +116,12 @@ def test_long_lists_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("nowhere",), "nowhere holds no checkpoint; give a folder that training has written with --save"),
+        (("nowhere",), "nowhere has no checkpoint; give a --save folder of a training run"),
         (
             ("there", "--ckpt-step", 9),
             "there/iter_0000009 is not a complete checkpoint; complete ones in there: iter_0000001",
         ),
-        (("there", "--diff", "nowhere"), "nowhere holds no checkpoint"),
+        (("there", "--diff", "nowhere"), "nowhere has no checkpoint"),
     ],
 )
 def test_errors_are_one_sentence(

@@ -130,7 +130,7 @@ def test_the_vocabulary_of_the_tokenizer_is_checked_against(tmp_path: Path) -> N
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"was made with a ByteLevelTokenizer of 257 tokens, and .* has 300"):
+    with pytest.raises(DataError, match=r"was made with a ByteLevelTokenizer of 257 tokens, but .* has 300"):
         inspect_dataset(Settings(prefix=make(tmp_path), tokenizer_type="NullTokenizer", vocab_size=300))
 
 
@@ -178,15 +178,15 @@ def damage(prefix: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("cut off", r"a\.idx has \d+ bytes, expected \d+ .*cut off; copy it again, or prepare"),
-        ("header cut off", r"a\.idx is cut off: it has 20 bytes and the header alone has 34"),
-        ("empty index", r"a\.idx is cut off: it has 0 bytes"),
+        ("cut off", r"a\.idx has \d+ bytes, expected \d+ .*truncated; copy it again, or prepare"),
+        ("header cut off", r"a\.idx is truncated: it has 20 bytes, but the header has 34"),
+        ("empty index", r"a\.idx is truncated: it has 0 bytes"),
         ("magic", r"a\.idx is not an index of a token file: it begins with b'PK"),
         ("no index", r"expected .*a\.idx, found no such file"),
         ("no tokens", r"expected .*a\.bin, found no such file"),
         ("empty tokens", r"a\.bin has 0 bytes, expected 646"),
         ("short tokens", r"a\.bin has 644 bytes, expected 646"),
-        ("no sequence", r"a\.idx: no token in 0 sequences; prepare the data again"),
+        ("no sequence", r"a\.idx: 0 sequences have no tokens; prepare the data again"),
     ],
 )
 def test_damaged_files_are_told(name: str, sentence: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_header_that_is_missing_is_said(tmp_path: Path, capsys: pytest.Capture
     assert "no header is written: " in (said := capsys.readouterr().err) and "b has none, so" in said
     assert read_header(str(tmp_path / "all")) is None
     again = Settings(input=(str(make(tmp_path / "other", headers=False)),), output_prefix=str(tmp_path / "all"))
-    with pytest.raises(ConfigError, match=r"all\.bin exists already; .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"all\.bin already exists; .*--overwrite"):
         merge(again)
     merge(replace(again, overwrite=True))
     assert "no header" not in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_the_output_is_none_of_the_inputs(tmp_path: Path) -> None:
             merge(Settings(input=(str(parts),), output_prefix=str(output)))
     assert content(parts / "a") == before
     (tmp_path / "all.json").write_text("{}")
-    with pytest.raises(DataError, match=r"all\.json exists and is no header"):
+    with pytest.raises(DataError, match=r"all\.json exists and is not the header"):
         merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
 
 
@@ -176,7 +176,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"--input .*parts: z\{suffix} has no z\{other};"):
             merge(Settings(input=(str(parts),), output_prefix=output))
         (parts / f"z{suffix}").unlink()
-    with pytest.raises(DataError, match="there is no token in these files"):
+    with pytest.raises(DataError, match="these files have no tokens"):
         merge(Settings(input=(write(tmp_path / "n", []), write(tmp_path / "m", [[]])), output_prefix=output))
     assert not Path(get_bin_path(output)).exists()
 
@@ -202,6 +202,6 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         merge(settings)
     tokens.write_bytes(whole)
     write_header(str(parts / "a"), replace(header(PARTS["a"]), tokens=4))
-    with pytest.raises(DataError, match=r"a\.json says tokens=4, and the files hold 3"):
+    with pytest.raises(DataError, match=r"a\.json says tokens=4, but the files have 3"):
         merge(settings)
     assert not list(tmp_path.glob("all*"))

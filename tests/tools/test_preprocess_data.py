@@ -54,7 +54,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert header.fingerprint == tokenizer.fingerprint() and header.append_eod
     assert (header.documents, header.tokens) == (len(TEXTS), dataset.num_tokens)
     assert f"{len(TEXTS)} documents, {dataset.num_tokens:,} tokens" in done.stdout
-    assert "0 broken documents left out, 1 empty text kept" in done.stdout and "MB/s" in done.stdout
+    assert "0 broken documents omitted, 1 empty text kept" in done.stdout and "MB/s" in done.stdout
     assert "tokenization backend: " in done.stderr
 
 
@@ -115,9 +115,9 @@ def test_inputs_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--input names no file"):
         preprocess(settings(tmp_path, input=()))
     hint = "is there text under --json-keys"
-    for content, why in (('{"text": ""}\n', hint), ("", hint), ("{\n", "1 broken document left out, of which")):
+    for content, why in (('{"text": ""}\n', hint), ("", hint), ("{\n", "1 broken document omitted; the first")):
         (tmp_path / "corpus.jsonl").write_text(content)
-        with pytest.raises(DataError, match=f"no token in it; {why}"):
+        with pytest.raises(DataError, match=f"the input has no tokens; {why}"):
             preprocess(settings(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
@@ -125,6 +125,6 @@ def test_inputs_without_text(tmp_path: Path) -> None:
 def test_a_foreign_json_file_is_told_before_the_work(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", ["a"])
     (tmp_path / "out_text_document.json").write_text(json.dumps({}))
-    with pytest.raises(DataError, match="is no header of a token file"):
+    with pytest.raises(DataError, match="is not the header of a token file"):
         preprocess(settings(tmp_path))
     assert not (tmp_path / "out_text_document.bin").exists()

@@ -447,7 +447,7 @@ def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: i
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--host", "192.0.2.1"], "host='192.0.2.1' port=0 cannot be listened at"),
+        (["--host", "192.0.2.1"], "host='192.0.2.1' port=0 cannot be used"),
         (["--chat-template", "nowhere"], "chat_template='nowhere' cannot be read: .* No such file"),
         (["--max-waiting", "0"], "max_waiting=0: give 1 or more"),
         (["--max-length", "-5"], "max_length=-5: give 2 or more"),

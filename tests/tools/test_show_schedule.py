@@ -72,13 +72,13 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--schedule", "zbh1"], "'zbh1' is no schedule; legal: gpipe"),
+        (["--schedule", "zbh1"], "'zbh1' is not a schedule; legal: gpipe"),
         (["--schedule", "zb_v", "--chunks", "3"], "zb_v cannot have 3 chunks on each rank; legal: 2"),
         (["--microbatches", "0"], "micro-batches = 0"),
         (["--costs", "1,2"], "costs='1,2' must be F,I,W,COMM"),
         (["--plan", "none.txt"], "plan none.txt cannot be read"),
         (["--compare", "1f1b,gpipe", "--trace", "x.json"], "can hold only one schedule; remove --compare"),
-        (["--measured", "nowhere"], "rank00000.jsonl is no pipeline trace"),
+        (["--measured", "nowhere"], "rank00000.jsonl is not a pipeline trace"),
         (["--measured", "nowhere", "--plan", "x.txt"], "plan='x.txt' excludes measured='nowhere'; remove one"),
     ],
 )

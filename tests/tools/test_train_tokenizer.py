@@ -140,8 +140,8 @@ def test_broken_documents_are_left_out_and_told(
     train(given)
     assert load(given).vocab_size == 290
     told = capsys.readouterr().err
-    assert told.startswith("2 broken documents left out; the first: ") and told.count("\n") == 1
-    assert "corpus.jsonl, line 16 is no JSON" in told
+    assert told.startswith("2 broken documents omitted; the first: ") and told.count("\n") == 1
+    assert "corpus.jsonl, line 16 is not JSON" in told
 
 
 @pytest.mark.parametrize("output", FORMATS)
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_named(output: str, tmp_path: Path) -> None:
     given = settings(tmp_path, 290, output)
     damaged = tmp_path / "b.jsonl.gz"
     damaged.write_bytes(gzip.compress(Path(given.input[0]).read_bytes())[:-9])
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is cut off"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is truncated"):
         train(replace(given, input=(*given.input, str(damaged))))
     assert not Path(given.output).exists()
 

@@ -53,7 +53,8 @@ def test_a_lock_that_can_never_be_made(tmp_path: Path) -> None:
     result = run_program("tools/preprocess_data.py", *flags, cwd=tmp_path)
     assert result.returncode == 1
     assert (
-        "--output-prefix out: out.work cannot be made (it is a link, which is not followed; remove it)" in result.stderr
+        "--output-prefix out: out.work cannot be created (it is a symbolic link, which is not allowed here; remove it)"
+        in result.stderr
     )
 
 

@@ -101,7 +101,7 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
     flags = ("--num-layers", "4", "--steps", "1", "--pipeline-model-parallel-size", "2")
     flags += ("--pipeline-model-parallel-layout", "Ettt|tL")
     assert verify(*flags).status == 0
-    note = "pipeline_model_parallel_layout=Ettt|tL is not used"
+    note = "pipeline_model_parallel_layout=Ettt|tL is ignored"
     assert note in verify(*flags, "--layouts", "tp2").stdout
     options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
     assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
@@ -135,9 +135,9 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "there is no layout to check"),
+        ((), "no layout to check"),
         (("--layouts", "tp2 cq4"), "legal: tpN"),
-        (("--layouts", "tp2", "--all"), "--all and --layouts exclude one another"),
+        (("--layouts", "tp2", "--all"), "--all and --layouts exclude each other"),
         (("--all",), "--all needs --world-size"),
         (("--all", "--world-size", "1"), "no layout of --world-size 1 fits"),
         (("--layouts", "tp2", "--world-size", "2"), "remove --world-size"),

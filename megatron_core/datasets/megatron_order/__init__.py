@@ -1,4 +1,4 @@
-"""Megatron-LM's order of samples, for runs that began there: the same batches for the same seed."""
+"""Megatron-LM's sample order, for runs that started with Megatron-LM: the same batches for the same seed."""
 
 from megatron_core.datasets.megatron_order.build import (
     MegatronOrderedBlend,

@@ -1,4 +1,4 @@
-"""Data sets in Megatron's order, for one file and for blends: the same samples as Megatron-LM, for the same seed."""
+"""Data sets in Megatron's order, for one file and for blends: the same samples as Megatron-LM for the same seed."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +21,14 @@ from megatron_core.datasets.megatron_order.cache import IndexCache
 from megatron_core.datasets.megatron_order.order import OrderOptions, SampleOrder, cached_order
 from megatron_core.errors import ConfigError, DataError
 
-# What fills a sample that is short of tokens where no id of the vocabulary is set apart for it: no token's id.
+# Padding of a short sample if the vocabulary has no padding id: not a token id.
 NO_PAD = -1
 
 
 def read_text(indexed: Any, order: SampleOrder, number: int, length: int, extra_tokens: int, pad: int) -> np.ndarray:
-    """The L + x tokens of sample `number` of the sample index, filled up with `pad` at the end: int64 [L + x].
+    """The L + x tokens of sample `number` of the sample index, padded with `pad` at the end: int64 [L + x].
 
-    They begin at row `number` and end x tokens after row `number + 1`; consecutive samples share x tokens.
+    They start at row `number` and end x tokens after row `number + 1`; consecutive samples share x tokens.
     """
     first, offset = (int(value) for value in order.sample_index[number])
     last, stop = (int(value) for value in order.sample_index[number + 1])
@@ -46,10 +46,10 @@ def read_text(indexed: Any, order: SampleOrder, number: int, length: int, extra_
 
 
 def divide(text: np.ndarray, extra_tokens: int, pad: int, masked_token: int | None) -> Sample:
-    """Tokens and labels of a text, and the mask of the labels that count.
+    """Split a text into tokens, labels and the mask of labels that count.
 
-    Labels are the text from its second token on; without an extra token, the last label is padding. The mask is 0
-    where the label is `pad` and where the token is `masked_token`. Padding becomes id 0, which an embedding has.
+    Labels are the text from its second token on; without an extra token, the last label is padding. The mask is 0 where
+    the label is `pad` or the token is `masked_token`. Padding is replaced by id 0, which every embedding has.
     """
     if extra_tokens:
         tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -64,7 +64,7 @@ def divide(text: np.ndarray, extra_tokens: int, pad: int, masked_token: int | No
     return Sample(tokens=tokens, labels=labels, loss_mask=mask)
 
 
-# What to change so that a split has more samples.
+# Settings to change so that a split has more samples.
 MORE = {
     "train": "--train-iters or --train-samples",
     "valid": "--train-iters or --eval-iters, or lower --eval-interval",
@@ -76,7 +76,7 @@ MORE = {
 class MegatronOrderedDataset:
     """The samples of one file in Megatron's order: item i is sample shuffle_index[i] of the sample index.
 
-    The order is finite. DataError: an item past its end.
+    The order is finite. DataError: an item beyond its end.
     """
 
     indexed: IndexedDataset
@@ -94,7 +94,7 @@ class MegatronOrderedDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples: what comes before any of them comes again."""
+        """Number of samples per epoch."""
         return len(self)
 
     def __getitem__(self, index: int) -> Sample:
@@ -107,9 +107,9 @@ class MegatronOrderedDataset:
 
 
 class MegatronOrderedBlend:
-    """Data sets drawn from in Megatron's order: item i is item dataset_sample_index[i] of number dataset_index[i].
+    """A blend in Megatron's order: item i is item dataset_sample_index[i] of data set dataset_index[i].
 
-    The order is finite. DataError: an item past its end.
+    The order is finite. DataError: an item beyond its end.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MegatronOrderedBlend:
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples: what comes before any of them comes again."""
+        """Number of samples per epoch."""
         return len(self)
 
     def __getitem__(self, index: int) -> Sample:
@@ -136,19 +136,20 @@ class MegatronOrderedBlend:
         return self._datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
     def source_of(self, index: int) -> int:
-        """The number of the data set that a sample is read from."""
+        """Number of the data set of a sample."""
         return int(self.dataset_index[index])
 
 
 def check_place(index: int, length: int, split_name: str) -> None:
-    """DataError, with what to change, for an item past the end; IndexError for one before 0."""
+    """DataError, with the setting to change, for an item beyond the end; IndexError for a negative index."""
     if index < 0:
         raise IndexError(f"sample {index}: the order starts at 0")
     if index >= length:
         raise DataError(
-            f"sample {index} of the {split_name} data, of which --data-order megatron has ordered {length}: this order "
-            f"ends, since Megatron's depends on how many samples are asked for; raise {MORE[split_name]} from the "
-            "start of the run (which changes the order), or use --data-order keyed, which has no end"
+            f"sample {index} of the {split_name} data, of which --data-order megatron has ordered {length}: "
+            f"Megatron's order is finite and depends on the number of samples requested; raise {MORE[split_name]} "
+            "from the "
+            "start of the run (which changes the order), or use --data-order keyed, which is endless"
         )
 
 
@@ -171,22 +172,23 @@ def build_megatron_order(
     surplus: float = SURPLUS,
     threads: int = 1,
 ) -> Dataset:
-    """The sequences `ranges[d]` of each file, in the order in which Megatron-LM would read them.
+    """The sequences `ranges[d]` of each file, in Megatron-LM's order.
 
-    - One file and no weights: `num_samples` are asked of it (None: one epoch).
-    - Weights, even a single one: of N samples, each is asked for ceil(ceil(N w) (1 + surplus)), and they are blended.
-    - Several files and no weights: each gives one epoch; they are blended by their sizes into N samples at most, or
-      all of them where `num_samples` is None.
+    - One file without weights: `num_samples` are requested from it (None: one epoch).
+    - Weights, even a single one: of N samples, ceil(ceil(N w) (1 + surplus)) are requested from each file, then
+      blended.
+    - Several files without weights: each gives one epoch; they are blended by size into at most N samples, or all of
+      them if `num_samples` is None.
 
-    cache: a folder for the indices; nothing is written without one. threads: files that are worked on at once.
+    cache: a folder for the indices; without one nothing is written. threads: number of files processed in parallel.
     masked_token: the mask is 0 where the input token is this one.
-    pad: the id that fills a last sample that is short (`drop_last_partial=False`), and whose labels do not count.
-    ConfigError: weights without a number of samples, or not one for each file. DataError: a file without a sample.
+    pad: the id that pads a short last sample (`drop_last_partial=False`), whose labels do not count.
+    ConfigError: weights without a number of samples, or not one per file. DataError: a file without a sample.
     """
     if weights is not None and (num_samples is None or len(weights) != len(indexed)):
         raise ConfigError(
             f"a blend of {len(indexed)} data sets with {len(weights)} weights and {num_samples} samples; "
-            "weights need one for each data set, and a number of samples"
+            "give one weight per data set, and a number of samples"
         )
     store = IndexCache(cache)
     asked = _asked(len(indexed), weights, num_samples, surplus)
@@ -205,7 +207,7 @@ def build_megatron_order(
         return datasets[0]
     lengths = [len(dataset) for dataset in datasets]
     size = blend_size(lengths, weights, num_samples)
-    # The builder and the blend of Megatron-LM each normalise, and the second time may move a last bit.
+    # Megatron-LM normalises twice, in the builder and in the blend; the second time may change the last bit.
     shares = lengths if weights is None else normalize(weights)
     blend = cached_blend(store, f"BlendedDataset-{split_name}", shares, size)
     check_blend(blend, lengths, [file.path_prefix for file in indexed])
@@ -213,14 +215,14 @@ def build_megatron_order(
 
 
 def _asked(number: int, weights: Sequence[float] | None, num_samples: int | None, surplus: float) -> list[int | None]:
-    """How many samples each of the data sets is asked for; None for one epoch."""
+    """Number of samples requested from a data set; None for one epoch."""
     if weights is not None:
         return list(samples_per_dataset(num_samples or 0, normalize(weights), surplus))
     return [num_samples] if number == 1 else [None] * number
 
 
 def blend_size(lengths: Sequence[int], weights: Sequence[float] | None, num_samples: int | None) -> int | None:
-    """The length of a blend of data sets of these lengths; None where it draws all of their samples."""
+    """The length of a blend of data sets of these lengths; None if it uses all of their samples."""
     if num_samples is None:
         return None
     if weights is None:
@@ -229,7 +231,7 @@ def blend_size(lengths: Sequence[int], weights: Sequence[float] | None, num_samp
 
 
 def cached_blend(cache: IndexCache, name: str, weights: Sequence[float], size: int | None) -> BlendIndex:
-    """The order of a blend, through the cache; with size None, `weights` are lengths, and all samples are drawn."""
+    """The order of a blend, through the cache; if size is None, `weights` are lengths and all samples are used."""
     if size is None:
         lengths = [int(weight) for weight in weights]
         arrays = cache.get(
@@ -243,24 +245,24 @@ def cached_blend(cache: IndexCache, name: str, weights: Sequence[float], size: i
 
 
 def check_tokens(path: str, split_name: str, lengths: np.ndarray, options: OrderOptions) -> None:
-    """DataError where a file has no sample, or no token, to give to a split."""
+    """DataError if a file does not have a sample, or a token, for a split."""
     tokens = int(lengths.sum(dtype=np.int64))
     needed = 1 if options.num_samples is not None else options.sequence_length + options.extra_tokens
     if options.num_samples is None and not options.drop_last_partial:
         needed = 1 + options.extra_tokens
     if tokens < needed:
         raise DataError(
-            f"{path}: the {split_name} split has {tokens} tokens in {len(lengths)} sequences, and {needed} are needed "
-            f"for one sample (--seq-length {options.sequence_length}); prepare more text, change --split, or lower "
+            f"{path}: the {split_name} split has {tokens} tokens in {len(lengths)} sequences, but one sample needs "
+            f"{needed} (--seq-length {options.sequence_length}); prepare more text, change --split, or lower "
             "--seq-length"
         )
 
 
 def check_blend(blend: BlendIndex, lengths: Sequence[int], paths: Sequence[str]) -> None:
-    """DataError where a blend draws more samples from a data set than it has."""
+    """DataError if a blend draws more samples from a data set than it has."""
     for number, (count, length) in enumerate(zip(blend.counts.tolist(), lengths, strict=True)):
         if count > length:
             raise DataError(
                 f"{paths[number]}: the blend draws {count} samples from this data set, number {number}, which has "
-                f"{length}; raise --mid-level-dataset-surplus"
+                f"only {length}; raise --mid-level-dataset-surplus"
             )

@@ -1,4 +1,4 @@
-"""Arrays kept between runs: found by what they are a function of, and either whole or not there."""
+"""A cache of arrays on disk, keyed by the inputs they are computed from; entries are complete or absent."""
 
 import hashlib
 import json
@@ -19,34 +19,34 @@ import numpy as np
 
 from megatron_core.output_file import make_folder, no_follow_new
 
-# Part of every key: a change of what the arrays mean, or of how they are stored, makes the files of before unknown.
+# Part of every key: change it with the meaning or format of the arrays, so that older files are ignored.
 FORMAT = 1
 
-# Files up to this size are compared with their checksum when they are opened (0.03 s for 64 MiB); larger ones, which
-# would be read as a whole for it, by size, type and shape alone.
+# Files up to this size are verified by checksum when opened (0.03 s for 64 MiB); larger ones, which would have to be
+# read completely, only by size, dtype and shape.
 CHECKED_BYTES = 2**26
 
-# A file that is being written and has not changed for so long was left by a job that was killed.
+# Temporary files that have not changed for this long are left over from a killed job.
 ABANDONED_SECONDS = 3600.0
 
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{16}\.partial")
-"""The names of these files."""
+"""Pattern of the names of these files."""
 
 Arrays = dict[str, np.ndarray]
 
-# numpy parses a file's header as Python, which up to Python 3.12 is not safe in two threads at once: rarely, that ends
-# in a SystemError about the "AST constructor recursion depth".
+# numpy parses a file's header as Python, which up to Python 3.12 is not thread-safe: it rarely raises a SystemError
+# about the "AST constructor recursion depth".
 _PARSING = Lock()
 
 
 class IndexCache:
-    """A folder of arrays under content keys, or with folder None no cache at all.
+    """A folder of arrays under content keys; with folder None nothing is cached.
 
-    An entry is a file `KEY-NAME-ARRAY.npy` for each array and, written last, `KEY-NAME-description.txt`: JSON with all
-    fields of the key, and the size, checksum, type and shape of each array. KEY is a hash of the fields and of the
-    format's version, so another option is another entry. Files are written under names of their own and renamed:
-    processes that build the same entry at once give it the same content, and none waits for another. A damaged entry
-    is built again; if the folder cannot be written, the arrays stay in memory and one sentence on stderr reports it.
+    An entry is a file `KEY-NAME-ARRAY.npy` per array and, written last, `KEY-NAME-description.txt`: JSON with all
+    fields of the key, and the size, checksum, dtype and shape of each array. KEY is a hash of the fields and the
+    format's version, so other options give other entries. Files are written under unique names and renamed: processes
+    that build the same entry at once write the same content, without waiting for each other. A damaged entry is
+    rebuilt; if the folder cannot be written, the arrays stay in memory and a warning is printed on stderr.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -59,9 +59,9 @@ class IndexCache:
         return self._folder is not None
 
     def get(self, name: str, key: dict[str, Any], arrays: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-        """The named arrays of an entry, mapped from its files; if they are not there, built, and stored if possible.
+        """The named arrays of an entry, mapped from its files, or built and, if possible, stored.
 
-        key: what the arrays are a function of, in values that JSON has.
+        key: the values that determine the arrays, as JSON types.
         """
         if self._folder is None:
             return build()
@@ -77,14 +77,14 @@ class IndexCache:
             self._store(prefix, fields, built)
         except OSError as error:
             self._may_write = False
-            # Not the error itself: it names a file that is another one every time.
+            # The error itself is not printed, because the file name in it differs every time.
             reason = error.strerror or type(error).__name__
-            say_once(f"{self._folder}: the cache of the data order cannot be written ({reason}); going on in memory")
+            say_once(f"{self._folder}: the cache of the data order cannot be written ({reason}); continuing in memory")
             return built
         return self._load(prefix, fields, arrays) or built
 
     def _load(self, prefix: str, fields: dict[str, Any], arrays: Sequence[str]) -> Arrays | None:
-        """The arrays of a whole entry; None where there is none, after a word if there is a damaged one."""
+        """The arrays of a complete entry; None if there is none, with a warning if it is damaged."""
         assert self._folder is not None
         path = self._folder / f"{prefix}-description.txt"
         try:
@@ -96,9 +96,9 @@ class IndexCache:
             }
         except (FileNotFoundError, NotADirectoryError) as error:
             if path.is_file():
-                say_once(f"{error.filename} is missing beside its description; building it again")
+                say_once(f"{error.filename} is missing; rebuilding this entry of the cache")
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            say_once(f"{path}: this entry of the cache is damaged ({error}); building it again")
+            say_once(f"{path}: this entry of the cache is damaged ({error}); rebuilding it")
         return None
 
     def _store(self, prefix: str, fields: dict[str, Any], arrays: Arrays) -> None:
@@ -107,7 +107,7 @@ class IndexCache:
         for path in self._folder.glob(".*.partial"):
             if not _PARTIAL.fullmatch(path.name):
                 continue
-            # Of a job that was killed: another one that is writing changed its file a moment ago.
+            # Left over from a killed job: an active writer would have changed its file recently.
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     path.unlink()
@@ -121,19 +121,19 @@ class IndexCache:
 
 
 def key_hash(fields: dict[str, Any]) -> str:
-    """32 hexadecimal digits of a description's fields, whatever their order."""
+    """A hash of 32 hexadecimal digits of a description's fields, in any order."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache
 def say_once(sentence: str) -> None:
-    """A sentence on stderr, the first time in this process."""
+    """Print a sentence on stderr once per process."""
     print(sentence, file=sys.stderr, flush=True)
 
 
 def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
-    """Write a file under another name and rename it; its size, and its checksum if it is small enough to be checked."""
-    # Unlike a fixed name, this one is no other writer's, in this process, on this node, or on another.
+    """Write a file under a temporary name and rename it; returns its size, and its checksum if it is small enough."""
+    # A unique name, so that no other thread, process or node writes the same file.
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.partial")
     try:
         with open(partial, "wb", opener=no_follow_new) as file:
@@ -149,7 +149,7 @@ def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
 
 
 def _load_array(path: Path, expected: dict[str, Any]) -> np.ndarray:
-    """An array mapped from its file; ValueError where it is not as its description says."""
+    """An array mapped from its file; ValueError if it differs from its description."""
     found: dict[str, Any] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
     for field, value in found.items():
         if value != expected[field]:
@@ -160,10 +160,10 @@ def _load_array(path: Path, expected: dict[str, Any]) -> np.ndarray:
         raise ValueError(
             f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {expected['dtype']} {expected['shape']}"
         )
-    # A plain view of the mapping: reading one number from a memmap itself takes ten times as long.
+    # A plain array view: reading one number from a memmap takes ten times as long.
     return np.asarray(array)
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file of up to CHECKED_BYTES, 0 of a larger one."""
+    """CRC-32 of a file of up to CHECKED_BYTES, 0 for a larger one."""
     return zlib.crc32(path.read_bytes()) if path.stat().st_size <= CHECKED_BYTES else 0

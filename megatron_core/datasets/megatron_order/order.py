@@ -1,4 +1,4 @@
-"""Megatron's order of one data set: its document, sample and shuffle indices, built or taken from the cache."""
+"""Megatron's order of one data set: its document, sample and shuffle indices, built or read from the cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ import numpy as np
 from megatron_core.datasets.megatron_order.cache import IndexCache
 from megatron_core.errors import DataError
 
-# A last epoch of which less than this share is needed is shuffled by itself, so that its samples come last.
+# If less than this share of the last epoch is needed, it is shuffled separately, so that its samples come last.
 SEPARATE_BELOW = 0.80
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the documents are gone through; `samples_before_last` is None where all epochs are shuffled as one."""
+    """Number of passes over the documents; `samples_before_last` is None if all epochs are shuffled together."""
 
     count: int
     samples_before_last: int | None
 
 
 def plan_epochs(num_tokens: int, sequence_length: int, num_samples: int | None, extra_tokens: int = 1) -> Epochs:
-    """The fewest epochs of T tokens that give N samples of L tokens, and whether the last of them stands alone.
+    """The fewest epochs of T tokens that give N samples of L tokens, and whether the last one is shuffled separately.
 
-    E is the smallest with E T >= N L + x. With E > 1, the last epoch gives N - floor(((E - 1) T - x) / L) samples;
-    it is shuffled by itself if that is below int(0.8 floor((T - x) / L)). `num_samples` None stands for one epoch.
-    DataError: no tokens.
+    E is the smallest with E T >= N L + x. With E > 1, the last epoch gives N - floor(((E - 1) T - x) / L) samples; it
+    is shuffled separately if that is below int(0.8 floor((T - x) / L)). `num_samples` None means one epoch. DataError:
+    no tokens.
     """
     if num_tokens < 1:
-        raise DataError(f"the documents hold no tokens, and samples of {sequence_length} were asked for")
+        raise DataError(f"the documents have no tokens, but samples of {sequence_length} tokens were requested")
     if num_samples is None:
         return Epochs(1, None)
     count = max(1, -(-(num_samples * sequence_length + extra_tokens) // num_tokens))
@@ -45,10 +45,10 @@ def plan_epochs(num_tokens: int, sequence_length: int, num_samples: int | None, 
 def build_document_index(
     documents: np.ndarray, epochs: int, state: np.random.RandomState, separate_last: bool
 ) -> np.ndarray:
-    """The documents, once for each epoch, shuffled: int32 [epochs * len(documents)].
+    """The documents, once per epoch, shuffled: int32 [epochs * len(documents)].
 
-    All epochs are shuffled as one, or with `separate_last` the last one after and apart from those before it. The
-    numbers that are drawn from `state`, and their order, are Megatron-LM's.
+    All epochs are shuffled together, or with `separate_last` the last one after the others. The numbers drawn from
+    `state`, and their order, are Megatron-LM's.
     """
     parts = (epochs - 1, 1) if separate_last and epochs > 1 else (epochs,)
     index = np.tile(np.asarray(documents, dtype=np.int32), epochs)
@@ -59,7 +59,7 @@ def build_document_index(
     return index
 
 
-# Entries of the document index taken at once, so that all arrays of a block stay in the second-level cache: 3 10^6
+# Entries of the document index processed at once, so that all arrays of a block stay in the second-level cache: 3 10^6
 # entries and 975,000 samples took 0.033 s with it and 0.051 s in one piece.
 BLOCK = 2**16
 
@@ -67,9 +67,9 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def count_samples(num_tokens: int, sequence_length: int, extra_tokens: int, drop_last_partial: bool = True) -> int:
-    """The number of samples in a text: (tokens - x) / L, rounded down, or up where a last partial sample is kept.
+    """Number of samples in a text: (tokens - x) / L, rounded down, or up if a last partial sample is kept.
 
-    Integers throughout; in 32-bit floating point the count is wrong from 2**24 samples on.
+    Integer arithmetic; in float32 the count would be wrong from 2**24 samples on.
     """
     usable = max(0, num_tokens - extra_tokens)
     return usable // sequence_length if drop_last_partial else -(-usable // sequence_length)
@@ -78,16 +78,16 @@ def count_samples(num_tokens: int, sequence_length: int, extra_tokens: int, drop
 def build_sample_index(
     sizes: np.ndarray, document_index: np.ndarray, sequence_length: int, num_samples: int, extra_tokens: int = 1
 ) -> np.ndarray:
-    """The borders of `num_samples` samples of L tokens in the text of the documents in the order of their index.
+    """The boundaries of `num_samples` samples of L tokens in the text of the documents, in document index order.
 
-    Border i lies at token i L of the text. Its row is (entry of the document index, token of that document); with
-    x = `extra_tokens` = 1 the entry is the one that holds token i L, with x = 0 the first one that ends at or after
-    it. Border 0 is (0, 0) even where the first documents are empty. A border past the last token that may begin a
-    sample, that of a partial sample, is (last entry, its length - x).
+    Boundary i is at token i L of the text. Its row is (entry of the document index, token of that document); with x =
+    `extra_tokens` = 1 the entry is the one that contains token i L, with x = 0 the first one that ends at or after it.
+    Boundary 0 is (0, 0) even if the first documents are empty. The boundary of a partial sample, beyond the last token
+    that may start a sample, is (last entry, its length - x).
 
-    sizes: int32 [S], tokens of each document. document_index: int32 [K]. Result: int32 [num_samples + 1, 2]; int64
-    where a row would not fit. DataError: more than the last sample is short of tokens.
-    Source: Megatron-LM, `build_sample_idx`, there a loop over all documents.
+    sizes: int32 [S], tokens of each document. document_index: int32 [K]. Result: int32 [num_samples + 1, 2]; int64 if a
+    row does not fit. DataError: samples other than the last are incomplete. Source: Megatron-LM, `build_sample_idx`,
+    there a loop over all documents.
     """
     largest = max(len(document_index), int(sizes.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if largest <= INT32_MAX else np.int64)
@@ -109,21 +109,21 @@ def build_sample_index(
             done = stop
     if done < num_samples:
         raise DataError(
-            f"{num_samples} samples of {sequence_length} tokens were asked of {total} tokens, which hold {done - 1}"
+            f"{num_samples} samples of {sequence_length} tokens were requested, but {total} tokens give only {done - 1}"
         )
     if done == num_samples:
         rows[-1] = len(document_index) - 1, int(sizes[document_index[-1]]) - extra_tokens
     return rows
 
 
-# From here on a number of a sample, and Megatron's margin above it, does not fit 32 bits.
+# From here on the number of a sample, with Megatron's margin, does not fit in 32 bits.
 TOO_MANY_FOR_UINT32 = np.iinfo(np.uint32).max - 1
 
 
 def build_shuffle_index(first: int, total: int, state: np.random.RandomState) -> np.ndarray:
     """A permutation of [0, first), then one of [first, total): uint32 [total], int64 from 2**32 - 2 samples on.
 
-    The numbers that are drawn from `state`, and their order, are Megatron-LM's.
+    The numbers drawn from `state`, and their order, are Megatron-LM's.
     """
     index = np.arange(total, dtype=np.uint32 if total < TOO_MANY_FOR_UINT32 else np.int64)
     state.shuffle(index[:first])
@@ -141,12 +141,11 @@ def samples_wanted(
     eval_iters: int,
     eval_batch_size: int | None = None,
 ) -> tuple[int, int, int]:
-    """Samples of training, validation and test.
+    """Number of training, validation and test samples.
 
-    With B = global_batch_size, E = eval_batch_size, by default B: train_iters B, or train_samples;
-    (train_iters // eval_interval + 1) eval_iters E; eval_iters E. A run that is given in samples has
-    train_iters = train_samples // B. These numbers decide about the epochs, and so about the order: another
-    --train-iters is another order.
+    With B = global_batch_size and E = eval_batch_size, by default B: train_iters B, or train_samples; (train_iters //
+    eval_interval + 1) eval_iters E; eval_iters E. For a run given in samples, train_iters = train_samples // B. The
+    numbers of epochs, and so the order, depend on these numbers: another --train-iters gives another order.
     """
     if train_samples is not None:
         iterations = train_samples // global_batch_size
@@ -160,10 +159,10 @@ def samples_wanted(
 
 @dataclass(frozen=True)
 class OrderOptions:
-    """All that the order of one data set depends on beside its documents.
+    """All inputs of the order of one data set except its documents.
 
-    num_samples: how many are needed at least; None for one epoch. extra_tokens: 1 where a sample brings the label of
-    its last token, otherwise 0. drop_last_partial: leave out a last sample that is short of tokens.
+    num_samples: the minimum number needed; None for one epoch. extra_tokens: 1 if a sample includes the label of its
+    last token, otherwise 0. drop_last_partial: omit an incomplete last sample.
     """
 
     sequence_length: int
@@ -175,7 +174,7 @@ class OrderOptions:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Sample i is cut from the text of document_index, from row shuffle_index[i] of sample_index to the next row."""
+    """Sample i is the text of document_index from row shuffle_index[i] of sample_index to the next row."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
@@ -186,10 +185,10 @@ class SampleOrder:
 
 
 def build_order(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, options: OrderOptions) -> SampleOrder:
-    """Megatron-LM's document, sample and shuffle indices, from one `numpy.random.RandomState(seed)` in that order.
+    """Megatron-LM's document, sample and shuffle indices, in that order from one `numpy.random.RandomState(seed)`.
 
-    sizes: int32 [S], tokens of every document of the file. documents: those to read, as numbers below S.
-    DataError: they hold no tokens.
+    sizes: int32 [S], tokens of every document of the file. documents: those to read, as numbers below S. DataError:
+    they have no tokens.
     """
     documents = np.asarray(documents, dtype=np.int32)
     num_tokens = int(sizes[documents].sum(dtype=np.int64))
@@ -206,7 +205,7 @@ def build_order(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, option
 
 
 def order_key(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, options: OrderOptions) -> dict[str, Any]:
-    """All that the three indices are a function of: the options, the documents, and the length of each."""
+    """All inputs of the three indices: the options, the documents, and their lengths."""
     documents = np.asarray(documents, dtype=np.int32)
     return {
         **vars(options),
@@ -219,7 +218,7 @@ def order_key(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, options:
 def cached_order(
     cache: IndexCache, name: str, sizes: np.ndarray, documents: Sequence[int] | np.ndarray, options: OrderOptions
 ) -> SampleOrder:
-    """`build_order` through a cache; `name` begins the files' names in it, after the key."""
+    """`build_order` through a cache; `name` is part of the file names."""
     if not cache.in_use:
         return build_order(sizes, documents, options)
     key = order_key(sizes, documents, options)

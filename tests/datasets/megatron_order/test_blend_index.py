@@ -65,7 +65,7 @@ def test_the_largest_number_of_data_sets() -> None:
     assert chosen.tolist() == list(range(100))
     assert not samples.any() and counts.sum() == 100
     for many in (0, number + 1):
-        with pytest.raises(ConfigError, match=f"a blend of {many} data sets; between 1 and 32,767"):
+        with pytest.raises(ConfigError, match=f"a blend of {many} data sets; must be between 1 and 32,767"):
             build_blend_index([1.0] * many, 10)
 
 

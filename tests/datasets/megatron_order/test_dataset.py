@@ -166,7 +166,7 @@ def test_places_past_32_bits() -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     indexed = IndexedDataset(write_counting(tmp_path / "a", [5, 3, 0]))
-    sentence = r"/a: the valid split has 8 tokens in 3 sequences, and 9 are needed .*--seq-length 8"
+    sentence = r"/a: the valid split has 8 tokens in 3 sequences, but one sample needs 9 \\(--seq-length 8"
     with pytest.raises(DataError, match=sentence):
         build_megatron_order([indexed], [range(3)], None, None, 8, 0, "valid")
     with pytest.raises(DataError, match=r"/a: the test split has 0 tokens in 1 sequences"):
@@ -177,7 +177,7 @@ def test_too_few_tokens(tmp_path: Path) -> None:
 
 def test_weights_need_a_number_of_samples(tmp_path: Path) -> None:
     indexed = IndexedDataset(write_counting(tmp_path / "a", [50]))
-    with pytest.raises(ConfigError, match="weights need one for each data set, and a number of samples"):
+    with pytest.raises(ConfigError, match="give one weight per data set, and a number of samples"):
         build_megatron_order([indexed], [range(1)], [1.0], None, 8, 0)
     with pytest.raises(ConfigError, match="a blend of 1 data sets with 2 weights"):
         build_megatron_order([indexed], [range(1)], [1.0, 2.0], 5, 8, 0)
@@ -188,7 +188,9 @@ def test_a_blend_that_draws_too_much(tmp_path: Path) -> None:
     # Each of the twenty small shares is rounded up to a sample, so the blend is 29 samples long and not 10, and draws
     # nine tenths of them from the first.
     weights = [0.9, *[0.005] * 20]
-    with pytest.raises(DataError, match=r"/0: the blend draws 26 samples .* which has 10; .*mid-level-dataset-surplus"):
+    with pytest.raises(
+        DataError, match=r"/0: the blend draws 26 samples .* which has only 10; .*mid-level-dataset-surplus"
+    ):
         build_megatron_order(indexed, [range(1)] * 21, weights, 10, 4, 0)
     assert len(build_megatron_order(indexed, [range(1)] * 21, weights, 10, 4, 0, surplus=2.0)) == 29
 

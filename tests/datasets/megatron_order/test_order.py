@@ -61,7 +61,7 @@ def test_all_indices_for_any_documents(
     options = OrderOptions(length, num_samples, seed, extra, drop)
     array = np.array(sizes, dtype=np.int32)
     if not sum(sizes[d] for d in documents):
-        with pytest.raises(DataError, match="hold no tokens"):
+        with pytest.raises(DataError, match="have no tokens"):
             build_order(array, documents, options)
         return
     expected = reference.indices(sizes, documents, length, num_samples, seed, extra, drop)

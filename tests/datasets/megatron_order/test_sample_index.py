@@ -88,5 +88,5 @@ def test_rows_are_64_bits_wide_where_a_row_needs_it(monkeypatch: pytest.MonkeyPa
 
 def test_too_many_samples_are_refused() -> None:
     sizes = np.array([4, 4], dtype=np.int32)
-    with pytest.raises(DataError, match="5 samples of 4 tokens were asked of 8 tokens, which hold 1"):
+    with pytest.raises(DataError, match="5 samples of 4 tokens were requested, but 8 tokens give only 1"):
         build_sample_index(sizes, np.array([0, 1], dtype=np.int32), 4, 5)

@@ -22,7 +22,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.tensor_parallel.fp8 import FP8Precision
-from megatron_core.tensor_parallel.options import ModelParallelConfig as ParallelOptions
+from megatron_core.tensor_parallel.layers import ModelParallelConfig as ParallelOptions
 
 _DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 
