@@ -1,6 +1,9 @@
 """A training step of a GPT, and its evaluation."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.datasets import Dataset
+from megatron_core.datasets.base import sources_of
+from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
@@ -17,7 +22,6 @@ from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
-from megatron_core.training.statistics import StepStatistics
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import mtp_loss_names
 from megatron_core.transformer.moe import update_expert_biases
@@ -36,6 +40,7 @@ class StepResult(StepOutcome):
 
 def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
     """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
+    # Load the batches, and compute the learning rate of the step.
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
     with METER.phase("data"):
@@ -46,6 +51,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         else state.iteration - state.skipped_iterations + 1
     )
     lr = run.schedule.lr(step)
+    # Collect pipeline times, statistics and auxiliary losses if configured.
     if run.trace is not None:
         trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
         hooks = replace(hooks, around_plan=trace)
@@ -59,6 +65,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         num_experts=model.num_experts or 0,
         counts=count_later_tokens(batches, mtp_loss_names(model)),
     )
+    # Take the step, then update the experts' biases and the counters.
     outcome = take_step(
         run,
         run.plans.training(size.num_microbatches),
@@ -179,3 +186,49 @@ def forward_step(
         return losses.sum()
 
     return forward
+
+
+class StepStatistics:
+    """This rank's terms of one step's sums: squares and zeros if flags request them, and losses by source of a blend.
+
+    The result of ``own`` is summed over all ranks together with the loss; ``read`` converts the sums to metrics.
+    """
+
+    def __init__(self, run: Run) -> None:
+        monitor, self._norm = run.config.monitor, run.optimizer.norm
+        self._totals = monitor.log_params_norm or monitor.log_num_zeros_in_grad
+        self._layers = run.config.model.num_layers if monitor.log_norms_by_layer else None
+        self._sources, self._owns_loss = sources_of(run.splits.train), run.split.owns_loss
+        self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
+
+    def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
+        """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
+        if batch.source is not None and self._owns_loss:
+            for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
+                total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
+
+    def own(self) -> Tensor:
+        """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
+        parts = [self._norm.statistics()] if self._totals else []
+        if self._layers is not None:
+            parts.append(self._norm.squares_by_part(self._layers).flatten())
+        return torch.cat([*parts, self._losses.flatten()])
+
+    def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:
+        """Norms of gradients and weights by layer, and losses per token by source, by the name of the metric."""
+        return dict(self._read(list(sums), loss_scale))
+
+    def _read(self, sums: list[float], loss_scale: float) -> Iterator[tuple[str, float]]:
+        del sums[: 2 * self._totals]
+        if self._layers is not None:
+            names = part_names(self._layers)
+            for metric, scale in (("grad-norm by layer", loss_scale), ("params-norm by layer", 1.0)):
+                for name in names:
+                    yield f"{metric}/{name}", math.sqrt(sums.pop(0)) / scale
+        totals: dict[str, list[float]] = {}
+        for at, name in enumerate(self._sources):  # a file may occur twice in a blend
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + sums[at], total[1] + sums[at + len(self._sources)]
+        for name, (loss, tokens) in totals.items():
+            if tokens:
+                yield f"lm loss by source/{name}", loss / tokens

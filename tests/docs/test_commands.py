@@ -69,3 +69,13 @@ def test_links_lead_to_files_and_headings() -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), (page.name, name)
         assert not heading or heading in headings[target], (page.name, name, heading)
+
+
+def test_files_of_walks_exist() -> None:
+    """Paths in CONTRIBUTING.md's walks are relative to the repository or to the package; a step has at most 20."""
+    walks = re.search(r"\n## Walks\n(.*?)\n## ", TEXTS[ROOT / "CONTRIBUTING.md"], flags=re.DOTALL)
+    assert walks is not None
+    named = re.findall(r"`([\w/]+/[\w/]*\.py)`", walks[1])
+    assert [name for name in named if not any((root / name).is_file() for root in (ROOT, ROOT / "megatron_core"))] == []
+    step = re.search(r"### To follow one step.*?\n(?=### |\Z)", walks[1], flags=re.DOTALL)
+    assert step is not None and 0 < len(re.findall(r"^\d+\. ", step[0], flags=re.MULTILINE)) <= 20

@@ -59,7 +59,7 @@ SQUARES = "optimizer.clip:GradientNorm.squares_by_part"
         ("pp2", SQUARES, "_part_of(name, num_layers)", "_part_of(name.split('layers.')[-1], num_layers)"),
         ("pp2", "parallel.sharding:ShardSpec.parts", "not self.is_copy and all", "all"),
         (
-            *("dp2 zero1", "training.statistics:StepStatistics.own"),
+            *("dp2 zero1", "training.step:StepStatistics.own"),
             *(
                 "self._norm.squares_by_part(self._layers)",
                 "(self._norm.squares_by_part(self._layers) * (self._norm.group.rank() == 0))",
@@ -145,7 +145,7 @@ def test_losses_by_source_in_any_layout(tmp_path: Path) -> None:  # C3
             assert found == expected, layout
 
 
-ADD = "training.statistics:StepStatistics.add_losses"
+ADD = "training.step:StepStatistics.add_losses"
 
 
 @pytest.mark.parametrize(
