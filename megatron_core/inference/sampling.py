@@ -2,24 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import CheckpointError, ConfigError
 
 ORDERED = 1024
-"""Most likely tokens that are tried before all tokens are sorted."""
+"""Number of most likely tokens that are sorted first; usually they suffice for ``top_p``."""
 ROWS = 256
-"""Rows of logits that are made float64 at a time: those of a whole prompt would take several GiB."""
+"""Rows of logits that are converted to float64 at a time; a whole prompt would take several GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are sampled; by default the most likely one is taken (greedy)."""
+    """Settings of sampling; by default the most likely token is chosen (greedy)."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0: the most likely token."""
+    """Divisor of the logits; 0 chooses the most likely token."""
     top_k: int = 0
     """Only the k most likely tokens are candidates; 0: all (Fan et al. 2018)."""
     top_p: float = 1.0
@@ -37,9 +38,18 @@ class Sampling:
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[int]:
-    """Choose a token for each row of ``logits`` ``[n, vocabulary]``; a sampled row uses its own generator."""
-    tokens = argmax(logits) if any(sampling.temperature == 0.0 for sampling in samplings) else [0] * len(logits)
+    """Choose a token for each row of ``logits`` ``[n, vocabulary]``; a sampled row uses its own generator.
+
+    Errors: ``CheckpointError`` for a row whose largest logit is not finite (NaN counts as the largest).
+    """
+    tokens = argmax(logits)
     for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
+        largest = float(logits[row, tokens[row]])
+        if not isfinite(largest):
+            raise CheckpointError(
+                f"the largest logit of the next token is {largest}, so that no token can be chosen; the weights are "
+                "damaged, or overflow in their dtype: check the checkpoint, or convert it to a wider dtype"
+            )
         if sampling.temperature > 0.0:
             tokens[row] = draw(candidates(logits[row].cpu().to(torch.float32), sampling).softmax(-1), generator)
     return tokens
@@ -65,18 +75,18 @@ def argmax(logits: Tensor) -> list[int]:
 
 def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits divided by the temperature, with -inf for tokens that top_k and top_p exclude."""
-    # The largest becomes 0 first, in float64: a tiny temperature would make it infinite, and its probability NaN.
+    # Subtract the maximum first, in float64: division by a tiny temperature would give infinity, and then NaN.
     logits = ((logits - logits.max()).to(torch.float64) / sampling.temperature).to(torch.float32)
     if 0 < sampling.top_k < logits.shape[-1]:
         weakest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < weakest, -torch.inf)
     if sampling.top_p < 1.0:
         probabilities = logits.softmax(-1)
-        # Most often the few most likely tokens suffice; of 49,152 the first 1024 take 0.5 ms, and all in order 3.4.
+        # Usually few tokens suffice: of 49,152 tokens the first 1024 take 0.5 ms, sorting all takes 3.4 ms.
         ordered, index = probabilities.topk(min(ORDERED, len(logits)))
         if len(index) < len(logits) and ordered.sum() < sampling.top_p:
             ordered, index = probabilities.sort(descending=True)
-        # A token is kept if the more likely ones together have less than top_p; the first one always is.
+        # Keep a token if all more likely tokens together have less than top_p; this always keeps the first.
         kept = index[ordered.cumsum(-1) - ordered < sampling.top_p]
         logits = torch.full_like(logits, -torch.inf).index_copy_(0, kept, logits[kept])
     return logits

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.errors import LayoutError
+from megatron_core.errors import DataError, LayoutError
 from megatron_core.ops import Backend
 from megatron_core.parallel.collectives import (
     gather_channels,
@@ -256,11 +256,28 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.weight = self._weight(spec)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Look up ``input_``; ids of other ranks' rows give zero, and the sum over ranks is complete."""
+        """Look up the ids ``input_``; rows of other ranks are zero here, and the sum over ranks completes them.
+
+        Errors: ``DataError`` on the CPU for an id outside the vocabulary; on a GPU the check would wait for the device.
+        """
+        if input_.is_cpu and not torch.compiler.is_compiling():
+            _check_ids(input_, self.num_embeddings)
         embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)
+
+
+def _check_ids(ids: Tensor, vocab_size: int) -> None:
+    if not ids.numel():
+        return
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(
+            f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; use the tokenizer of the model, or a "
+            "larger vocabulary"
+        )
 
 
 def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol; nothing in this package imports torch."""
+"""Tokenizers with one small protocol; this package does not import torch."""
 
 from megatron_core.tokenizers.base import Tokenizer, dropped_bytes, end_ids
 from megatron_core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of

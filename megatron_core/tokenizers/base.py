@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, and functions that every one of them uses."""
+"""The interface of all tokenizers, their base class, and functions on tokenizers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class Tokenizer(Protocol):
     vocabulary has no such token.
 
     Several of these may be the same id: most vocabularies end a document with `eos`, and many published ones also pad
-    with it. An `eod` in the text is a real token that the model has to learn to predict. Therefore `pad`
-    decides about no mask; only `--eod-mask-loss` masks the loss where the input token is `eod`.
+    with it. An `eod` in the text is a token that the model has to learn to predict. Therefore no mask depends on `pad`;
+    only `--eod-mask-loss` masks the loss where the input token is `eod`.
     """
 
     vocab_size: int
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def files(self) -> list[Path]:
-        """The files that it was loaded from; checkpoints keep copies of them."""
+        """The files that the tokenizer was loaded from; checkpoints keep copies of them."""
         ...
 
 
@@ -54,7 +54,7 @@ Offsets = list[tuple[int, int]]
 
 
 class BaseTokenizer:
-    """What a tokenizer without special ids and without files has in common with others."""
+    """Base class with defaults for a tokenizer without special ids and files."""
 
     vocab_size: int
     eod: int | None = None
@@ -75,11 +75,11 @@ class BaseTokenizer:
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """The digest of what a subclass names in ``_identity``."""
+        """The digest of ``_identity``, computed once."""
         return self._fingerprint
 
     def files(self) -> list[Path]:
-        """None: nothing is loaded."""
+        """The files that the tokenizer was loaded from; by default none."""
         return []
 
     def _identity(self) -> Sequence[bytes]:
@@ -98,7 +98,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def dropped_bytes(tokenizer: Tokenizer) -> bytes:
-    """The byte values of UTF-8 text for which the tokenizer has no token, so that it drops them."""
+    """The byte values of UTF-8 text without a token; the tokenizer drops them."""
     return getattr(tokenizer, "missing_bytes", b"")
 
 

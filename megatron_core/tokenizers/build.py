@@ -1,4 +1,4 @@
-"""Builds the tokenizer that Megatron's flags (`--tokenizer-type`, `--tokenizer-model` ...) describe."""
+"""Build the tokenizer that Megatron's flags (`--tokenizer-type`, `--tokenizer-model` ...) describe."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class TokenizerFiles:
     vocab_file: str | Path | None = None
     merge_file: str | Path | None = None
     vocab_size: int | None = None
-    """The vocabulary of NullTokenizer, and a limit of the ranks that TikTokenizer keeps; for other types the vocabulary
-    size of the model, which must be at least the tokenizer's."""
+    """The vocabulary size of NullTokenizer, the upper bound of TikTokenizer's; for other types that of the model, which
+    must not be smaller than the tokenizer's."""
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
 
     @classmethod
     def of(cls, tokenizer_type: str, settings: object) -> TokenizerFiles:
-        """A type with the flags that are attributes of ``settings``."""
+        """Take the flags from the attributes of ``settings``."""
         _, *names = (field.name for field in fields(cls))
         return cls(tokenizer_type, **{name: getattr(settings, name) for name in names})
 
@@ -75,7 +75,7 @@ class TokenizerFiles:
         kind = _KINDS.get(self.tokenizer_type)
         if kind is None:
             known = ", ".join(TOKENIZER_TYPES)
-            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not known; known: {known}")
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not supported; supported: {known}")
         missing = [f"--{name.replace('_', '-')}" for name in kind.needs if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}; add it")
@@ -89,10 +89,10 @@ class TokenizerFiles:
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None, **flags: Any) -> Tokenizer:
-    """The tokenizer that Megatron's flags of the same names describe; flags and errors as in ``TokenizerFiles``."""
+    """Build a tokenizer from Megatron's flags; flags and errors as in ``TokenizerFiles``."""
     return TokenizerFiles(tokenizer_type, tokenizer_model, **flags).load()
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a configuration; None if none is named."""
+    """The tokenizer of a configuration; None if it has none."""
     return None if data.tokenizer is None else TokenizerFiles.of(data.tokenizer, data).load()

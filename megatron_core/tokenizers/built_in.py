@@ -1,4 +1,4 @@
-"""Tokenizers that need no file: bytes as tokens, and text that already consists of token ids."""
+"""Tokenizers without files: bytes as tokens, and text that already consists of token ids."""
 
 import re
 from collections.abc import Sequence
@@ -66,5 +66,5 @@ class NullTokenizer(BaseTokenizer):
                 "choose a --tokenizer-type that reads text"
             )
         if int(word) >= self.vocab_size:
-            raise DataError(f"token id {word[:40]} does not fit --vocab-size {self.vocab_size}; raise it")
+            raise DataError(f"token id {word[:40]} is not below --vocab-size {self.vocab_size}; raise it")
         return int(word)

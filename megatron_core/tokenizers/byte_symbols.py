@@ -1,4 +1,4 @@
-"""Bytes for which a byte-level vocabulary has no token: the `tokenizers` library drops them silently."""
+"""Bytes without a token in a byte-level vocabulary; the `tokenizers` library drops them without an error."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ NOT_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
 
 def missing_bytes(vocabulary: Mapping[str, int], model: Mapping[str, Any], pre_tokenizer: object) -> bytes:
-    """The byte values of UTF-8 that a byte-level BPE drops; none with an unknown token or a byte fallback.
+    """The byte values of UTF-8 that a byte-level BPE drops; empty with an unknown token or a byte fallback.
 
     vocabulary: the model's, without added tokens. model, pre_tokenizer: as in a tokenizer.json.
     """
@@ -26,7 +26,7 @@ def missing_bytes(vocabulary: Mapping[str, int], model: Mapping[str, Any], pre_t
 
 
 def count_bytes(texts: Iterable[str], wanted: bytes) -> int:
-    """How often the byte values ``wanted`` occur in the texts."""
+    """Count the bytes of the texts whose values are in ``wanted``."""
     if not wanted:
         return 0
     others = bytes(set(range(256)) - set(wanted))

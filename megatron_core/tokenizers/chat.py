@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text of a prompt, as `transformers` writes it."""
+"""Chat templates: messages to the text of a prompt, as in `transformers`."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of templates: the one for conversations, and the one for those with tools."""
+"""Names of the templates for conversations without and with tools."""
 
 
 class ChatTemplate:
-    """A template in Jinja's language, run in its sandbox; ``tokens`` are names and texts of special tokens.
+    """A Jinja template that runs in Jinja's sandbox; ``tokens`` maps names of special tokens to their texts.
 
-    ``tool_use`` is the template for conversations with tools, by default ``source``. Needs jinja2, which torch brings.
+    ``tool_use`` is the template for conversations with tools, by default ``source``. Needs jinja2.
     Errors: ``ConfigError`` for a template that cannot be read.
     """
 
@@ -54,12 +54,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         seconds: float | None = None,
     ) -> str:
-        """The text of ``messages`` (role and content), by default up to where the assistant's answer begins.
+        """The text of ``messages`` (role and content), by default up to the beginning of the assistant's answer.
 
-        ``tools`` are the functions that a model may call, as the template expects them.
-
-        ``DataError`` if the template refuses them or fails, writes more than 2^24 characters, or does not end within
-        ``seconds``.
+        ``tools`` are the functions that a model may call, in the form that the template expects.
+        Errors: ``DataError`` if the template refuses the messages or fails, writes more than 2^24 characters, or does
+        not end within ``seconds``.
         """
         text = self._render(messages, tools, add_generation_prompt, seconds)
         begin, end = self._sandbox.BEGIN, self._sandbox.END
@@ -75,7 +74,7 @@ class ChatTemplate:
         text, marks = "", list[int]()
         found = [part for part in parts if part in (begin, end)]
         if found != [begin, end] * (len(found) // 2):
-            raise DataError("a message has the character U+FDD0 or U+FDD1, which no text may have; remove it")
+            raise DataError("a message contains U+FDD0 or U+FDD1, which Unicode reserves for internal use; remove it")
         for part in parts:
             if part in (begin, end):
                 marks.append(len(text))
@@ -111,7 +110,7 @@ class ChatTemplate:
             raise DataError(f"the chat template did not end within {seconds:g} seconds; correct it") from None
         except (self._error, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses these messages: {error}") from None
-        except Exception as error:  # its expressions are code: recursion, overflow, missing keys
+        except Exception as error:  # expressions of the template raise any kind: recursion, overflow, missing keys
             raise DataError(f"the chat template fails with {type(error).__name__}: {error}; correct it") from None
         return "".join(parts)
 
@@ -139,7 +138,7 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTempl
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
-    """The templates that are files of their own, by name."""
+    """The templates in separate files, by name."""
     default = folder / TEMPLATE_FILE
     found = {DEFAULT: _read(default)} if default.is_file() else {}
     others = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
@@ -169,5 +168,5 @@ def _read(path: Path) -> str:
 
 
 def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: Jinja's own escapes characters of HTML."""
+    """Plain JSON; Jinja's filter would escape HTML characters."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)

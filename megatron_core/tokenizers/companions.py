@@ -1,4 +1,4 @@
-"""The files that `transformers` keeps with a tokenizer: special tokens, chat templates, ends of a generated text."""
+"""Files that `transformers` stores beside a tokenizer: special tokens, chat templates, settings of generation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def companion_files(folder: Path) -> list[Path]:
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
-    """The vocabularies in the folder, which may hold one in several formats."""
+    """The vocabulary files in the folder, which may contain one vocabulary in several formats."""
     return [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
 
 
 def other_vocabularies(path: Path) -> list[Path]:
-    """The vocabularies beside ``path`` in other formats, if ``path`` has the name that `transformers` gives it."""
+    """The vocabulary beside ``path`` in other formats, if ``path`` has a name that `transformers` uses."""
     return [other for other in vocabulary_files(path.parent) if path.name in VOCABULARY_FILES and other != path]
 
 
@@ -40,7 +40,7 @@ def stored_name(path: Path) -> str:
 
 
 def files_to_store(tokenizer: Tokenizer | None, chat_template: str | None = None) -> dict[str, Path]:
-    """The files that a checkpoint keeps, by their names in it; a ``chat_template`` that is given is the default one."""
+    """The files that a checkpoint keeps, by their names in it; ``chat_template`` replaces the default template."""
     found = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
     if chat_template is not None and Path(chat_template).is_file():
         found[f"tokenizer/{TEMPLATE_FILE}"] = Path(chat_template)

@@ -21,13 +21,13 @@ from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 BACKENDS = ("auto", "tokenizers", "gigatoken")
 """The legal values of `--tokenization-backend`."""
 
-WAY_OUT = "use --tokenization-backend tokenizers"
+REMEDY = "use --tokenization-backend tokenizers"
 
 # Texts to encode one by one, at 4 microseconds each, before using the list method, which first imports the package
 # awkward (0.2 s in each process).
 SINGLY = 20_000
 
-# Texts on which tokenizers tend to differ.
+# Texts for which backends are likely to differ.
 ODD_TEXTS = (
     "", " ", "  ", " \n\n \t\t  \r\n x", "a" * 300, "0123456789 3.14 1e-5", "it's we'll I'M", "\x00\x01\x7f",
     "Gr\u00fc\u00dfe na\u00efve \u00c5\u0301 e\u0301", "\u4e16\u754c\u3002", "\u0645\u0631\u062d\u0628\u0627",
@@ -64,9 +64,9 @@ class TokenizerBackend:
 class GigatokenBackend:
     """`gigatoken` in the calling thread.
 
-    gigatoken does not read a vocabulary without a token for every byte. For such a vocabulary, the ids from
-    `first_added` on are tokens that were added for the missing bytes. A text with one of them is encoded again by the
-    tokenizer itself, `exact`, because it drops the byte, whose neighbours may then merge.
+    gigatoken requires a token for every byte. Other vocabularies are extended by tokens for the missing bytes, with ids
+    >= `first_added`. A text with one of these tokens is encoded again by the original tokenizer, `exact`, which drops
+    the byte, so that its neighbours may merge.
     """
 
     name = "gigatoken"
@@ -99,12 +99,12 @@ class GigatokenBackend:
 
 
 def load_backend(tokenizer: Tokenizer, backend: str = "auto") -> tuple[Backend, str]:
-    """The backend, and for `auto` the reason why it is not gigatoken ("" if it is, or if that is not installed).
+    """Return the backend, and for `auto` the reason if it is not gigatoken ("" if gigatoken is not installed).
 
-    ConfigError: `backend` is gigatoken, which is not installed or does not read the tokenizer.
+    ConfigError: `backend` is gigatoken, and it is not installed or does not support the tokenizer.
     """
     if backend not in BACKENDS:
-        raise ConfigError(f"--tokenization-backend {backend} is not known; known: {', '.join(BACKENDS)}")
+        raise ConfigError(f"--tokenization-backend {backend} is not supported; supported: {', '.join(BACKENDS)}")
     reason = ""
     if backend != "tokenizers":
         try:
@@ -112,12 +112,12 @@ def load_backend(tokenizer: Tokenizer, backend: str = "auto") -> tuple[Backend, 
         except ConfigError as error:
             if backend == "gigatoken":
                 raise
-            reason = str(error).removesuffix(f"; {WAY_OUT}") if find_spec("gigatoken") else ""
+            reason = str(error).removesuffix(f"; {REMEDY}") if find_spec("gigatoken") else ""
     return TokenizerBackend(tokenizer), reason
 
 
 def load_gigatoken(tokenizer: Tokenizer) -> GigatokenBackend:
-    """gigatoken for the tokenizer; ConfigError if it is not installed or does not read it."""
+    """Build gigatoken's backend; ConfigError if it is not installed or does not support the tokenizer."""
     if find_spec("gigatoken") is None:
         raise ConfigError("--tokenization-backend gigatoken: the package is not installed; pip install gigatoken")
     import gigatoken
@@ -129,13 +129,13 @@ def load_gigatoken(tokenizer: Tokenizer) -> GigatokenBackend:
             return GigatokenBackend(gigatoken.Tokenizer.from_sentencepiece(str(tokenizer.files()[0])))
     except Exception as error:  # the package raises many kinds
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(f"gigatoken does not read this tokenizer ({reason}); {WAY_OUT}") from error
+        raise ConfigError(f"gigatoken does not support this tokenizer ({reason}); {REMEDY}") from error
     settings = " that puts a token before every text" if getattr(tokenizer, "add_bos", False) else ""
-    raise ConfigError(f"gigatoken does not read a {type(tokenizer).__name__}{settings}; {WAY_OUT}")
+    raise ConfigError(f"gigatoken does not support a {type(tokenizer).__name__}{settings}; {REMEDY}")
 
 
 def _from_json(tokenizer: LibraryTokenizer) -> GigatokenBackend:
-    """gigatoken for a tokenizer.json, with tokens added for the bytes that this lacks."""
+    """Build gigatoken's backend from a tokenizer.json, with added tokens for missing bytes."""
     import gigatoken
 
     text = tokenizer.to_json()
@@ -158,7 +158,7 @@ def odd_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def disagreement(expected: Mapping[str, list[int]], ids: np.ndarray, lengths: np.ndarray) -> str | None:
-    """The beginning, quoted, of the first text whose ids from a backend differ from the expected ones; None if none."""
+    """The beginning of the first text whose ids differ from the expected ids, quoted; None if all agree."""
     start = 0
     for (text, right), length in zip(expected.items(), lengths.tolist(), strict=True):
         if right != ids[start : start + length].tolist():

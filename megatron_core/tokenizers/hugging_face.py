@@ -15,8 +15,8 @@ from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, com
 
 FILE_NAME = "tokenizer.json"
 
-# Names of the end of a document in published vocabularies. The vocabulary of a chat model may have several; the first
-# in this order is the one used in its pre-training (an end of turn, such as <|im_end|>, does not end a document).
+# Names of the end-of-document token in published vocabularies. Of several in the vocabulary of a chat model, the first
+# in this order was used in its pre-training (an end of turn, such as <|im_end|>, does not end a document).
 END_OF_DOCUMENT = (
     "<|endoftext|>",
     "</s>",
@@ -43,15 +43,15 @@ END_OF_TURN = (
     "<|eot_user|>",
 )
 
-_WAY_OUT = "copy it again, or remove it to use the usual names"
+_REMEDY = "copy it again, or remove it to use the usual names"
 _KEYS = ("bos_token", "eos_token", "pad_token")
 
-# Keys that make the library cut or pad texts. They are not applied, because text would be lost silently.
+# Keys that make the library truncate or pad texts. They are ignored, because text would be lost without an error.
 IGNORED_KEYS = ("truncation", "padding")
 
 
 class LibraryTokenizer(BaseTokenizer):
-    """A tokenizer of the library."""
+    """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> None:
         self._tokenizer = tokenizer
@@ -82,16 +82,16 @@ class LibraryTokenizer(BaseTokenizer):
         return self._tokenizer.to_str()
 
     def added_ids(self) -> frozenset[int]:
-        """The ids of the tokens beside the model's."""
+        """The ids of added tokens."""
         return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     def added_tokens(self) -> list[str]:
-        """The texts of the tokens beside the model's."""
+        """The texts of added tokens."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
-    """A `tokenizer.json`, or a folder that holds one.
+    """A `tokenizer.json`, or a folder that contains one.
 
     Special tokens of the file's post-processor (such as a begin-of-text id) are not added. A special token in the text
     becomes its id, as in the `transformers` library.
@@ -111,7 +111,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if isinstance(model, models.WordLevel | models.WordPiece) and model.unk_token not in vocabulary:
             raise ConfigError(
                 f"--tokenizer-model {self._path}: the token for unknown words, {model.unk_token!r}, is not in the "
-                "vocabulary, so that texts with such words have no ids; add it to the file"
+                "vocabulary, so that unknown words have no id; add it to the file"
             )
         super().__init__(tokenizer, vocabulary)
         named = named_tokens(self._path.parent)
@@ -166,9 +166,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
 
 def _existing(flag: str, path: str | Path) -> Path:
     if not Path(path).is_file():
-        raise ConfigError(
-            f"{flag} {path}: there is no such file; GPT2BPETokenizer needs GPT-2's vocab.json and merges.txt"
-        )
+        raise ConfigError(f"{flag} {path}: no such file; GPT2BPETokenizer needs GPT-2's vocab.json and merges.txt")
     return Path(path)
 
 
@@ -177,7 +175,7 @@ def _load_gpt2(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
         model = models.BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
-            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE vocabulary and merges: {error}"
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a BPE vocabulary and its merges: {error}"
         ) from error
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -186,7 +184,7 @@ def _load_gpt2(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
 
 
 def _missing(tokenizer: tokenizers.Tokenizer) -> bytes:
-    """The bytes that the tokenizer drops. It reads the parts, as serialising the whole would include the vocabulary."""
+    """The bytes that the tokenizer drops, from its parts: serializing all of it would include the vocabulary."""
     model, pre_tokenizer = tokenizer.model, tokenizer.pre_tokenizer
     if not isinstance(model, models.BPE) or pre_tokenizer is None:
         return b""
@@ -201,11 +199,11 @@ def _find(path: Path) -> Path:
         return file
     if (path / "tokenizer.model").is_file():
         raise ConfigError(
-            f"--tokenizer-model {path} holds a tokenizer.model and no {FILE_NAME}; "
+            f"--tokenizer-model {path} contains a tokenizer.model and no {FILE_NAME}; "
             f"use --tokenizer-type SentencePieceTokenizer --tokenizer-model {path / 'tokenizer.model'}"
         )
     raise ConfigError(
-        f"--tokenizer-model {path}: there is no file {file}; give a {FILE_NAME} or a folder that holds one "
+        f"--tokenizer-model {path}: no such file: {file}; give a {FILE_NAME} or a folder that contains one "
         "(nothing is downloaded from the Hugging Face hub: download the file first)"
     )
 
@@ -214,7 +212,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
     _check_prefix(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except BaseException as error:  # the library raises plain Exception, and panics, which are no Exception
+    except BaseException as error:  # the library raises Exception, and panics derived from BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
@@ -226,7 +224,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
 
 
 def _check_prefix(file: Path) -> None:
-    """ConfigError for merges without the prefix of continued words, at which tokenizers 0.23 aborts the process."""
+    """ConfigError for merges without the prefix of continued words; tokenizers 0.23 aborts the process on them."""
     model = read_object(file).get("model")
     model = model if isinstance(model, dict) else {}
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
@@ -247,10 +245,10 @@ def first_id(names: tuple[str, ...], vocabulary: Mapping[str, int]) -> int | Non
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files of the folder name, such as bos_token.
+    """The special tokens, such as bos_token, in the files of the folder.
 
     A value is the token's text, or an object whose `content` is the text.
-    ConfigError: a file is not a JSON object, or the value of bos_token, eos_token or pad_token is neither.
+    ConfigError: a file is not a JSON object, or bos_token, eos_token or pad_token has another value.
     """
     found: dict[str, str] = {}
     for path in (folder / name for name in NAME_FILES):
@@ -260,12 +258,12 @@ def named_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str) and key.endswith("_token"):
                 found[key] = token
             elif key in _KEYS and value is not None:
-                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the text of a token; {_WAY_OUT}")
+                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the text of a token; {_REMEDY}")
     return found
 
 
 def generation_ends(folder: Path) -> list[int]:
-    """The ids in ``generation_config.json`` that end a generated text; none without the file."""
+    """The ids in ``generation_config.json`` that end a generated text; empty without the file."""
     path = folder / GENERATION_FILE
     ends = read_object(path).get("eos_token_id") if path.is_file() else None
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -282,9 +280,9 @@ def read_object(path: Path) -> dict:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; {_WAY_OUT}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); {_WAY_OUT}") from error
+        raise ConfigError(f"{path} is not JSON ({error}); {_REMEDY}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, not an object; {_WAY_OUT}")
+        raise ConfigError(f"{path} contains a {type(content).__name__}, not an object; {_REMEDY}")
     return content

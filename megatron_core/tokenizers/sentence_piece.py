@@ -23,7 +23,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         if add_bos and self._processor.bos_id() < 0:
             raise ConfigError(
                 f"--tokenizer-model {path} has no begin-of-sentence piece, which Llama2Tokenizer puts before "
-                "every text; use --tokenizer-type SentencePieceTokenizer"
+                "each text; use --tokenizer-type SentencePieceTokenizer"
             )
         self.vocab_size = self._processor.get_piece_size()
         self.bos = _present(self._processor.bos_id())
@@ -50,7 +50,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self) -> list[Path]:
-        """The model file, and the files that `transformers` keeps with it."""
+        """The model file, and the files that `transformers` stores beside it."""
         return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
 
     def _identity(self) -> Sequence[bytes]:
@@ -67,6 +67,6 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
         raise ConfigError(f"--tokenizer-model {path}: no such file; give a SentencePiece .model file")
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError, ValueError) as error:  # its messages may quote bytes that are no UTF-8
+    except (OSError, RuntimeError, ValueError) as error:  # its messages may quote bytes that are not UTF-8
         reason = " ".join(str(error).split())
         raise ConfigError(f"--tokenizer-model {path} is not a SentencePiece model: {reason}") from error

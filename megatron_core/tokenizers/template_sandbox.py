@@ -14,11 +14,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LONGEST_TEXT = 2**24
-"""Characters of a text, and elements of a list, that a template may make."""
-
-
+"""Upper bound on the characters of a text and the elements of a list in a template."""
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around answers in rendered text: characters that Unicode reserves for the internal use of programs."""
+"""Marks around answers in rendered text: characters that Unicode reserves for internal use."""
 
 
 class Generation(Extension):
@@ -27,7 +25,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The statements between the tags, between two marks."""
+        """Parse the statements between the tags and enclose them in marks."""
         next(parser.stream)
         self.environment.marks_answers = True  # type: ignore[attr-defined]
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
@@ -52,7 +50,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
 
     marks_answers = False
-    """Whether a template that was read has the tag ``generation``."""
+    """Whether a parsed template has the tag ``generation``."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])

@@ -16,7 +16,7 @@ from megatron_core.tokenizers.companions import companion_files
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NUM_SPECIAL_TOKENS = 1000
 
-# Megatron-LM's vocabulary size without --vocab-size; further ranks of a larger file are not used.
+# Megatron-LM's default vocabulary size; higher ranks of a larger file are ignored.
 MAX_VOCABULARY = 2**17
 
 # The values of --tiktoken-pattern, regular expressions that split text into words; bytes are merged only within a word.
@@ -82,7 +82,7 @@ class TikTokenizer(BaseTokenizer):
         self.eos = self.eod = self._special["</s>"]
 
     def tokenize(self, text: str) -> list[int]:
-        """The token ids of one text; DataError if it has more spaces in a row than tiktoken can match."""
+        """The token ids of one text; DataError if tiktoken cannot match a long run of spaces in it."""
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:
@@ -91,12 +91,12 @@ class TikTokenizer(BaseTokenizer):
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(
-                f"tiktoken cannot split a text of {len(text)} characters into words ({error}); it holds a very long "
+                f"tiktoken cannot split a text of {len(text)} characters into words ({error}); it contains a very long "
                 "run of spaces: shorten or remove the document"
             ) from error
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
-        """The token ids of one text, and the characters that begin in each; of a character in several, that one."""
+        """The token ids of one text, and the characters that begin in each; a character may be in several."""
         ids = self.tokenize(text)
         begins = [*self._encoding.decode_with_offsets(ids)[1], len(text)]
         return ids, [(begin, max(end, begin + 1)) for begin, end in pairwise(begins)]
@@ -122,7 +122,7 @@ def special_tokens(count: int) -> dict[str, int]:
 
 def _check_settings(pattern: str, num_special_tokens: int, vocab_size: int | None) -> None:
     if pattern not in PATTERNS:
-        raise ConfigError(f"--tiktoken-pattern {pattern} is not known; known: {', '.join(PATTERNS)}")
+        raise ConfigError(f"--tiktoken-pattern {pattern} is not supported; supported: {', '.join(PATTERNS)}")
     if num_special_tokens < 3:
         raise ConfigError(
             f"--tiktoken-num-special-tokens {num_special_tokens} leaves out one of <unk>, <s>, </s>; give at least 3"
@@ -144,8 +144,8 @@ def read_ranks(path: Path, most: int) -> list[bytes]:
 
     Megatron's file is a JSON list of {"rank", "token_bytes" (base64), "token_str"}; OpenAI's has a line
     `base64 rank` for each token.
-    ConfigError: the file is absent or has neither format, its ranks are not 0, 1, 2 ..., a token occurs twice, or one
-    of the 256 single bytes is not among the tokens kept, so that some texts could not be encoded.
+    ConfigError: the file is absent or has another format, its ranks are not 0, 1, 2 ..., a token occurs twice, or one
+    of the 256 single bytes is missing, so that some texts could not be encoded.
     """
     if not path.is_file():
         raise ConfigError(f"--tokenizer-model {path}: no such file; {_EXPECTED}")

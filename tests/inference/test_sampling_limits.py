@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.inference.sampling import Sampling, choose
 
 
@@ -17,3 +17,14 @@ def test_tiny_temperatures_take_the_most_likely_token(temperature: float) -> Non
 def test_temperatures_that_are_no_finite_numbers_are_refused(temperature: float) -> None:
     with pytest.raises(ConfigError, match=f"temperature={temperature} is not a finite number >= 0"):
         Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2)])
+@pytest.mark.parametrize("wrong", [[float("nan")], [float("inf"), 0.0], [float("-inf")] * 3, [0.0, float("nan"), 1.0]])
+def test_logits_that_are_not_finite_are_an_error(wrong: list[float], sampling: Sampling) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], (wrong * 3)[:3]])
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    with pytest.raises(CheckpointError, match=r"the largest logit of the next token is (nan|inf|-inf), so that no"):
+        choose(logits, [sampling] * 2, generators)
+    excluded = torch.tensor([[float("-inf"), 3.0, float("-inf")]])
+    assert choose(excluded, [sampling], generators[:1]) == [1], "tokens may be excluded"

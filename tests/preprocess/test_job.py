@@ -185,8 +185,8 @@ def test_back_ends_give_the_tokenizers_own_tokens(backend: str, tmp_path: Path, 
 def test_a_back_end_that_cannot_serve_is_told(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     outcome(tmp_path)
-    assert "backend: tokenizers (gigatoken does not read a ByteLevelTokenizer), 2 workers" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"does not read a ByteLevelTokenizer; use --tokenization-backend token"):
+    assert "backend: tokenizers (gigatoken does not support a ByteLevelTokenizer), 2 workers" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"does not support a ByteLevelTokenizer; use --tokenization-backend token"):
         preprocess(settings(tmp_path, tokenization_backend="gigatoken", output_prefix=str(tmp_path / "new")))
     assert not list(tmp_path.glob("new*"))
     with pytest.raises(ConfigError, match=r"--tokenization-backend fast is unknown; legal: auto, tokenizers, giga"):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from megatron_core.errors import LayoutError
+from megatron_core.errors import DataError, LayoutError
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig, VocabParallelEmbedding
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
@@ -81,3 +81,19 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 def test_padded_vocabulary(vocab: int, unit: int, tp: int, rows: int) -> None:
     """Megatron-LM's rule: up to a multiple of make_vocab_size_divisible_by x tp."""
     assert vocabulary_per_rank(vocab, unit, tp) == rows
+
+
+def _look_up_wrong_ids() -> None:
+    config, group = ModelParallelConfig(params_dtype=torch.float64), dist.group.WORLD
+    layer = VocabParallelEmbedding(VOCAB, HIDDEN, config=config, tp_group=group, padded_size=12)
+    layer(torch.tensor([[0, VOCAB - 1]]))
+    layer(torch.empty(0, 2, dtype=torch.long))
+    for wrong in (-1, VOCAB, 11, 12, 10**6):
+        with pytest.raises(DataError, match=rf"token id {wrong} is outside the vocabulary of {VOCAB} tokens"):
+            layer(torch.tensor([[0, wrong], [1, 2]]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_id_outside_the_vocabulary_is_an_error(size: int) -> None:
+    """Also the id of a padding row, and an id that no rank has, for which the sum over ranks would be zero."""
+    run_ranks(size, _look_up_wrong_ids)

@@ -163,7 +163,7 @@ def test_a_fault_of_another_file_is_named(content: bytes, sentence: str, tmp_pat
 
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     path = write_rank_json(tmp_path)
-    with pytest.raises(ConfigError, match="--tiktoken-pattern v3 is not known; known: v1, v2"):
+    with pytest.raises(ConfigError, match="--tiktoken-pattern v3 is not supported; supported: v1, v2"):
         TikTokenizer(path, "v3")
     with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 2 leaves out"):
         TikTokenizer(path, num_special_tokens=2)

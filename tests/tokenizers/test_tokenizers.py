@@ -137,7 +137,7 @@ def test_hugging_face_ends_of_a_generated_text(tmp_path: Path) -> None:
     assert end_ids(ByteLevelTokenizer()) == {ByteLevelTokenizer().eod}
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[]", "holds a list, not an object")])
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[]", "contains a list, not an object")])
 def test_hugging_face_names_file_that_is_broken(content: str, sentence: str, tmp_path: Path) -> None:
     write_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
@@ -255,7 +255,7 @@ def test_null_refuses_words(text: str) -> None:
 
 
 def test_null_refuses_ids_past_its_end() -> None:
-    with pytest.raises(DataError, match="token id 100 does not fit --vocab-size 100"):
+    with pytest.raises(DataError, match="token id 100 is not below --vocab-size 100"):
         NullTokenizer(100).tokenize("100")
     with pytest.raises(ConfigError, match="--vocab-size 0"):
         NullTokenizer(0)
