@@ -2,29 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_core.ops import rope
 from megatron_core.parallel.sharding import split_qkv
-from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.recompute import recomputed
-
-
-@dataclass
-class SelfAttentionSubmodules:
-    """The parts of ``SelfAttention`` under Megatron's names, for layer specifications; see ``layer_context``."""
-
-    linear_qkv: Any = ColumnParallelLinear
-    core_attention: Any = None
-    linear_proj: Any = RowParallelLinear
-    q_layernorm: Any = None
-    k_layernorm: Any = None
 
 
 class SelfAttention(nn.Module):

@@ -1,25 +1,13 @@
 """The feed-forward part of a layer."""
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.ops.activation import Kind, bias_activation
 from megatron_core.parallel.sharding import split_fused
-from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.context import LayerContext, SequenceContext
-
-
-@dataclass
-class MLPSubmodules:
-    """The parts of ``MLP`` under Megatron's names, for layer specifications; see ``layer_context``."""
-
-    linear_fc1: Any = ColumnParallelLinear
-    linear_fc2: Any = RowParallelLinear
-    activation_func: Any = None
 
 
 class MLP(nn.Module):

@@ -28,6 +28,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_context import MLPSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.module import Float16Module, MegatronModule, mark_keep_in_fp32
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -55,9 +56,9 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import SequenceContext
-from megatron_core.transformer.mlp import MLP, MLPSubmodules
+from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.router import Router
 from tests.drop_in.test_gpt_model import IDS, LENGTH, config, gpt
 

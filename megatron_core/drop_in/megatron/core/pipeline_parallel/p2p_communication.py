@@ -1,7 +1,7 @@
-"""Messages between neighbouring pipeline stages, for schedules of their own.
+"""Messages between neighbouring pipeline stages, for schedules of the caller.
 
-All ranks call the same functions in the same order. Without ``variable_seq_lengths`` the receiver knows the shape; with
-it the shape is sent first. Received tensors require gradients.
+All ranks call the same functions in the same order. Without ``variable_seq_lengths`` the receiver passes the shape;
+with it the shape is sent first. Received tensors require gradients.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,15 @@ _DIMENSIONS = 3
 
 
 def is_single_shape(x: Any) -> bool:
-    """Whether ``x`` is one shape, and not a list of shapes."""
+    """Whether ``x`` is one shape rather than a list of shapes."""
     return isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(size, int) for size in x)
 
 
 class P2PCommunicator:
-    """Sends and receives between this rank of ``pp_group`` and its neighbours, the first and the last one included."""
+    """Sends and receives between this rank of ``pp_group`` and its neighbours in a ring.
+
+    ``is_first_stage`` and ``is_last_stage`` default to this rank's place in the pipeline.
+    """
 
     def __init__(self, pp_group: Group, config: Any) -> None:
         self.pp_group, self.config = pp_group, config
@@ -46,7 +49,7 @@ class P2PCommunicator:
 
     @property
     def total_stages(self) -> int:
-        """Ranks of the pipeline."""
+        """The number of pipeline ranks."""
         return self.pp_group.size()
 
     @property
@@ -57,9 +60,11 @@ class P2PCommunicator:
     def _exchange(
         self, to_next: Tensor | None, to_prev: Tensor | None, from_prev: Tensor | None, from_next: Tensor | None
     ) -> list[Any]:
-        """Begin the messages; those to later ranks come first, so that they pair up between two ranks, too."""
+        """Start the messages; messages to the next rank come first, so that they also match between only two ranks."""
         if not isinstance(self.pp_group, dist.ProcessGroup):
-            raise LayoutError("a pipeline of one rank without torch.distributed has no neighbours to send to")
+            raise LayoutError(
+                "a pipeline of one rank without torch.distributed has no neighbours; initialize torch.distributed"
+            )
         given = (
             (dist.isend, to_next, self.next_rank),
             (dist.irecv, from_prev, self.prev_rank),
@@ -81,7 +86,7 @@ class P2PCommunicator:
         tensor_shape: Shape | None = None,
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, list[Any] | None]:
-        """(From the previous rank, from the next one, handles if they are not waited for)."""
+        """Return the tensors from the previous and the next rank, and the handles without ``wait_on_reqs``."""
         to_next, to_prev = (None if x is None else x.contiguous() for x in (tensor_send_next, tensor_send_prev))
         shapes = self._shapes(to_next, to_prev, (recv_prev, recv_next), tensor_shape)
         from_prev, from_next = (self._empty(shape) for shape in shapes)
@@ -98,10 +103,10 @@ class P2PCommunicator:
         wanted: tuple[bool, bool],
         tensor_shape: Shape | None,
     ) -> list[Shape | None]:
-        """The shapes from the previous and from the next rank; None where nothing is received."""
+        """Return the shapes from the previous and the next rank; None if nothing is received."""
         if not self.config.variable_seq_lengths:
             if tensor_shape is None and any(wanted):
-                raise ConfigError("tensor_shape=None: give the shape (sequence, batch, hidden) of what is received")
+                raise ConfigError("tensor_shape=None: give the shape (sequence, batch, hidden) of the received tensor")
             return [tensor_shape if want else None for want in wanted]
         next_shape, prev_shape = (
             None if x is None else torch.tensor(x.shape, device=self._device()) for x in (to_next, to_prev)
@@ -124,76 +129,74 @@ class P2PCommunicator:
         on_gpu = isinstance(self.pp_group, dist.ProcessGroup) and dist.get_backend(self.pp_group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """The output of the previous stage, or a list for a list of shapes; None on the first stage."""
-        shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
+    def _receive(self, shapes: Any, is_end: bool, neighbour: str) -> Any:
+        listed = [shapes] if is_single_shape(shapes) or shapes is None else shapes
+        given: dict[str, Any] = {f"recv_{neighbour}": True}
         found = [
-            None if is_first_stage else self._communicate(recv_prev=True, tensor_shape=shape)[0] for shape in shapes
+            None if is_end else self._communicate(tensor_shape=shape, **given)[neighbour == "next"] for shape in listed
         ]
-        return found if shapes is tensor_shapes else found[0]
+        return found if listed is shapes else found[0]
 
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """The gradient of the next stage's input, or a list for a list of shapes; None on the last stage."""
-        shapes = [tensor_shapes] if is_single_shape(tensor_shapes) or tensor_shapes is None else tensor_shapes
-        found = [
-            None if is_last_stage else self._communicate(recv_next=True, tensor_shape=shape)[1] for shape in shapes
-        ]
-        return found if shapes is tensor_shapes else found[0]
+    def _send(self, tensors: Any, is_end: bool, neighbour: str) -> None:
+        for tensor in [] if is_end else _listed(tensors):
+            self._communicate(**{f"tensor_send_{neighbour}": tensor})
 
-    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send outputs to the next stage; nothing on the last one."""
-        for tensor in _listed(output_tensors) if not is_last_stage else ():
-            self._communicate(tensor_send_next=tensor)
+    def _send_and_receive(self, tensors: Any, shapes: Any, is_end: bool, neighbour: str) -> Any:
+        found = []
+        for tensor, shape in zip(_listed(tensors), shapes if isinstance(shapes, list) else [shapes], strict=True):
+            given: dict[str, Any] = {f"tensor_send_{neighbour}": tensor, f"recv_{neighbour}": True}
+            silent = is_end or tensor is None
+            found.append(None if silent else self._communicate(tensor_shape=shape, **given)[neighbour == "next"])
+        return found if isinstance(tensors, list) else found[0]
 
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send gradients to the previous stage; nothing on the first one."""
-        for tensor in _listed(input_tensor_grads) if not is_first_stage else ():
-            self._communicate(tensor_send_prev=tensor)
+    def _first(self, is_first_stage: bool | None) -> bool:
+        return self.is_pp_first_stage if is_first_stage is None else is_first_stage
 
-    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
+    def _last(self, is_last_stage: bool | None) -> bool:
+        return self.is_pp_last_stage if is_last_stage is None else is_last_stage
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool | None = None) -> Any:
+        """Receive the output of the previous stage, or a list for a list of shapes; None on the first stage."""
+        return self._receive(tensor_shapes, self._first(is_first_stage), "prev")
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool | None = None) -> Any:
+        """Receive the gradient from the next stage, or a list for a list of shapes; None on the last stage."""
+        return self._receive(tensor_shapes, self._last(is_last_stage), "next")
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool | None = None) -> None:
+        """Send outputs to the next stage; nothing on the last stage."""
+        self._send(output_tensors, self._last(is_last_stage), "next")
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool | None = None) -> None:
+        """Send gradients to the previous stage; nothing on the first stage."""
+        self._send(input_tensor_grads, self._first(is_first_stage), "prev")
+
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool | None = None
+    ) -> Any:
         """Send outputs to the next stage and receive their gradients."""
-        shapes = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
-        found = [
-            None
-            if is_last_stage or output is None
-            else self._communicate(tensor_send_next=output, recv_next=True, tensor_shape=shape)[1]
-            for output, shape in zip(_listed(output_tensors), shapes, strict=True)
-        ]
-        return found if isinstance(output_tensors, list) else found[0]
+        return self._send_and_receive(output_tensors, tensor_shapes, self._last(is_last_stage), "next")
 
-    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool | None = None
+    ) -> Any:
         """Send gradients to the previous stage and receive its next output."""
-        shapes = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
-        found = [
-            None
-            if is_first_stage or grad is None
-            else self._communicate(tensor_send_prev=grad, recv_prev=True, tensor_shape=shape)[0]
-            for grad, shape in zip(_listed(input_tensor_grads), shapes, strict=True)
-        ]
-        return found if isinstance(input_tensor_grads, list) else found[0]
+        return self._send_and_receive(input_tensor_grads, tensor_shapes, self._first(is_first_stage), "prev")
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the next stage and receive from the previous one; with overlap (tensor, handles to wait for)."""
-        found, _, handles = self._communicate(
-            tensor_send_next=output_tensor,
-            recv_prev=recv_prev,
-            tensor_shape=tensor_shape,
-            wait_on_reqs=not overlap_p2p_comm,
-        )
+        """Send to the next stage and receive from the previous stage; with overlap return (tensor, handles)."""
+        given: dict[str, Any] = {"tensor_send_next": output_tensor, "recv_prev": recv_prev}
+        found, _, handles = self._communicate(**given, tensor_shape=tensor_shape, wait_on_reqs=not overlap_p2p_comm)
         return (found, handles) if overlap_p2p_comm else found
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the previous stage and receive from the next one; with overlap (tensor, handles to wait for)."""
-        _, found, handles = self._communicate(
-            tensor_send_prev=input_tensor_grad,
-            recv_next=recv_next,
-            tensor_shape=tensor_shape,
-            wait_on_reqs=not overlap_p2p_comm,
-        )
+        """Send to the previous stage and receive from the next stage; with overlap return (tensor, handles)."""
+        given: dict[str, Any] = {"tensor_send_prev": input_tensor_grad, "recv_next": recv_next}
+        _, found, handles = self._communicate(**given, tensor_shape=tensor_shape, wait_on_reqs=not overlap_p2p_comm)
         return (found, handles) if overlap_p2p_comm else found
 
     def send_forward_backward_recv_forward_backward(
@@ -204,14 +207,9 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Send in both directions and receive (from the previous stage, from the next one)."""
-        return self._communicate(
-            tensor_send_next=output_tensor,
-            tensor_send_prev=input_tensor_grad,
-            recv_prev=recv_prev,
-            recv_next=recv_next,
-            tensor_shape=tensor_shape,
-        )[:2]
+        """Send in both directions and receive from the previous and the next stage."""
+        sent: dict[str, Any] = {"tensor_send_next": output_tensor, "tensor_send_prev": input_tensor_grad}
+        return self._communicate(**sent, recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape)[:2]
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -222,74 +220,61 @@ def _pipeline(config: Any) -> P2PCommunicator:
     return P2PCommunicator(current().group("pp"), config)
 
 
-# The functions of releases before 0.14, over the current pipeline.
+# The functions of releases before 0.14, over the current pipeline. Each calls the method of its name.
 
 
 def recv_forward(tensor_shape: Any, config: Any, is_first_stage: bool | None = None) -> Any:
-    """``P2PCommunicator.recv_forward``; by default the first rank is the first stage."""
-    pipeline = _pipeline(config)
-    return pipeline.recv_forward(tensor_shape, pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage)
+    """Receive the output of the previous stage."""
+    return _pipeline(config).recv_forward(tensor_shape, is_first_stage)
 
 
 def recv_backward(tensor_shape: Any, config: Any, is_last_stage: bool | None = None) -> Any:
-    """``P2PCommunicator.recv_backward``; by default the last rank is the last stage."""
-    pipeline = _pipeline(config)
-    return pipeline.recv_backward(tensor_shape, pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage)
+    """Receive the gradient from the next stage."""
+    return _pipeline(config).recv_backward(tensor_shape, is_last_stage)
 
 
 def send_forward(output_tensor: Any, config: Any, is_last_stage: bool | None = None) -> None:
-    """``P2PCommunicator.send_forward``."""
-    pipeline = _pipeline(config)
-    pipeline.send_forward(output_tensor, pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage)
+    """Send outputs to the next stage."""
+    _pipeline(config).send_forward(output_tensor, is_last_stage)
 
 
 def send_backward(input_tensor_grad: Any, config: Any, is_first_stage: bool | None = None) -> None:
-    """``P2PCommunicator.send_backward``."""
-    pipeline = _pipeline(config)
-    pipeline.send_backward(input_tensor_grad, pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage)
+    """Send gradients to the previous stage."""
+    _pipeline(config).send_backward(input_tensor_grad, is_first_stage)
 
 
 def send_forward_recv_backward(
     output_tensor: Any, tensor_shape: Any, config: Any, is_last_stage: bool | None = None
 ) -> Any:
-    """``P2PCommunicator.send_forward_recv_backward``."""
-    pipeline = _pipeline(config)
-    last = pipeline.is_pp_last_stage if is_last_stage is None else is_last_stage
-    return pipeline.send_forward_recv_backward(output_tensor, tensor_shape, last)
+    """Send outputs to the next stage and receive their gradients."""
+    return _pipeline(config).send_forward_recv_backward(output_tensor, tensor_shape, is_last_stage)
 
 
 def send_backward_recv_forward(
     input_tensor_grad: Any, tensor_shape: Any, config: Any, is_first_stage: bool | None = None
 ) -> Any:
-    """``P2PCommunicator.send_backward_recv_forward``."""
-    pipeline = _pipeline(config)
-    first = pipeline.is_pp_first_stage if is_first_stage is None else is_first_stage
-    return pipeline.send_backward_recv_forward(input_tensor_grad, tensor_shape, first)
+    """Send gradients to the previous stage and receive its next output."""
+    return _pipeline(config).send_backward_recv_forward(input_tensor_grad, tensor_shape, is_first_stage)
 
 
 def send_forward_recv_forward(
     output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
 ) -> Any:
-    """``P2PCommunicator.send_forward_recv_forward``."""
+    """Send to the next stage and receive from the previous stage."""
     return _pipeline(config).send_forward_recv_forward(output_tensor, recv_prev, tensor_shape, overlap_p2p_comm)
 
 
 def send_backward_recv_backward(
     input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
 ) -> Any:
-    """``P2PCommunicator.send_backward_recv_backward``."""
+    """Send to the previous stage and receive from the next stage."""
     return _pipeline(config).send_backward_recv_backward(input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm)
 
 
 def send_forward_backward_recv_forward_backward(
-    output_tensor: Tensor | None,
-    input_tensor_grad: Tensor | None,
-    recv_prev: bool,
-    recv_next: bool,
-    tensor_shape: Shape,
-    config: Any,
+    output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Shape, config: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``P2PCommunicator.send_forward_backward_recv_forward_backward``."""
+    """Send in both directions and receive from the previous and the next stage."""
     return _pipeline(config).send_forward_backward_recv_forward_backward(
         output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
     )

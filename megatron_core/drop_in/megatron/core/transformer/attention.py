@@ -1,4 +1,5 @@
 """``megatron_core.transformer.attention`` at Megatron's path; ``SelfAttention`` takes Megatron's arguments."""
 
+from megatron.core.transformer.layer_context import SelfAttentionSubmodules
 from megatron.core.transformer.layer_parts import SelfAttention
-from megatron_core.transformer.attention import CoreAttention, SelfAttentionSubmodules
+from megatron_core.transformer.attention import CoreAttention

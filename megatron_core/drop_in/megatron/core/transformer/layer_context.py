@@ -20,13 +20,34 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
 from megatron_core.parallel.initialization import draw_by_name
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.random import current_seed
-from megatron_core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
-from megatron_core.transformer.mlp import MLP, MLPSubmodules
+from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer
 from megatron_core.transformer.norm import Norm
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The parts of ``SelfAttention`` in a layer's specification; they must be classes of the engine."""
+
+    linear_qkv: Any = ColumnParallelLinear
+    core_attention: Any = None
+    linear_proj: Any = RowParallelLinear
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+@dataclass
+class MLPSubmodules:
+    """The parts of ``MLP`` in a layer's specification; they must be classes of the engine."""
+
+    linear_fc1: Any = ColumnParallelLinear
+    linear_fc2: Any = RowParallelLinear
+    activation_func: Any = None
 
 
 @dataclass

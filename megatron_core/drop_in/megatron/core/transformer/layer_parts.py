@@ -9,14 +9,18 @@ from torch import Tensor
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
-from megatron.core.transformer.layer_context import SampleNumbers, check_submodules, layer_context
+from megatron.core.transformer.layer_context import (
+    MLPSubmodules,
+    SampleNumbers,
+    SelfAttentionSubmodules,
+    check_submodules,
+    layer_context,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import attention, mlp
-from megatron_core.transformer.attention import SelfAttentionSubmodules
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.mlp import MLPSubmodules
 from megatron_core.transformer.moe import router
 
 

@@ -1,4 +1,4 @@
-"""``megatron_core.transformer.mlp`` at Megatron's path; ``MLP`` takes Megatron's arguments."""
+"""``MLP`` with Megatron's arguments."""
 
+from megatron.core.transformer.layer_context import MLPSubmodules
 from megatron.core.transformer.layer_parts import MLP
-from megatron_core.transformer.mlp import MLPSubmodules

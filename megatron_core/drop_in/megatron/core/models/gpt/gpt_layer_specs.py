@@ -2,7 +2,12 @@
 
 from typing import Any, NoReturn
 
-from megatron.core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
+from megatron.core.transformer.layer_context import (
+    MLPSubmodules,
+    SelfAttentionSubmodules,
+    TransformerBlockSubmodules,
+    TransformerLayerSubmodules,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -13,8 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
-from megatron_core.transformer.attention import SelfAttentionSubmodules
-from megatron_core.transformer.mlp import MLPSubmodules
 
 
 def get_gpt_layer_local_submodules(
