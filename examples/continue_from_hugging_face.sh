@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on from a model of Hugging Face on 8 GPUs, and write the result as such a model again.
+# Continue training a Hugging Face model on 8 GPUs, and export the result as a Hugging Face model.
 #   examples/continue_from_hugging_face.sh Meta-Llama-3-8B corpus.jsonl result
 set -euo pipefail
 MODEL=$1 TEXT=$2 RESULT=$3

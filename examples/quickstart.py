@@ -37,7 +37,7 @@ class Settings:
     more_iters: int = 15
     """Steps in the second layout."""
     prompt: str = "def __init__(self"
-    """Text that the trained model continues."""
+    """Prompt that the trained model continues."""
 
 
 MODEL = [
@@ -131,7 +131,7 @@ class Job:
 
 
 def rank_count() -> int:
-    """4 ranks on the CPU; with GPUs 1, 2 or 4, at most one for each GPU."""
+    """4 ranks on the CPU; on GPUs 1, 2 or 4, at most one per GPU."""
     gpus = torch.cuda.device_count()
     return 4 if gpus == 0 else max(n for n in (1, 2, 4) if n <= gpus)
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own with Megatron Core's imports: groups, GPT, data, schedule, optimizer, checkpoint.
+"""A custom training loop with Megatron Core's imports: groups, GPT, data, schedule, optimizer, checkpoint.
 
 It follows Megatron-LM's tutorial (run_simple_mcore_train_loop.py) and runs on a CPU:
 
@@ -35,11 +35,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE_LENGTH = 64
 BATCH = 8
-"""Sequences of a step in all data-parallel ranks together, in two micro-batches."""
+"""Number of sequences per step of all data-parallel ranks together, in two micro-batches."""
 
 
 def initialize_distributed(tensor: int, pipeline: int) -> None:
-    """Join the ranks that torchrun started, and split the model over them."""
+    """Join the ranks started by torchrun, and split the model over them."""
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
@@ -74,7 +74,7 @@ def model_provider(dtype: torch.dtype = torch.float32) -> DistributedDataParalle
 
 
 def get_train_data_iterator() -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of made-up text, other ones on each data-parallel rank."""
+    """Micro-batches of synthetic text, different on each data-parallel rank."""
     compile_helpers()
     config = GPTDatasetConfig(
         random_seed=0,
@@ -92,7 +92,7 @@ def get_train_data_iterator() -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    """The model's output for the next micro-batch, and the function that makes its loss of it."""
+    """The model's output for the next micro-batch, and the function that computes its loss."""
     device = next(model.parameters()).device
     data = {name: tensor.to(device) for name, tensor in next(data_iterator).items()}
     output = model(data["tokens"], data["position_ids"], data["attention_mask"], labels=data["labels"])
@@ -100,13 +100,13 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of a micro-batch's tokens that count."""
+    """The mean loss of a micro-batch's unmasked tokens."""
     loss = torch.sum(output * loss_mask) / loss_mask.sum()
     return loss, {"lm loss": loss.detach()}
 
 
 def train(model: DistributedDataParallel, data: Iterator[Any], steps: int, optimizer: Any) -> list[float]:
-    """Take steps and return their losses, on ranks with the last stage."""
+    """Run training steps and return their losses, on ranks with the last stage."""
     run = get_forward_backward_func()
     size = BATCH // 2 // parallel_state.get_data_parallel_world_size()
     history = []

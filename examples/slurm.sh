@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A job of Slurm: one torchrun on each node, which starts a process for each GPU and meets the others at the first node.
+# A Slurm job: one torchrun per node, which starts one process per GPU and connects to the first node.
 #   sbatch --nodes 16 examples/slurm.sh --config examples/mixtral_8x22b.yaml --data-path corpus_text_document \
 #     --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --save checkpoints --save-interval 500
 #SBATCH --job-name=pretrain
@@ -14,12 +14,12 @@
 set -euo pipefail
 
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-LOAD=()  # a job that starts again goes on from its last checkpoint
+LOAD=()  # a requeued job resumes from its last checkpoint
 for ((i = 1; i < $#; i++)); do
   if [[ ${!i} == --save ]]; then next=$((i + 1)) && LOAD=(--load "${!next}"); fi
 done
 
-# TERM comes two minutes before the end: training saves a checkpoint then, and ends.
+# Slurm sends TERM two minutes before the end: training then saves a checkpoint and ends.
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$FIRST:29500" \
   "${SLURM_SUBMIT_DIR:-.}/pretrain_gpt.py" "$@" "${LOAD[@]}"

@@ -33,7 +33,7 @@ from megatron_core.terminal import parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to diagnose."""
+    """Diagnose a run, or measure this machine."""
 
     run: tyro.conf.Positional[str | None] = None
     """Folder of --save, or metrics file, of a run."""

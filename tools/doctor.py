@@ -180,7 +180,7 @@ def collectives(backend: str) -> tuple[bool, str]:
 
 
 def advice() -> Iterator[str]:
-    """What to install."""
+    """Recommended packages."""
     if not native.library_path("cpu", torch.float32).exists():
         yield "native operations on the CPU: a C++ compiler (GCC or Clang), then pip install . (or -e .) again"
     if torch.cuda.is_available() and not native.library_path("cuda", torch.float32).exists():

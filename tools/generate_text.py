@@ -165,7 +165,7 @@ def continue_all(
 
 
 def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
-    """What is printed when a text is finished: itself unless it was printed while it grew, and its probabilities."""
+    """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
     shown = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
     for each in text.progress:
         if each.score is not None and each.token is not None:
@@ -195,7 +195,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
-    """What is typed on rank 0, line by line, on all ranks."""
+    """Yield lines typed on rank 0 on all ranks."""
     while True:
         line = ""
         if world.rank == 0:

@@ -46,7 +46,7 @@ from megatron_core.terminal import exact, parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to plan for, and what to print."""
+    """Find the fastest layouts of a model on N devices, and explain them."""
 
     gpus: int
     """Number of devices."""

@@ -2,12 +2,12 @@
 
 The model embeds the items, applies blocks with a moving average over time, and computes logits of all items:
 
-    block(x)_t = x_t + W_down silu(m_t),   m_t = a m_{t-1} + (1 - a) W_up norm(x_t),   a = sigmoid(decay), per channel
+block(x)_t = x_t + W_down silu(m_t),   m_t = a m_{t-1} + (1 - a) W_up norm(x_t),   a = sigmoid(decay), per channel
 
 Activations are [s, b, h]. A custom model has to specify three things: how its own parameters are split (``decay`` over
 tp, like the channels), which gradients are partial (those of the norms with sequence parallelism, because each rank
-sees a part of the sequence), and parameter names that do not depend on the pipeline stage. With context parallelism
-what looks at other tokens gathers them.
+processes a part of the sequence), and parameter names that do not depend on the pipeline stage. With context
+parallelism, modules that need other tokens gather them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MovingAverage(nn.Module):
         keep = torch.sigmoid(self.decay)
         whole, size = gather_from_sequence(x, self.cp_group), self.cp_group.size()
         ranks = [SequenceSplit(cp_rank=rank, cp_size=size) for rank in range(size)]
-        steps = [each.positions(len(whole), x.device) for each in ranks]  # two runs of positions on each rank
+        steps = [each.positions(len(whole), x.device) for each in ranks]  # two runs of positions per rank
         age = (steps[self.cp_group.rank()][:, None] - torch.cat(steps)[None, :])[..., None]
         weights = torch.where(age >= 0, (1.0 - keep) * keep ** age.clamp_min(0), 0.0)
         return torch.einsum("tuc,ubc->tbc", weights.to(x.dtype), whole)

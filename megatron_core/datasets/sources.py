@@ -151,13 +151,13 @@ class _Changes:
             return "the losses of this evaluation are not comparable with those before the checkpoint"
         if self._reordered:
             return (
-                f"from sample {samples:,} on, samples are cut and ordered anew, so that text that was trained on may "
-                "come again and other text may not come in this epoch"
+                f"from sample {samples:,} on, samples have new boundaries and a new order, so in this epoch some "
+                "text may be repeated and other text may be missed"
             )
         if self._reread:
             return (
-                f"from sample {samples:,} on, each file goes on at another of its samples, so that some may come again "
-                "and others may not come in this epoch"
+                f"from sample {samples:,} on, each file continues at a different sample, so in this epoch some samples "
+                "may be repeated and others missed"
             )
         return f"the order of samples is the same, and from sample {samples:,} on they have the new text"
 

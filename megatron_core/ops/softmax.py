@@ -81,8 +81,8 @@ def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
             f"attention_softmax: mask is {mask.dtype} on {mask.device}; it must be torch.bool on {scores.device}, "
             "where the scores are, and True where a key is masked"
         )
-    beside = shape[scores.dim() - mask.dim() :]
-    if not 1 <= mask.dim() <= scores.dim() or any(m not in (1, n) for m, n in zip(mask.shape, beside, strict=True)):
+    extents = shape[scores.dim() - mask.dim() :]
+    if not 1 <= mask.dim() <= scores.dim() or any(m not in (1, n) for m, n in zip(mask.shape, extents, strict=True)):
         raise ConfigError(f"attention_softmax: mask is {list(mask.shape)}; it must broadcast to the scores' {shape}")
 
 

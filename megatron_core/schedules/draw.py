@@ -47,7 +47,7 @@ def picture(
     ``width`` is the width of the terminal, in columns. With ``colour`` the colour of a box is the kind of the action,
     with paler shades for later chunks; without it a box begins with the letter of the kind, in lower case on odd
     chunks. ``longest`` is the makespan that fills the width, so that several drawings have the same scale; without it,
-    the shortest action has a whole number of columns if there is room.
+    the shortest action has an integer number of columns if there is room.
     """
     plan = timeline.plan
     peaks = peak_activations(plan)
@@ -62,7 +62,7 @@ def picture(
 
 
 def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
-    """Columns of the whole timeline: its share of the room, or a whole number for the shortest action if possible."""
+    """Columns of the whole timeline: its share of the room, or an integer for the shortest action if possible."""
     if longest:
         return max(round(room * timeline.makespan / longest), 1)
     times = (timeline.end[action] - timeline.start[action] for action in timeline.end)

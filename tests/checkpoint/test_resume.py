@@ -134,7 +134,7 @@ def test_changed_data_is_told_on_resume(tmp_path: Path, capsys: pytest.CaptureFi
     run_job(settings | {"train_iters": 3})
     told = capsys.readouterr().out
     assert "had 9 documents, 9 sequences and 81 tokens, now 11 documents, 11 sequences and 99 tokens: from" in told
-    assert "from sample 8 on, samples are cut and ordered anew" in told
+    assert "from sample 8 on, samples have new boundaries and a new order" in told
     run_job(settings | {"train_iters": 4})
     assert "the data has changed" not in capsys.readouterr().out
 

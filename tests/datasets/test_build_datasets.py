@@ -245,7 +245,7 @@ def test_a_header_of_other_files_is_told(tmp_path: Path) -> None:
         counts = {"documents": 10, "tokens": 200, name: said}
         header = DatasetHeader.of(NullTokenizer(300), "NullTokenizer", append_eod=False, **counts)
         write_header(prefix, header)
-        with pytest.raises(DataError, match=rf"a\.json says {name}={said}, and the files hold .*copy all three files"):
+        with pytest.raises(DataError, match=rf"a\.json says {name}={said}, but the files have .*copy all three files"):
             build_datasets(data_path=[prefix], sequence_length=8, seed=3)
 
 

@@ -11,8 +11,8 @@ from megatron_core.datasets import build_datasets, sources
 from megatron_core.datasets.sources import describe_changes, is_record, record_sources
 from tests.datasets.files import write, write_counting
 
-AGAIN = "from sample 40 on, samples are cut and ordered anew, so that text that was trained on may come again and other"
-REREAD = "from sample 40 on, each file goes on at another of its samples, so that some may come again"
+AGAIN = "from sample 40 on, samples have new boundaries and a new order, so in this epoch some text may be repeated"
+REREAD = "from sample 40 on, each file continues at a different sample"
 REPLACED = "the order of samples is the same, and from sample 40 on they have the new text"
 
 
@@ -71,7 +71,7 @@ def test_blends_are_compared_by_path_and_share(tmp_path: Path) -> None:
     told = changed(before, record("3", a, "1", c))
     assert f"{b} is no longer read; {c} is new, with 2 documents, 2 sequences and 50 tokens: {REREAD}" in told
     assert f"the order of the files changed: {REREAD}" in changed(before, record("1", b, "3", a))
-    assert "75.0000% of its blend, and has a share by size" in changed(before, record(a, b))
+    assert "75.0000% of its blend, now a share by size" in changed(before, record(a, b))
 
 
 def test_a_moved_file_is_recognised(tmp_path: Path) -> None:

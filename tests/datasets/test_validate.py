@@ -155,7 +155,7 @@ def test_the_header_gives_the_vocabulary_and_is_checked(tmp_path: Path) -> None:
     assert validate(prefix, 34).largest_id == 33
     for name, said, found in (("documents", 4, 3), ("tokens", 10, 9)):
         write_header(prefix, header(**{name: said}))
-        with pytest.raises(DataError, match=rf"a\.json says {name}={said}, and the files hold {found}: .*one run"):
+        with pytest.raises(DataError, match=rf"a\.json says {name}={said}, but the files have {found}: .*same run"):
             validate(prefix)
 
 
@@ -173,7 +173,9 @@ def test_a_bin_file_of_another_size(tmp_path: Path) -> None:
 
 def test_files_without_a_token(tmp_path: Path) -> None:
     for documents in ([], [[]]):
-        with pytest.raises(DataError, match=rf"b\.idx: no token in {len(documents)} sequences; prepare the data again"):
+        with pytest.raises(
+            DataError, match=rf"b\.idx: {len(documents)} sequences have no tokens; prepare the data again"
+        ):
             validate(write(tmp_path / "b", documents))
 
 

@@ -321,7 +321,7 @@ def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
         return bias_dropout_add(x, bias, residual, p, KEY, number, backend=backend)
 
     for p in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"dropout: p=.*at least 0 and below 1"):
+        with pytest.raises(ConfigError, match=r"dropout: p=.*>= 0 and < 1"):
             call(x, p=p)
     with pytest.raises(ConfigError, match=r"x is \[2, 8\]; it must be \[s, b, h\]"):
         call(x[0])

@@ -158,7 +158,7 @@ def test_a_layer_asks_torch_for_its_three_products(recipe: str, blocks_on_cpu: l
 
 def test_extents_that_torch_does_not_take_are_warned_of(blocks_on_cpu: list[tuple[str, str]]) -> None:
     a, b = case(PAIRS[0], (8, 128, 128))
-    with pytest.warns(UserWarning, match="is of dequantised matrices"):
+    with pytest.warns(UserWarning, match="run on dequantised matrices"):
         found = product(a, b, torch.float32)
     assert torch.equal(found, dequantised_product(a, b, torch.float32))
 
@@ -227,7 +227,7 @@ def test_a_product_that_fails_is_not_used(
         (32, (12, 0), "13.0", "2.13.0", None),
         (128, None, None, "2.13.0+cpu", "only on NVIDIA GPUs"),
         (128, (9, 4), None, "2.13.0+rocm7.0", "only on NVIDIA GPUs"),
-        (128, (9, 0), "12.9", "2.9.1", "2.10 does"),
+        (128, (9, 0), "12.9", "2.9.1", "use 2.10 or later"),
         (128, (9, 0), "12.8", "2.13.0", "needs 12.9"),
         (128, (10, 0), "13.0", "2.13.0", "compute capability 9.0 alone, and this GPU's is 10.0"),
         (32, (9, 0), "13.0", "2.13.0", "compute capability 10.0 and later, and this GPU's is 9.0"),

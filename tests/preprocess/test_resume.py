@@ -317,7 +317,7 @@ def test_a_damaged_file_among_others(kind: str, tmp_path: Path, capfd: pytest.Ca
     damaged = corpus_with_damage(tmp_path, kind)
     given = {"input": (str(tmp_path / "[abc].*"),)}
     reason = "is a JSON array" if kind == "json" else "is (truncated|damaged)"
-    with pytest.raises(DamagedFileError, match=rf"b\.{kind} {reason}.*is repaired .*--skip-damaged-files"):
+    with pytest.raises(DamagedFileError, match=rf"b\.{kind} {reason}.*repair the file, .*--skip-damaged-files"):
         preprocess(settings(tmp_path, **given), SMALL)
     # Nothing of the damaged file stays, and the file before it is not read again.
     assert json.loads((tmp_path / "out.work" / "progress.json").read_text())["position"] == [1, 0]

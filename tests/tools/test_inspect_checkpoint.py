@@ -43,7 +43,7 @@ def test_contents_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     elements = sum(p.numel() for p in run.stages[0].parameters()) - 3 * 16  # rows that pad the vocabulary
     _, out = shown(capsys, checkpoint=str(tmp_path), verify=True, tensors=True)
     lines = [line.split() for line in out.splitlines()]
-    assert f"{folder}: no fault; 1 files" in out
+    assert f"{folder}: no fault; all 1 files" in out
     assert "  data       consumed_samples 8, consumed_tokens 64" in out
     assert f"layout     {run.layout}, 1 files of ranks" in out
     assert "model      num_layers 1, hidden_size 16, num_attention_heads 4, seq_length 8, vocabulary 101" in out

@@ -166,7 +166,7 @@ def test_places_past_32_bits() -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     indexed = IndexedDataset(write_counting(tmp_path / "a", [5, 3, 0]))
-    sentence = r"/a: the valid split has 8 tokens in 3 sequences, but one sample needs 9 \\(--seq-length 8"
+    sentence = r"/a: the valid split has 8 tokens in 3 sequences, but one sample needs 9 \(--seq-length 8"
     with pytest.raises(DataError, match=sentence):
         build_megatron_order([indexed], [range(3)], None, None, 8, 0, "valid")
     with pytest.raises(DataError, match=r"/a: the test split has 0 tokens in 1 sequences"):
