@@ -1,5 +1,5 @@
-// The activations and their slopes, for a number or a vector V. To be included behind what is the device's own:
-// vec_abs(V, limit), vec_at_least(V, limit), vec_decay(V), vec_gauss(V), which are exp(-x) and exp(-x^2 / 2), and
+// The activations and their derivatives, for a number or a vector V. Include it after the device-specific functions
+// vec_abs(V, limit), vec_at_least(V, limit), vec_decay(V), which is exp(-x), vec_gauss(V), which is exp(-x^2 / 2), and
 // vec_short_exp2(V).
 #pragma once
 #include <type_traits>
@@ -9,18 +9,20 @@
 
 namespace megatron {
 
-// The numbers in a V.
+// The element type of V.
 template <typename V> struct RealOf { using type = float; };
 template <typename V> using Real = typename RealOf<V>::type;
 
 // f(x) and f'(x).
 template <typename V> struct Curve { V value, slope; };
 
-// All but relu(x)^2 are x G(x) with G(-x) = 1 - G(x): G's tail, G(-a), and the slope of a G(-a), at a = |x| are enough.
-// That the tail is computed as such, and not as a difference from 1, keeps its accuracy to where it underflows.
+// All activations except relu(x)^2 are x G(x) with G(-x) = 1 - G(x), so the tail of G, G(-a), and the derivative of a
+// G(-a), at a = |x|, are sufficient. The tail is computed directly, not as a difference from 1, which keeps it accurate
+// until it underflows.
 template <typename V> struct Tail { V tail, slope; };
 
-// x G(x) and its slope. From `end` on the tail is zero, and a greater a counts as `end`: infinity would make it NaN.
+// x G(x) and its derivative. From `end` on the tail is zero; a greater a is replaced by `end`, because infinity would
+// give NaN.
 template <typename F, typename V> MEGATRON_BOTH Curve<V> times_distribution(V x, int end, F distribution) {
   using R = Real<V>;
   const V a = vec_abs(x, R(end));
@@ -28,7 +30,7 @@ template <typename F, typename V> MEGATRON_BOTH Curve<V> times_distribution(V x,
   return {vec_at_least(x, R(0)) - a * at.tail, x < R(0) ? at.slope : R(1) - at.slope};
 }
 
-// exp(-a) for a >= 0; kShort, here and below: for results that are rounded to bfloat16, to 2e-4 instead of 1e-7.
+// exp(-a) for a >= 0. kShort, here and below: accuracy 2e-4 instead of 1e-7, sufficient for results in bfloat16.
 template <bool kShort, typename V> MEGATRON_BOTH V decay(V a) {
   if constexpr (kShort) return vec_short_exp2(a * -1.44269504f);
   else return vec_decay(a);
@@ -40,11 +42,12 @@ template <bool kShort, typename V> MEGATRON_BOTH Tail<V> logistic_tail(V a, V w,
   return {tail, tail - a * ((tail - tail * tail) * slope)};
 }
 
-constexpr double kNormalHeight = 0.39894228040143267794;  // of the normal density, 1 / sqrt(2 pi)
+constexpr double kNormalHeight = 0.39894228040143267794;  // maximum of the normal density, 1 / sqrt(2 pi)
 
-// Phi(-a), given exp(-a^2 / 2): what it is of that, erfcx(a / sqrt(2)) / 2, falls slowly and smoothly, and a quotient
-// of polynomials with positive coefficients, which lose nothing, has it to 6e-9. They were fitted by least squares,
-// reweighted until the relative error was the same all over 0 <= a <= 15, where exp(-a^2 / 2) ends.
+// Phi(-a), given exp(-a^2 / 2). Their ratio, erfcx(a / sqrt(2)) / 2, decreases slowly and smoothly, and is approximated
+// to 6e-9 by a quotient of polynomials with positive coefficients, which avoids cancellation. The coefficients were
+// fitted by least squares, reweighted until the relative error was uniform over 0 <= a <= 15, where exp(-a^2 / 2)
+// underflows.
 template <typename V> MEGATRON_BOTH V vec_normal_tail(V a, V gauss) {
   const V above = (((0.0041531133f * a + 0.040880416f) * a + 0.18396713f) * a + 0.43928087f) * a + 0.5f;
   const V below =
@@ -52,16 +55,16 @@ template <typename V> MEGATRON_BOTH V vec_normal_tail(V a, V gauss) {
   return gauss * (above / below);
 }
 
-// -log2(Phi(-a)) for a from 0 to 14, where Phi(-a) ends in float, by a polynomial fitted as the other one; Phi(-a) is
-// right to 6e-5 by that.
+// -log2(Phi(-a)) for a from 0 to 14, where Phi(-a) underflows in float, by a polynomial fitted in the same way; it
+// gives Phi(-a) to 6e-5.
 template <typename V> MEGATRON_BOTH V vec_tail_exponent(V a) {
-  const V b = a * a;  // even and odd powers apart, so that neither waits for the other
+  const V b = a * a;  // even and odd powers separately, so that they are independent
   const V odd = (((1.5976063e-9f * b + 4.0547056e-6f) * b + 9.8112947e-4f) * b + 0.053525165f) * b + 1.1507286f;
   const V even = (((-1.215887e-7f * b - 7.8348436e-5f) * b - 0.0084918644f) * b + 0.45932359f) * b + 1.0000489f;
   return even + a * odd;
 }
 
-// The slope of a Phi(-a), as accurate.
+// The derivative of a Phi(-a), with the same accuracy.
 template <typename V> MEGATRON_BOTH V vec_tail_slope(V a, V tail) {
   return tail - a * (vec_short_exp2(a * a * -0.72134752f) * Real<V>(kNormalHeight));
 }
@@ -109,7 +112,7 @@ struct ReluSquare {
   }
 };
 
-// Calls f(the activation, pieces): a row of x has 2 pieces where a value is gated, else 1.
+// Calls f(the activation, pieces): a row of x has 2 pieces for gated activations, else 1.
 template <bool kShort, typename F> MEGATRON_BOTH void with_activation(int64_t activation, F f) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;

@@ -1,4 +1,4 @@
-// What is computed on the host and, compiled by nvcc, on the device as well.
+// Functions compiled for the host and, by nvcc, also for the device.
 #pragma once
 #if defined(__CUDACC__)
 #define MEGATRON_BOTH __host__ __device__ __forceinline__

@@ -1,4 +1,4 @@
-// Numbers of 8 bits and their scales, on the host and on the device.
+// 8-bit numbers and their scales, on the host and on the device.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,16 +21,16 @@ template <typename To, typename From> MEGATRON_BOTH To bits_as(From from) {
   return to;
 }
 
-// v clamped; NaN stays NaN. A number, or a vector of them.
+// v clamped; NaN stays NaN. v is a number or a vector.
 template <typename A, typename V> MEGATRON_BOTH V clamped(V v, A largest) {
   const V most = V{} + largest;
   v = v > most ? most : v;
   return v < -most ? -most : v;
 }
 
-// v, at most the largest number or NaN, rounded to nearest, ties to even, in the lowest 8 bits; a float as a uint32_t, or
-// vectors of them. The sum with a float whose last bit is worth the smallest subnormal number leaves a subnormal one,
-// rounded, in its lowest bits.
+// v, at most the largest number or NaN, rounded to nearest, ties to even, in the lowest 8 bits; a float as a uint32_t,
+// or vectors of them. For subnormal results, v is added to a float whose last bit has the value of the smallest
+// subnormal number; the sum has the rounded result in its lowest bits.
 template <typename F, typename Word, typename V> MEGATRON_BOTH Word narrow_of(V v) {
   constexpr uint32_t kShift = 23 - F::kMantissa, kAligned = uint32_t(151 - F::kBias - F::kMantissa) << 23;
   const Word word = bits_as<Word>(v), magnitude = word & 0x7fffffffu;
@@ -43,11 +43,11 @@ template <typename F, typename Word, typename V> MEGATRON_BOTH Word narrow_of(V 
   return narrow | ((word >> 24) & 0x80u);
 }
 
-// largest / amax in float, `power_of_two`: rounded down to one; NaN where amax is not finite. An amax below 1e-12, as of
-// zeros, counts as that.
+// largest / amax in float; `power_of_two`: rounded down to a power of two; NaN if amax is not finite. An amax below
+// 1e-12, such as that of zeros, is replaced by 1e-12.
 MEGATRON_BOTH float scale_of(double largest, double amax, bool power_of_two) {
   double scale = largest / (amax > 1e-12 ? amax : 1e-12);
-  if (power_of_two) {  // without the bits of the mantissa
+  if (power_of_two) {  // clear the mantissa
     uint64_t bits;
     memcpy(&bits, &scale, sizeof bits);
     bits &= 0xfff0000000000000u;

@@ -1,4 +1,4 @@
-// bfloat16 and float16 as bits, one at a time; for code that has no types of its own for them.
+// bfloat16 and float16 as bits, one at a time, for code without native types for them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -36,7 +36,7 @@ template <> inline bf16 from_float<bf16>(float v) {
   if (std::isnan(v)) return {0x7fc0};
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
-// In units of the last bit, which is 2^-24 for subnormal numbers; nearbyint rounds to nearest, ties to even.
+// In units of the last bit, 2^-24 for subnormal numbers; nearbyint rounds to nearest, ties to even.
 template <> inline fp16 from_float<fp16>(float v) {
   const uint16_t sign = bits_of(v) >> 16 & 0x8000;
   const float magnitude = std::fabs(v);

@@ -6,16 +6,15 @@
 
 namespace megatron {
 
-// Four words of 32 bits, each in the lower half of a W: of one counter where that is uint64_t, of many where it is a
-// vector.
+// Four 32-bit words, each in the lower half of a W: of one counter if W is uint64_t, of several if it is a vector.
 template <typename W> struct Four { W of[4]; };
 
-// The product of the lower half of w and m, whole.
+// The full product of the lower half of w and m.
 template <typename W> struct Product {
   static MEGATRON_BOTH W of(W w, uint32_t m) { return (w & 0xffffffff) * m; }
 };
 
-// The keys of the rounds. In an array they are operands in memory, for which nothing is computed.
+// The keys of the rounds, precomputed in an array.
 struct Keys {
   uint64_t low[10], high[10];
   MEGATRON_BOTH explicit Keys(uint64_t key) {
@@ -26,7 +25,7 @@ struct Keys {
   }
 };
 
-// Replaces each counter by four random words; what the upper halves hold, before and after, is arbitrary.
+// Replaces each counter by four random words; the upper halves are arbitrary before and after.
 template <typename W, int kCount> MEGATRON_BOTH void philox(Four<W> (&counters)[kCount], const Keys& keys) {
   MEGATRON_UNROLL
   for (int round = 0; round < 10; ++round) {

@@ -1,4 +1,4 @@
-// Rotary positions: pairs of channels turned by the angle of their position.
+// Rotary positions: rotate pairs of channels by the angle of their position.
 #pragma once
 #include "common/interface.h"
 
@@ -11,10 +11,10 @@ struct RopeShape {
 };
 }  // namespace megatron
 
-// Turns pairs (a, b) of the first `rotated` channels: a' = a cos - b sin, b' = b cos + a sin; further channels pass.
-// Pair i is channels i and i + rotated / 2, or where interleaved 2i and 2i + 1. Inverse takes -sin, which undoes it and
-// is the backward pass. cos and sin [length, batch, rotated / 2] are double for Float64, else float, and have strides
-// of their own, 0 where one row is used for a whole dim. y is contiguous.
+// Rotates pairs (a, b) of the first `rotated` channels: a' = a cos - b sin, b' = b cos + a sin; other channels are
+// copied. Pair i is channels i and i + rotated / 2, or if interleaved 2i and 2i + 1. Inverse uses -sin, which is the
+// inverse rotation and the backward pass. cos and sin [length, batch, rotated / 2] are double for Float64, else float,
+// and have their own strides, 0 if a row is broadcast over a dim. y is contiguous.
 MEGATRON_API const char* megatron_rope(int64_t dtype, int64_t length, int64_t batch, int64_t groups, int64_t heads,
                                        int64_t channels, int64_t rotated, const void* x, int64_t length_stride,
                                        int64_t batch_stride, int64_t group_stride, int64_t head_stride,

@@ -1,4 +1,4 @@
-// Rows of attention scores [batch, heads, queries, keys]: where each lies, and which of its keys are visible.
+// Rows of attention scores [batch, heads, queries, keys]: their offsets and visible keys.
 #pragma once
 #include <cstdint>
 
@@ -6,15 +6,15 @@
 
 namespace megatron {
 
-// Elements between neighbours in each of the first three dims, 0 where one is broadcast; keys follow one another.
+// Strides of the first three dims in elements, 0 for a broadcast dim; keys are contiguous.
 struct ScoreStrides { int64_t batch, head, query; };
 
 struct Scores {
   int64_t batch, heads, queries, keys;
-  int64_t window;  // how many keys a query sees, the last of which is its own; 0: all keys, before and after it
+  int64_t window;  // number of keys visible to a query, its own included as the last; 0: all keys, before and after it
 
   int64_t rows() const { return batch * heads * queries; }
-  // The elements from the first row's first to the last row's last.
+  // The elements from the beginning of the first row to the end of the last row.
   int64_t extent(ScoreStrides by) const {
     return (batch - 1) * by.batch + (heads - 1) * by.head + (queries - 1) * by.query + keys;
   }
@@ -22,9 +22,9 @@ struct Scores {
 
 struct ScoreRow {
   int64_t batch, head, query;
-  int64_t first, last;  // the visible keys are [first, last): the last query's own is the last key
+  int64_t first, last;  // the visible keys are [first, last); the own key of the last query is the last key
 
-  // Divides in the precision of `number`: GPUs have instructions for 32 bits only, of which 64 take a long row of them.
+  // Divides in the precision of `number`: GPUs have only 32-bit division; 64 bits take a long sequence of instructions.
   template <typename I> MEGATRON_BOTH ScoreRow(const Scores& of, I number) {
     const I in_head = number / static_cast<I>(of.queries);
     query = number % static_cast<I>(of.queries);

@@ -1,12 +1,13 @@
-// Softmax of attention scores [batch, heads, queries, keys], of which each query sees a part.
+// Softmax of attention scores [batch, heads, queries, keys] over the visible keys of each query.
 //
-// `window` is how many keys a query sees, its own and those before it, where the last query's own is the last key; 0 is
-// all keys. The others are not read. Scores, mask and gradients have strides for batch, head and query, which may be 0.
+// `window` is the number of keys visible to a query, its own and the preceding ones; the own key of the last query is
+// the last key; 0: all keys. Other keys are not read. Scores, mask and gradients have strides for batch, head and
+// query, which may be 0.
 #pragma once
 #include "common/interface.h"
 
-// probs = exp(scale * scores - maximum) / sum over the visible keys whose byte in `mask`, if there is one, is 0; 0 for
-// the others, and in a row without any.
+// probs = exp(scale * scores - maximum) / sum over the visible keys whose byte in `mask`, if given, is 0; 0 for the
+// other keys, and for rows without visible keys.
 MEGATRON_API const char* megatron_attention_softmax(int64_t dtype, int64_t batch, int64_t heads, int64_t queries,
                                                     int64_t keys, const void* scores, int64_t scores_batch,
                                                     int64_t scores_head, int64_t scores_query, const void* mask,

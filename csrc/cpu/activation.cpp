@@ -2,7 +2,7 @@
 
 #include "cpu/rows.h"
 #include "cpu/vec_math.h"
-// Behind vec_math.h, whose functions it is made of.
+// Included after vec_math.h, whose functions it uses.
 #include "common/activation_math.h"
 
 namespace megatron {

@@ -8,7 +8,7 @@
 namespace megatron {
 namespace {
 
-// So many elements come from memory once, for their maximum, and then from the nearest cache, for their exponentials.
+// Elements that are read from memory once for their maximum, and then from the nearest cache for their exponentials.
 constexpr int64_t kBlock = 2048;
 
 template <typename T> constexpr Wide<T> kNothing = -std::numeric_limits<Wide<T>>::infinity();
@@ -20,10 +20,10 @@ template <typename T> Parts<Wide<T>> parts_of(const T* row, int64_t columns) {
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     const T* block = row + begin;
     const int64_t size = std::min(kBlock, columns - begin);
-    // NaN is no maximum: it shows in the sum of exponentials.
+    // NaN is not a maximum; it propagates through the sum of exponentials.
     const Wide<T> maximum =
         std::max(parts.maximum, max_row<T>(size, [=](int64_t i, auto n) { return load(block + i, n); }));
-    const Wide<T> zero = maximum == kNothing<T> ? 0 : maximum;  // an infinity less itself would be NaN
+    const Wide<T> zero = maximum == kNothing<T> ? 0 : maximum;  // inf - inf would be NaN
     auto sums = sum_row<T, 2>(size, [=](int64_t i, auto n, auto* sums) {
       auto z = load(block + i, n);
       sums[0] += only(vec_exp_negative(z - zero), n);
@@ -45,7 +45,7 @@ void backward_row(const T* row, int64_t label, Gradient<T> of, T* grad, int64_t 
   auto gradient = [=](Vec<T> z) { return vec_exp_negative(z - of.maximum) * of.scale - of.everywhere; };
   const bool here = is_here(label, valid);
   Vec<T> target{};
-  if (here) target = gradient(load(row + label, Some{1})) - of.at_target;  // before `grad` takes its place
+  if (here) target = gradient(load(row + label, Some{1})) - of.at_target;  // before `grad` overwrites it
   for_row<T>(valid, [=](int64_t i, auto n) { store(grad + i, gradient(load(row + i, n)), n); });
   if (here) store(grad + label, target, Some{1});
   std::fill(grad + valid, grad + columns, T{});

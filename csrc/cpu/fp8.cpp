@@ -6,7 +6,7 @@
 namespace megatron {
 namespace {
 
-// The elements of a matrix that one task takes.
+// Number of elements of a matrix per task.
 struct Tile { int64_t matrix, row, column, rows, columns; };
 
 template <typename F> void for_tiles(Blocked in, int64_t threads, const F& work) {
@@ -17,7 +17,7 @@ template <typename F> void for_tiles(Blocked in, int64_t threads, const F& work)
   });
 }
 
-// The absolute value as bits, of which the larger are those of the larger number, and NaN's the largest.
+// The absolute value as bits, ordered like the numbers; NaN's are the largest.
 inline uint32_t magnitude(float v) { return same_bits<uint32_t>(v) & 0x7fffffffu; }
 inline uint64_t magnitude(double v) { return same_bits<uint64_t>(v) & 0x7fffffffffffffffu; }
 inline float number(uint32_t magnitude) { return same_bits<float>(magnitude); }

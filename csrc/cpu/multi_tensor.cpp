@@ -9,7 +9,7 @@
 namespace megatron {
 namespace {
 
-// A chunk of one entry of the list: its number among all chunks, the tensors' pointers, and which elements it has.
+// A chunk of one entry of the list: its number among all chunks, the tensors' pointers, and its range of elements.
 struct Chunk {
   int64_t number;
   const int64_t* pointers;
@@ -18,11 +18,11 @@ struct Chunk {
   template <typename T> T* of(int tensor) const { return at<T>(reinterpret_cast<void*>(pointers[tensor]), first); }
 };
 
-// Calls work(Chunk) for every chunk of a table whose rows have so many pointers.
+// Calls work(Chunk) for every chunk of a table with this number of pointers per row.
 template <typename F>
 void for_chunks(const void* table, int64_t num_tensors, int pointers, int64_t size, int64_t threads, F work) {
   const int64_t *rows = at<int64_t>(table), width = 1 + pointers;
-  std::vector<int64_t> begin{0};  // the number of each tensor's first chunk, and of all chunks
+  std::vector<int64_t> begin{0};  // the number of each tensor's first chunk, then the total
   for (int64_t i = 0; i < num_tensors; ++i) begin.push_back(begin.back() + (rows[i * width] + size - 1) / size);
   parallel_for(begin.back(), threads, [&](int64_t number) {
     const int64_t tensor = std::upper_bound(begin.begin(), begin.end(), number) - begin.begin() - 1;
@@ -33,12 +33,12 @@ void for_chunks(const void* table, int64_t num_tensors, int pointers, int64_t si
 
 typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
 
-// Without the intrinsics GCC 12 converts in narrower registers and puts the parts together.
+// Without the intrinsics GCC 12 converts in narrower registers and joins the parts.
 MEGATRON_INLINE DoubleVec doubles(HalfVec v) {
   return __builtin_convertvector(v, DoubleVec);
 }
 
-// The squares of all lanes as doubles, in which those of a float are exact; of a FloatVec each the sum of two.
+// The squares of all lanes as doubles, which are exact for floats; for a FloatVec each is a sum of two.
 MEGATRON_INLINE DoubleVec squares(DoubleVec v) { return v * v; }
 MEGATRON_INLINE DoubleVec squares(FloatVec v) {
   struct Halves { HalfVec lower, upper; };

@@ -10,7 +10,7 @@
 namespace megatron {
 namespace {
 
-// How compilers begin an OpenMP region, in GNU's and LLVM's runtime alike: body(data) on up to `threads` threads.
+// The entry point of OpenMP regions in GNU's and LLVM's runtimes: body(data) on up to `threads` threads.
 using Region = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
 struct Tasks {
@@ -28,8 +28,8 @@ void take(void* shared) {
 }  // namespace
 
 void parallel_calls(int64_t count, int64_t threads, void (*work)(const void*, int64_t), const void* data) {
-  // The OpenMP that the process has already, which is torch's: a second set of threads would wait for cores on which
-  // the first one's still spin. Without one the caller does all.
+  // Use the OpenMP runtime that the process has loaded, which is torch's: a second pool of threads would compete for
+  // cores with the spinning threads of the first. Without one the caller does all work.
   static const Region region = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   Tasks tasks{work, data, count};
   threads = std::min(threads, count);

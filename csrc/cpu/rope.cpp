@@ -5,14 +5,14 @@
 namespace megatron {
 namespace {
 
-// Of two vectors that follow one another: their even and their odd lanes; and back, the lower and the upper vector of
-// pairs. Each says which lane of the two vectors is lane i of the result, where a vector has `count` lanes.
+// Permutations of two adjacent vectors: their even and their odd lanes; and the inverse, the lower and the upper vector
+// of pairs. Each gives the lane of the two vectors for lane i of the result; a vector has `count` lanes.
 struct Evens { static constexpr int of(int i, int) { return 2 * i; } };
 struct Odds { static constexpr int of(int i, int) { return 2 * i + 1; } };
 struct Lower { static constexpr int of(int i, int count) { return i / 2 + i % 2 * count; } };
 struct Upper { static constexpr int of(int i, int count) { return i / 2 + count / 2 + i % 2 * count; } };
 
-// How many lanes of the two vectors n pairs fill.
+// Number of lanes of the two vectors that n pairs fill.
 MEGATRON_INLINE All lower(All, int) { return {}; }
 MEGATRON_INLINE All upper(All, int) { return {}; }
 MEGATRON_INLINE Some lower(Some pairs, int count) { return {std::min(2 * pairs.n, count)}; }

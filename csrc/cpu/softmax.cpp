@@ -12,7 +12,7 @@ namespace {
 typedef uint8_t FloatMask __attribute__((vector_size(kFloats)));
 typedef uint8_t DoubleMask __attribute__((vector_size(kLanes<double>)));
 
-// v, and `other` in the lanes that the mask hides; null hides nothing.
+// v, and `other` in the lanes hidden by the mask; null hides nothing.
 template <typename N> MEGATRON_INLINE FloatVec unless(const uint8_t* mask, int64_t i, N n, FloatVec v, float other) {
   if (!mask) return v;
   FloatMask bytes = raw_load<FloatMask>(mask + i, n);
@@ -26,8 +26,8 @@ template <typename N> MEGATRON_INLINE DoubleVec unless(const uint8_t* mask, int6
   return v;
 }
 
-// Where a row's exponentials stay until their sum is known: in the output, or, where that is not as wide, in memory
-// that the thread keeps for it. Rounding them first would cost accuracy; computing them twice takes 1.7 times as long.
+// Memory of a row's exponentials until their sum is known: the output, or a buffer of the thread if the output is
+// narrower. Rounding them first would lose accuracy; computing them twice takes 1.7 times as long.
 template <typename T> Wide<T>* room_for_exponentials(T* y, int64_t columns) {
   if constexpr (std::is_same_v<T, Wide<T>>) {
     return y;
@@ -40,8 +40,8 @@ template <typename T> Wide<T>* room_for_exponentials(T* y, int64_t columns) {
 
 template <typename T> void clear(T* p, int64_t count) { std::memset(static_cast<void*>(p), 0, count * sizeof(T)); }
 
-// Without a visible key the largest score is -infinity and no exponential is added; where visible scores are all
-// -infinity it is too, but their exponentials are NaN, and stay so.
+// Without a visible key the maximum is -infinity and no exponential is added; if all visible scores are -infinity, the
+// exponentials are NaN, and so is the result.
 template <typename T>
 void forward_row(const T* x, const uint8_t* mask, Wide<T> scale, T* y, int64_t columns) {
   const Wide<T> hidden = -static_cast<Wide<T>>(INFINITY);
@@ -68,7 +68,7 @@ void backward_row(const T* dy, const T* y, Wide<T> scale, T* dx, int64_t columns
 }
 
 // Calls work(row, begin) for every row with the offset `begin` of its visible keys in `out`, and writes zeros for the
-// others.
+// other keys.
 template <typename T, typename F> void for_score_rows(const Scores& shape, int64_t threads, T* out, F work) {
   for_rows(shape.rows(), threads, [=](int64_t number) {
     const ScoreRow row(shape, number);

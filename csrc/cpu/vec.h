@@ -1,4 +1,4 @@
-// Vectors as wide as the processor's registers, loads and stores that convert, and sums over a row.
+// Vectors of the width of the processor's registers, loads and stores with conversion, and sums over a row.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -40,7 +40,7 @@ template <> struct VecOf<double> { using type = DoubleVec; };
 template <typename T> using Vec = typename VecOf<T>::type;
 template <typename T> constexpr int kLanes = kVectorBytes / sizeof(Wide<T>);
 
-// How many lanes of a vector a load or store touches: All, or the `n` of a row's end (others load as zero).
+// Number of lanes in a load or store: All, or the `n` at a row's end (other lanes are loaded as zero).
 struct All {};
 struct Some { int n; };
 
@@ -66,8 +66,8 @@ template <typename To, typename From> MEGATRON_INLINE To same_bits(From from) {
   return to;
 }
 
-// 16 bits of each lane, widened with zeros, and back, where the upper 16 are zero. GCC 12 makes four instructions
-// of the first and a table look-up of the second.
+// 16 bits per lane, zero-extended, and back, for lanes whose upper 16 bits are zero. GCC 12 generates four instructions
+// for the first and a table look-up for the second.
 #if defined(__AVX2__)
 MEGATRON_INLINE Bits widened(HalfBits v) { return (Bits)_mm256_cvtepu16_epi32((__m128i)v); }
 MEGATRON_INLINE HalfBits narrowed(Bits v) {
@@ -83,8 +83,7 @@ template <typename N> MEGATRON_INLINE DoubleVec load(const double* p, N n) { ret
 template <typename N> MEGATRON_INLINE FloatVec load(const bf16* p, N n) {
   return same_bits<FloatVec>(widened(raw_load<HalfBits>(p, n)) << 16);
 }
-// The exponent moves by a multiplication with 2^112, which also normalises fp16's
-// subnormal numbers.
+// Multiplication by 2^112 adjusts the exponent and also normalises fp16's subnormal numbers.
 template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
   Bits half = widened(raw_load<HalfBits>(p, n));
   Bits magnitude = (half & 0x7fff) << 13;
@@ -95,13 +94,13 @@ template <typename N> MEGATRON_INLINE FloatVec load(const fp16* p, N n) {
 
 template <typename N> MEGATRON_INLINE void store(float* p, FloatVec v, N n) { raw_store(p, v, n); }
 template <typename N> MEGATRON_INLINE void store(double* p, DoubleVec v, N n) { raw_store(p, v, n); }
-// The lanes in 16 bits, rounded to nearest, ties to even, as everywhere; NaN stays NaN.
+// The lanes in 16 bits, rounded to nearest, ties to even; NaN stays NaN.
 MEGATRON_INLINE HalfBits halves_of(const bf16*, FloatVec v) {
   Bits bits = same_bits<Bits>(v);
   Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return narrowed(v == v ? rounded : Bits{} + 0x7fc0);
 }
-// Below 2^-14 the sum with 0.5 leaves the rounded subnormal number in the lowest bits.
+// Below 2^-14 the sum with 0.5 has the rounded subnormal number in its lowest bits.
 MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
   Bits bits = same_bits<Bits>(v), magnitude = bits & 0x7fffffff;
   Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
@@ -114,14 +113,14 @@ MEGATRON_INLINE HalfBits halves_of(const fp16*, FloatVec v) {
 template <typename N> MEGATRON_INLINE void store(bf16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
 template <typename N> MEGATRON_INLINE void store(fp16* p, FloatVec v, N n) { raw_store(p, halves_of(p, v), n); }
 
-// Calls f(i, All{}) for each whole vector of a row and f(i, Some{n}) for the rest of it.
+// Calls f(i, All{}) for each complete vector of a row and f(i, Some{n}) for the rest.
 template <typename T, typename F> MEGATRON_INLINE void for_row(int64_t columns, F f) {
   int64_t i = 0;
   for (; i + kLanes<T> <= columns; i += kLanes<T>) f(i, All{});
   if (i < columns) f(i, Some{static_cast<int>(columns - i)});
 }
 
-// The first lanes of v, the others zero: what a sum may count at a row's end.
+// The first lanes of v, the others zero, for sums at a row's end.
 template <typename V> MEGATRON_INLINE V only(V v, All) { return v; }
 template <typename V> MEGATRON_INLINE V only(V v, Some some) {
   V kept{};
@@ -134,7 +133,7 @@ template <typename A, typename V, typename N> MEGATRON_INLINE void add_to(A* sum
   store(sums, load(sums, n) + v, n);
 }
 
-// Lane i of the result is lane Order::of(i, lanes) of a and b, one behind the other. Compilers make a shuffle of it.
+// Lane i of the result is lane Order::of(i, lanes) of the concatenation of a and b. Compilers generate a shuffle.
 template <typename Order, typename V, size_t... I> MEGATRON_INLINE V picked(V a, V b, std::index_sequence<I...>) {
   constexpr int kCount = sizeof...(I);
   return V{(Order::of(I, kCount) < kCount ? a[Order::of(I, kCount) % kCount] : b[Order::of(I, kCount) % kCount])...};
@@ -143,7 +142,7 @@ template <typename Order, typename V> MEGATRON_INLINE V picked(V a, V b) {
   return picked<Order>(a, b, std::make_index_sequence<sizeof(V) / sizeof a[0]>());
 }
 
-// The sum of all lanes, by halves: one after another they would take a tenth of the time of a norm's short rows.
+// The sum of all lanes, by halves: sequential addition would take a tenth of the time of a norm with short rows.
 template <typename A, int kHalf = kLanes<A> / 2> MEGATRON_INLINE A sum_halves(A* lanes) {
   for (int lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
   if constexpr (kHalf > 1) return sum_halves<A, kHalf / 2>(lanes);
@@ -157,8 +156,8 @@ template <typename A> MEGATRON_INLINE A sum_lanes(Vec<A> v) {
 
 template <typename A, int K> struct Sums { A of[K]; };
 
-// Sums over a row in the precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them take turns, because
-// an addition takes four cycles and two can begin in each.
+// Sums over a row in precision A: f(i, n, sums) adds to the K vectors `sums`. Four sets of them are used in turn,
+// because an addition has a latency of four cycles and two can start in each cycle.
 template <typename T, int K, typename A = Wide<T>, typename F>
 MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
   constexpr int kTurns = 4, kStep = kLanes<T>;
@@ -179,8 +178,8 @@ MEGATRON_INLINE Sums<A, K> sum_row(int64_t columns, F f) {
   return totals;
 }
 
-// The largest f(i, n) of a row, in four turns as sum_row; -infinity for an empty row, and NaN is passed over. The last
-// vector of a row overlaps the one before, which changes no maximum.
+// The maximum of f(i, n) over a row, with four sets as in sum_row; -infinity for an empty row; NaN is ignored. The last
+// vector of a row overlaps the previous one, which does not change a maximum.
 template <typename T, typename F> MEGATRON_INLINE Wide<T> max_row(int64_t columns, F f) {
   constexpr int kTurns = 4, kStep = kLanes<T>;
   const Vec<T> lowest = Vec<T>{} - static_cast<Wide<T>>(INFINITY);
@@ -203,7 +202,7 @@ template <typename T, typename F> MEGATRON_INLINE Wide<T> max_row(int64_t column
   return top;
 }
 
-// Calls f(type()) with the C++ type of a dtype. Float64 is in one of the build's libraries only.
+// Calls f(type()) with the C++ type of a dtype. Only one of the built libraries has Float64.
 template <typename F> const char* with_dtype(int64_t dtype, F f) {
   switch (dtype) {
     case Float32: f(float{}); return nullptr;

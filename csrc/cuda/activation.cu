@@ -6,10 +6,10 @@ using namespace megatron;
 
 namespace {
 
-// Rows that a thread goes through where nothing is summed over them: enough to read ahead and to use its bias again.
+// Rows per thread if nothing is summed over them: enough to prefetch and to reuse the bias.
 constexpr int64_t kActivationThreads = 256, kActivationRows = 4;
 
-// Calls launch(Int<N>, Int<pieces>, strips, threads), a thread having N columns of each piece.
+// Calls launch(Int<N>, Int<pieces>, strips, threads); a thread has N columns of each piece.
 template <typename T, typename F>
 const char* with_strips(int64_t activation, int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T);

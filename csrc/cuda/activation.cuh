@@ -1,5 +1,5 @@
-// Bias and activation: blocks stand over strips of columns, in which a thread has the same columns of every row that it
-// sees. It reads the bias once, and adds up the gradient of the bias in registers.
+// Bias and activation: each block processes a strip of columns, so that a thread has the same columns of all its rows.
+// It reads the bias once, and sums the gradient of the bias in registers.
 #pragma once
 #include "cuda/rows.cuh"
 
@@ -8,19 +8,19 @@ __device__ inline float vec_abs(float v, float limit) { return fabsf(v) > limit 
 __device__ inline float vec_at_least(float v, float limit) { return v < limit ? limit : v; }
 __device__ inline float vec_decay(float v) { return expf(-v); }
 __device__ inline float vec_short_exp2(float v) { return exp2f(v); }
-// The rounding of the square, which v^2 / 2 would magnify, is made good.
+// Compensates the rounding of the square, which v^2 / 2 would magnify.
 __device__ inline float vec_gauss(float v) {
   const float square = v * v, lost = fmaf(v, v, -square), gauss = expf(-0.5f * square);
   return gauss - 0.5f * lost * gauss;
 }
 }  // namespace megatron
 
-// Behind the functions that it is made of.
+// Included after the functions that it uses.
 #include "common/activation_math.h"
 
 namespace megatron {
 
-// A thread's columns, from `column` on, and rows: `row`, and then every `step`-th.
+// A thread's columns, from `column` on, and rows: `row`, then every `step`-th.
 struct Share {
   int64_t column, row, step;
   __device__ Share(unsigned strips, int64_t pack)
@@ -28,8 +28,8 @@ struct Share {
         step(gridDim.x / strips) {}
 };
 
-// Calls use(row, read(row)) for a thread's rows. The next row is read before the last one is used, so that memory has
-// something to do meanwhile.
+// Calls use(row, read(row)) for a thread's rows. The next row is read before the previous one is used, so that loads
+// overlap with computation.
 template <typename Read, typename Use>
 __device__ inline void for_rows_ahead(int64_t rows, const Share& share, Read read, Use use) {
   if (share.row >= rows) return;
@@ -41,7 +41,7 @@ __device__ inline void for_rows_ahead(int64_t rows, const Share& share, Read rea
   }
 }
 
-// A thread's columns of a row of x: of the gate, or of all there is, and of the value.
+// A thread's columns of a row of x: of the gate, or of everything if not gated, and of the value.
 template <typename T, int N, int kPieces> struct Pieces {
   Pack<T, N> of[kPieces];
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256)
   });
 }
 
-// The sums of block i's rows go to row i of partial; without a bias there is none.
+// The sums of block i's rows are written to row i of partial; without a bias there are none.
 template <typename T, int N, int kPieces>
 __global__ void __launch_bounds__(256)
     bias_activation_backward_kernel(int64_t activation, int64_t rows, int64_t columns, unsigned strips, Array<T> dy,

@@ -5,7 +5,7 @@
 
 using namespace megatron;
 
-// Calls launch(Int<N>, threads) for a row of `columns`; nothing of it is held, and so a row may have any length.
+// Calls launch(Int<N>, threads) for a row of `columns`; rows are not held in registers, so any length is possible.
 template <typename T, typename F> static const char* with_packs(int64_t columns, bool packed, F launch) {
   constexpr int kPack = 16 / sizeof(T), kThreads = 512;
   const int64_t packs = packed ? (columns / kPack + 2 * kPacks - 1) / (2 * kPacks) : columns;

@@ -1,4 +1,5 @@
-// Cross entropy of a part of a vocabulary, one block a row: its parts forward, the gradient of the logits backward.
+// Cross entropy of a part of a vocabulary, one block per row: its statistics in forward, the gradient of the logits in
+// backward.
 #pragma once
 #include <cmath>
 
@@ -6,16 +7,16 @@
 
 namespace megatron {
 
-// Packs of a row that a thread uses at once; it reads as many ahead.
+// Packs of a row that a thread processes at once; it prefetches the same number.
 constexpr int kPacks = 2;
 
-// Of some elements of a row: their maximum, the sum of exponentials relative to it, their sum.
+// Statistics of some elements of a row: maximum, sum of exponentials relative to it, sum.
 struct RowParts { float maximum, exp_sum, sum; };
 
-// What exponentials are relative to: where all logits are -inf not their maximum, because -inf - -inf is NaN.
+// The reference of exponentials: not the maximum if all logits are -inf, because -inf - -inf is NaN.
 __device__ inline float zero_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// For 16-bit logits by the processor's own function, without which the pass would wait for arithmetic, not for memory.
+// For 16-bit logits use the hardware's function; otherwise the pass would be limited by arithmetic, not memory.
 template <typename T> __device__ inline float exp_of(float v) { return sizeof(T) == 4 ? expf(v) : fast_exp(v); }
 
 __device__ inline RowParts together(RowParts a, RowParts b) {
@@ -32,7 +33,7 @@ __device__ inline RowParts warp_parts(RowParts v) {
   return v;
 }
 
-// The packs of a row's columns [0, packed) that are this thread's, kPacks at once.
+// This thread's packs of a row's columns [0, packed), kPacks at once.
 template <typename T, int N> struct SomePacks {
   Array<T> tensor;
   int64_t begin, packed, step, first;
@@ -44,7 +45,7 @@ template <typename T, int N> struct SomePacks {
   }
   __device__ bool any() const { return first < packed; }
   __device__ bool has(int p) const { return first + p * step < packed; }
-  // Those that follow, whose loads are under way from here on.
+  // The following packs, whose loads start here.
   __device__ SomePacks next() const {
     SomePacks following = *this;
     following.first += kPacks * step;
@@ -116,14 +117,14 @@ __global__ void __launch_bounds__(512)
                                   Array<int64_t> target, int64_t first_token, Array<float> statistics,
                                   Array<float> dloss, float kept, float spread, Array<T> dlogits, int64_t out_stride) {
   const int64_t row = blockIdx.x, begin = row * stride, out = row * out_stride, packed = valid / N * N;
-  SomePacks<T, N> packs(logits, begin, packed);  // under way while the row's numbers are read
+  SomePacks<T, N> packs(logits, begin, packed);  // in flight while the row's numbers are read
   const float loss = dloss.get(row), maximum = statistics.get(row), scale = loss / statistics.get(rows + row);
   const int64_t label = target.get(row) - first_token;
   auto gradient = [=](T z, bool is_target) {
     return from_float<T>(exp_of<T>(to_float(z) - maximum) * scale - loss * spread - (is_target ? loss * kept : 0.0f));
   };
   while (packs.any()) {
-    const auto following = packs.next();  // before the stores, which might be to the same address as far as nvcc knows
+    const auto following = packs.next();  // before the stores, which for nvcc might alias it
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (!packs.has(p)) continue;

@@ -5,7 +5,7 @@
 
 using namespace megatron;
 
-// The most packs of x, of the residual and of the sums that a thread can hold without spills.
+// Maximal packs of x, the residual and the sums per thread without register spills.
 constexpr int kDropoutThreads = 512, kDropoutHeld = 4;
 
 int64_t megatron_dropout_kept() { return 0; }

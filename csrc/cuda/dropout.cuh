@@ -1,11 +1,11 @@
-// Dropout with bias and residual: a block goes through rows, with their sums where they are wanted (backward).
+// Dropout with bias and residual: a block processes rows, and their sums if required (backward).
 #pragma once
 #include "common/dropout.h"
 #include "cuda/rows.cuh"
 
 namespace megatron {
 
-// The halves of N channels from c on, which is a multiple of N; N is 1, 4 or 8.
+// The halves of N channels from c on, a multiple of N; N is 1, 4 or 8.
 template <int N> __device__ inline void draw(const Mask& mask, RowId row, int64_t c, uint32_t (&halves)[N]) {
   Four<uint64_t> words[1] = {dropout_counter(static_cast<uint64_t>(c / 8), row)};
   philox(words, Keys(mask.key));
@@ -13,7 +13,7 @@ template <int N> __device__ inline void draw(const Mask& mask, RowId row, int64_
   for (int k = 0; k < N; ++k) halves[k] = half_of(words[0], N == 8 ? k : c % 8 + k);
 }
 
-// Those of the N channels that channel_ids has from i on: at once if these follow one another from a multiple of N on.
+// The halves of the N channels in channel_ids from i on: at once if these are contiguous and start at a multiple of N.
 template <int N>
 __device__ inline void draw(const Mask& mask, RowId row, Array<int64_t> channel_ids, int64_t i, uint32_t (&halves)[N]) {
   const int64_t first = channel_ids.get(i);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(512)
       if (bias) b = bias.template load<N>(i);
       if (residual) r = residuals.load(slot, i);
       uint32_t halves[N] = {};
-      if constexpr (kHeld == 0) {  // else registers spill
+      if constexpr (kHeld == 0) {  // otherwise registers spill
         if (mask.threshold && channel_ids) draw<N>(mask, numbers, channel_ids, i, halves);
       }
       if (mask.threshold && !channel_ids) draw<N>(mask, numbers, i, halves);

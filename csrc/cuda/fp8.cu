@@ -7,7 +7,7 @@ using namespace megatron;
 
 namespace {
 
-// Calls launch(T(), Int<N>) for packs of N elements, 16 bytes where rows allow that.
+// Calls launch(T(), Int<N>) for packs of N elements, 16 bytes if the alignment of rows allows it.
 template <typename F> const char* with_packs(int64_t dtype, const Blocked& in, const void* x, F launch) {
   return with_dtype(dtype, [=](auto type) {
     using T = decltype(type);

@@ -1,5 +1,5 @@
-// Casts to 8 bits: a block of threads takes a tile of 128 x 128 elements, whose scales it finds first if it has to; then
-// it reads the tile again, from the cache, and goes through shared memory to write it transposed.
+// Casts to 8 bits: a block of threads processes a tile of 128 x 128 elements. It first computes the scales if required,
+// then reads the tile again, from the cache, and transposes it through shared memory.
 #pragma once
 #include "common/fp8.h"
 #include "common/fp8_math.h"
@@ -8,14 +8,14 @@
 namespace megatron {
 
 constexpr int kTileThreads = 256;
-constexpr int kTileStride = int(kTile) + 4;  // of a transposed tile, so that its columns lie in other banks
+constexpr int kTileStride = int(kTile) + 4;  // padded, so that columns of the transposed tile are in different banks
 
-// The tile of a block of threads, and the packs of N elements in it that are each thread's.
+// The tile of a block of threads, and the packs of N elements of each thread.
 template <int N> struct OwnTile {
   static constexpr int kAcross = int(kTile) / N, kStep = kTileThreads / kAcross;
   Blocked in;
   int64_t matrix, row, column;
-  int block_rows, block_columns, blocks_across;  // of the tile, which are at most the tile itself
+  int block_rows, block_columns, blocks_across;  // within the tile, at most its size
   int own_column, own_row;
 
   __device__ explicit OwnTile(Blocked in) : in(in) {
@@ -37,7 +37,7 @@ template <int N> struct OwnTile {
 
 using TileMaxima = Shared<unsigned, kTileBlocks>;
 
-// The largest |x| of the tile's blocks, as bits, of which NaN's are the largest.
+// The largest |x| of the tile's blocks, as bits; NaN's bits are the largest.
 template <typename T, int N> __device__ inline void find_amaxes(const OwnTile<N>& tile, Array<T> x, TileMaxima& most) {
   for (int i = threadIdx.x; i < kTileBlocks; i += kTileThreads) most[i] = 0;
   __syncthreads();
@@ -52,7 +52,7 @@ template <typename T, int N> __device__ inline void find_amaxes(const OwnTile<N>
       }
     }
     const int next = i + OwnTile<N>::kStep;
-    if (next < kTile && next / tile.block_rows == i / tile.block_rows) continue;  // alike in all lanes of a warp
+    if (next < kTile && next / tile.block_rows == i / tile.block_rows) continue;  // uniform in a warp
     if (tile.block_columns < N) {
       for (int k = 0; k < N; ++k) atomicMax(&most[tile.local_block(i, tile.own_column + k)], found[k]);
     } else {
@@ -70,7 +70,7 @@ template <typename T, int N> __device__ inline void find_amaxes(const OwnTile<N>
   __syncthreads();
 }
 
-// Calls f(block of the tile, block of all) for each block of the tile that has elements, dealt to the threads.
+// Calls f(block of the tile, block of all) for each non-empty block of the tile, distributed over the threads.
 template <int N, typename F> __device__ inline void for_blocks(const OwnTile<N>& tile, F f) {
   const int count = int(kTile) / tile.block_rows * tile.blocks_across;
   for (int own = threadIdx.x; own < count; own += kTileThreads) {

@@ -1,5 +1,5 @@
-// How a kernel's shape follows from a row's: packs of 16 bytes where everything is aligned, held in registers where
-// they fit, and a block's threads.
+// Launch parameters from the size of a row: packs of 16 bytes if everything is aligned, held in registers if they fit,
+// and the number of threads per block.
 #pragma once
 #include <initializer_list>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace megatron {
 
 template <int N> using Int = std::integral_constant<int, N>;
 
-// Whether rows of T can be read in packs: those of `pointers` begin, and with `strides` go on, at multiples of `bytes`.
+// Whether rows of T can be read in packs: `pointers`, and rows at distances `strides`, are aligned to `bytes`.
 template <typename T>
 bool in_packs(std::initializer_list<const void*> pointers, std::initializer_list<int64_t> strides, int bytes = 16) {
   uint64_t bits = 0;
@@ -32,7 +32,7 @@ const char* with_row(int64_t columns, bool packed, F launch) {
   return launch(Int<kPack>{}, Int<kHeld>{}, whole_warps((packs + kHeld - 1) / kHeld));
 }
 
-// Calls launch(T()) for the dtypes that GPUs have.
+// Calls launch(T()) for the dtypes supported on GPUs.
 template <typename F> const char* with_dtype(int64_t dtype, F launch) {
   switch (dtype) {
     case Float32: return launch(float{});
@@ -42,10 +42,10 @@ template <typename F> const char* with_dtype(int64_t dtype, F launch) {
   return kWrongDType;
 }
 
-// The elements from the first row's first to the last row's last.
+// The elements from the beginning of the first row to the end of the last row.
 inline int64_t extent(int64_t rows, int64_t stride, int64_t columns) { return (rows - 1) * stride + columns; }
 
-// Launches sum_partials for the sums that begin at `first` in each part.
+// Launches sum_partials for the sums that start at `first` in each part.
 template <typename T>
 const char* join_partials(const void* partial, int64_t num_partials, int64_t width, int64_t first, void* total,
                           int64_t columns, void* stream) {

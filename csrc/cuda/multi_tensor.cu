@@ -5,8 +5,8 @@
 
 using namespace megatron;
 
-// Calls launch(table, chunks, done) for the entries of a list, as many at a time as a table takes; `done` counts the
-// chunks of those before.
+// Calls launch(table, chunks, done) for the entries of a list, in tables of the maximum size; `done` is the number of
+// chunks in earlier tables.
 template <int kPointers, typename F>
 const char* with_tables(const void* list, int64_t num_tensors, int64_t chunk, F launch) {
   const int64_t* row = static_cast<const int64_t*>(list);

@@ -1,21 +1,21 @@
-// Lists of tensors: a table of them goes to a kernel by value, and each block takes one chunk of one tensor, a
-// pack of elements a thread at a time.
+// Lists of tensors: a table is passed to a kernel by value, and each block processes one chunk of one tensor, one pack
+// of elements per thread at a time.
 #pragma once
 #include "common/interface.h"
 #include "cuda/platform.cuh"
 
 namespace megatron {
 
-// A launch takes 4 KB of arguments at most; a table of five pointers has 3.6 KB.
+// A launch takes at most 4 KB of arguments; a table of five pointers has 3.6 KB.
 constexpr int kTableTensors = 64, kTableThreads = 512;
 
 template <int kPointers> struct Table {
-  int64_t first_chunk[kTableTensors + 1];  // of each tensor; at the end the number of all chunks
+  int64_t first_chunk[kTableTensors + 1];  // of each tensor, followed by the total number of chunks
   int64_t size[kTableTensors];
   void* pointers[kTableTensors][kPointers];
 };
 
-// The elements that are this block's: begin ... end - 1 of one of the table's tensors.
+// This block's elements: begin ... end - 1 of one of the table's tensors.
 struct Part {
   int tensor;
   int64_t begin, end;
@@ -28,13 +28,13 @@ template <int kPointers> __device__ inline Part own_part(const Table<kPointers>&
   return {tensor, begin, begin + chunk < size ? begin + chunk : size};
 }
 
-// Calls f(i) for the first of each N elements of this thread; kTogether loads are in flight at once.
+// Calls f(i) for the first of each N elements of this thread; kTogether loads are in flight.
 template <int N, int kTogether, typename F> __device__ inline void for_each(Part part, F f) {
 #pragma unroll kTogether
   for (int64_t i = part.begin + N * threadIdx.x; i < part.end; i += N * blockDim.x) f(i);
 }
 
-// A tensor in packs: in one access where its beginning allows that, else one by one; what lies behind its end is zero.
+// A tensor in packs: in one access if it is aligned, else element by element; elements beyond its end are zero.
 template <typename T, int N> struct Packs {
   Array<T> tensor;
   int64_t size;
@@ -59,7 +59,7 @@ template <typename T, int N> struct Packs {
 };
 template <typename T> using Fours = Packs<T, 4>;
 
-// The sum over all threads of a block, in the first of them, added up in an order that is always the same.
+// The sum over all threads of a block, in the first thread, always in the same order.
 __device__ inline double sum_of_block(double v, Shared<double, kTableThreads>& scratch) {
   scratch[threadIdx.x] = v;
   for (unsigned half = kTableThreads / 2; half > 0; half /= 2) {
@@ -69,7 +69,7 @@ __device__ inline double sum_of_block(double v, Shared<double, kTableThreads>& s
   return scratch[0];
 }
 
-// partial[done + chunk] = sum of x^2 over each chunk, `done` chunks having been before this table's.
+// partial[done + chunk] = sum of x^2 over each chunk; `done` is the number of chunks in earlier tables.
 template <typename T>
 __global__ void __launch_bounds__(kTableThreads)
     squared_norm_kernel(Table<1> table, int64_t chunk, Array<double> partial, int64_t done) {
@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kTableThreads) scale_kernel(Table<1> table, in
 
 struct AdamW { float factor, beta1, rest1, beta2, rest2, keep, step_size, correction, epsilon; };
 
-// For gradients of G. What the copy's dtype is, all threads ask alike; with it in the type there were nine kernels.
+// For gradients of type G. The copy's dtype is a runtime branch, uniform over threads; as a template parameter it gave
+// nine kernels.
 template <typename G>
 __global__ void __launch_bounds__(kTableThreads)
     adamw_kernel(Table<5> table, int64_t chunk, int64_t copy_dtype, AdamW by) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kTableThreads)
   const Fours<G> grad(table.pointers[part.tensor][0], size);
   const Fours<float> weight(table.pointers[part.tensor][1], size), mean(table.pointers[part.tensor][2], size),
       square(table.pointers[part.tensor][3], size);
-  const Fours<bf16> copy(table.pointers[part.tensor][4], size);  // an fp16's bits travel as a bf16's
+  const Fours<bf16> copy(table.pointers[part.tensor][4], size);  // an fp16's bits are passed as bf16
   const bool is_fp16 = copy_dtype == Float16, has_copy = copy.tensor && (is_fp16 || copy_dtype == BFloat16);
   for_each<4, 1>(part, [&](int64_t i) {
     const Pack<G, 4> grads = grad.load(i);

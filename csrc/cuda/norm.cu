@@ -6,12 +6,12 @@
 
 using namespace megatron;
 
-// The largest blocks, and packs that a thread holds, whose registers nvcc finds without spills; backward also holds the
-// sums for the weight, and LayerNorm those for the bias.
+// The largest blocks, and packs per thread, for which nvcc finds registers without spills; backward also holds the sums
+// for the weight, and LayerNorm those for the bias.
 constexpr int kNormThreads = 1024, kNormHeld = 4, kRmsBackwardHeld = 2;
 constexpr int kLayerBackwardThreads = 512, kLayerBackwardHeld = 4;
 
-// Of statistics [2, rows] those that come second.
+// The second row of statistics [2, rows].
 static const float* second(const void* statistics, int64_t rows) {
   return static_cast<const float*>(statistics) + rows;
 }

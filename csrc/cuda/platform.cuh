@@ -1,6 +1,6 @@
-// The vocabulary of the kernels, which is all that they may use of CUDA: indices, __syncthreads, shuffles, atomicMax,
-// Array (whose elements and 16-byte vectors are checked on the host), Shared, and LAUNCH. Compiled by nvcc it is CUDA;
-// compiled by a C++ compiler it is csrc/host_cuda, which runs the same sources on the CPU.
+// The only parts of CUDA that kernels may use: indices, __syncthreads, shuffles, atomicMax, Array (whose elements and
+// 16-byte vectors are checked on the host), Shared, and LAUNCH. nvcc compiles them as CUDA; a C++ compiler uses
+// csrc/host_cuda, which runs the same sources on the CPU.
 #pragma once
 #include <cstdint>
 
@@ -27,11 +27,11 @@ template <> __device__ inline bf16 of_bits<bf16>(uint16_t bits) { return __ushor
 template <> __device__ inline fp16 of_bits<fp16>(uint16_t bits) { return __ushort_as_half(bits); }
 __device__ inline uint16_t bits_of(bf16 v) { return __bfloat16_as_ushort(v); }
 __device__ inline uint16_t bits_of(fp16 v) { return __half_as_ushort(v); }
-// exp(v), its relative error 2^-22 and up to |v| 2^-24 more, in two instructions.
+// exp(v) in two instructions, with a relative error of 2^-22 plus up to |v| 2^-24.
 __device__ inline float fast_exp(float v) { return __expf(v); }
 
-// An even number of elements of 16 bits, in words of 32: as single ones nvcc would unpack them where they are loaded,
-// and so wait for each load before it begins the next.
+// An even number of 16-bit elements, in 32-bit words: nvcc would unpack single elements right after each load, and so
+// wait for each load before starting the next.
 template <typename T, int N> struct Words {
   struct Element {
     uint32_t& word;
@@ -48,20 +48,20 @@ template <typename T, int N> struct Words {
 template <typename T, int N, bool kWords> struct ElementsOf { using type = T[N]; };
 template <typename T, int N> struct ElementsOf<T, N, true> { using type = Words<T, N>; };
 
-// N elements that move at once, in up to 16 bytes.
+// N elements that are moved at once, in up to 16 bytes.
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack {
   typename ElementsOf<T, N, sizeof(T) == 2 && N % 2 == 0>::type of;
 };
 
-// One store of 16 bytes: of what was computed, nvcc makes four for sm_80 and sm_90a, each of which touches as many
-// sectors.
+// One store of 16 bytes: nvcc would split a store of computed values into four for sm_80 and sm_90a, each of which
+// touches all of its sectors.
 __device__ inline void store_16_bytes(void* p, const void* from) {
   uint4 v;
   memcpy(&v, from, sizeof v);
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// A tensor of `size` elements; size 0 with a null pointer where there is none.
+// A tensor of `size` elements; absent if the pointer is null, with size 0.
 template <typename T> struct Array {
   T* p;
   __host__ __device__ Array(const void* pointer, int64_t) : p(static_cast<T*>(const_cast<void*>(pointer))) {}

@@ -1,4 +1,4 @@
-// RMSNorm: one block a row forward; backward, blocks that go through the rows with their sums for the weight.
+// RMSNorm: forward uses one block per row; in backward each block processes several rows and their sums for the weight.
 #pragma once
 #include "cuda/rows.cuh"
 

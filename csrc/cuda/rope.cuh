@@ -5,7 +5,7 @@
 
 namespace megatron {
 
-// Turns N pairs; pair k is elements k * kStep and k * kStep + kApart. A sign of -1 turns them back.
+// Rotates N pairs; pair k is elements k * kStep and k * kStep + kApart. A sign of -1 gives the inverse rotation.
 template <int kStep, int kApart, typename T, int N>
 __device__ inline void turn(T (&pairs)[2 * N], const Pack<float, N>& cos, const Pack<float, N>& sin, float sign) {
 #pragma unroll
@@ -17,7 +17,7 @@ __device__ inline void turn(T (&pairs)[2 * N], const Pack<float, N>& cos, const 
   }
 }
 
-// A thread takes the same N pairs of every `down`th head, so that it loads their cosines and sines once.
+// A thread processes the same N pairs of every `down`th head, so that it loads their cosines and sines once.
 template <typename T, int N>
 __global__ void __launch_bounds__(256)
     rope_kernel(RopeShape shape, Array<T> x, Array<float> cos, Array<float> sin, float sign, bool interleaved,

@@ -1,12 +1,12 @@
-// What the row-wise kernels share: a row spread over a block's threads, sums over the block, sums over rows.
+// Common parts of rowwise kernels: a row distributed over a block's threads, sums over the block, sums over rows.
 #pragma once
 #include "common/interface.h"
 #include "cuda/platform.cuh"
 
 namespace megatron {
 
-// Calls f(slot, column) for each pack of N columns that is this thread's. A thread holds up to kHeld of them in
-// registers, and slot is a constant then; with kHeld = 0 it loads them again for each pass.
+// Calls f(slot, column) for each pack of N columns of this thread. Up to kHeld packs are held in registers, and slot is
+// a constant then; with kHeld = 0 packs are loaded again in each pass.
 template <int kHeld, int N, typename F> __device__ inline void for_packs(int64_t columns, F f) {
   if constexpr (kHeld > 0) {
 #pragma unroll
@@ -19,7 +19,7 @@ template <int kHeld, int N, typename F> __device__ inline void for_packs(int64_t
   }
 }
 
-// The part of a row of T that is this thread's: fetch() reads what is held; load() then gives pack after pack.
+// This thread's part of a row of T: fetch() reads the held packs; load() then returns one pack after another.
 template <typename T, int N, int kHeld> struct Row {
   Array<T> tensor;
   int64_t begin;
@@ -38,7 +38,7 @@ template <typename T, int N, int kHeld> struct Row {
   }
 };
 
-// N floats in packs of 16 bytes, or fewer where N is 1: single ones would each be a transaction of 32 bytes.
+// N floats in packs of 16 bytes, or fewer if N is 1: single floats would each be a transaction of 32 bytes.
 template <int N> __device__ inline Pack<float, N> load_floats(Array<float> from, int64_t begin) {
   constexpr int kFew = N < 4 ? N : 4;
   Pack<float, N> v;
@@ -59,7 +59,7 @@ template <int N> __device__ inline void store_floats(Array<float> to, int64_t be
   }
 }
 
-// A block's sums for the columns that are this thread's, kept in registers where packs are held, else in `partial`.
+// A block's sums for this thread's columns, in registers if packs are held, else in `partial`.
 template <int N, int kHeld> struct ColumnSums {
   Array<float> partial;
   int64_t begin;
@@ -86,7 +86,7 @@ template <int N, int kHeld> struct ColumnSums {
   __device__ void set(int64_t i, Pack<float, N> v) const { store_floats<N>(partial, begin + i, v); }
 };
 
-// The sums of two numbers over all threads of a block, in every thread; `scratch` is free again afterwards.
+// The sums of two numbers over all threads of a block, in every thread; `scratch` can be reused afterwards.
 struct Two { float a, b; };
 using Scratch = Shared<Two, 32>;
 
@@ -98,7 +98,7 @@ __device__ inline Two warp_sum(Two v) {
   return v;
 }
 
-// What join_warp makes of a warp's numbers, made of a block's; `nothing` changes no result.
+// Combines a block's numbers as join_warp combines a warp's; `nothing` is the neutral element.
 template <typename F> __device__ inline Two join_block(Two v, Two nothing, Scratch& scratch, F join_warp) {
   v = join_warp(v);
   if (blockDim.x <= 32) return v;
@@ -113,8 +113,8 @@ __device__ inline Two block_sum(Two v, Scratch& scratch) {
   return join_block(v, Two{0, 0}, scratch, [](Two numbers) { return warp_sum(numbers); });
 }
 
-// total[i] = sum over parts of partial[part * width + i]. A block has 32 columns, and in each of its warps every
-// kSumWarps-th part of them: one thread a column would wait for hundreds of loads one after the other.
+// total[i] = sum over parts of partial[part * width + i]. A block has 32 columns, and each of its warps every
+// kSumWarps-th part of them: a single thread per column would wait for hundreds of sequential loads.
 constexpr int kSumWarps = 16;
 template <typename T>
 __global__ void __launch_bounds__(kSumWarps * 32)

@@ -6,8 +6,8 @@
 
 using namespace megatron;
 
-// The largest blocks, and packs that a thread holds (of two tensors backward), whose registers nvcc finds without
-// spills: rows of 32,768 numbers of 16 bits forward, of 16,384 backward; longer ones are read twice.
+// The largest blocks, and packs per thread (of two tensors in backward), for which nvcc finds registers without spills:
+// rows of 32,768 16-bit numbers in forward, of 16,384 in backward; longer rows are read twice.
 constexpr int kSoftmaxThreads = 1024, kSoftmaxHeld = 4, kSoftmaxBackwardHeld = 2;
 constexpr double kLog2E = 1.4426950408889634;
 

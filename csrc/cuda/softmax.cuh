@@ -1,12 +1,12 @@
-// Softmax of attention scores: one block a row, of which it reads the visible keys once where its threads can hold
-// them, and else twice.
+// Softmax of attention scores: one block per row, which reads the visible keys once if its threads can hold them, else
+// twice.
 #pragma once
 #include "common/scores.h"
 #include "cuda/rows.cuh"
 
 namespace megatron {
 
-// The packs that hold a row's visible keys, some of which may hold others too.
+// The packs that contain a row's visible keys; they may contain other keys, too.
 template <int N> struct VisiblePacks {
   int64_t first, last;  // keys
   int64_t start, count;
@@ -14,7 +14,7 @@ template <int N> struct VisiblePacks {
   __device__ explicit VisiblePacks(const ScoreRow& row)
       : first(row.first), last(row.last), start(row.first / N * N), count(row.last - start) {}
 
-  // A bit for each key of the pack at `start + i`, set where the key is not visible.
+  // A bit for each key of the pack at `start + i`, set if the key is not visible.
   __device__ unsigned hidden(int64_t i) const {
     unsigned bits = 0;
     const int64_t key = start + i;
@@ -23,7 +23,7 @@ template <int N> struct VisiblePacks {
     }
     return bits;
   }
-  // Writes zeros to the row's other packs; `row` is where its keys begin.
+  // Writes zeros to the row's other packs; `row` is the start of its keys.
   template <typename T> __device__ void clear_others(Array<T> out, int64_t row, int64_t keys) const {
     const int64_t end = start + (count + N - 1) / N * N;
     for_packs<0, N>(start, [&](int, int64_t i) { out.template store<N>(row + i, Pack<T, N>{}); });
@@ -34,7 +34,7 @@ template <int N> struct VisiblePacks {
 // exp2(score - from) times this is exp2(score - to).
 __device__ inline float rebased(float from, float to) { return from == to ? 1.0f : exp2f(from - to); }
 
-// The largest score, and the sum of exp2(score - largest), over the keys of several threads.
+// The maximum score, and the sum of exp2(score - maximum), over the keys of several threads.
 __device__ inline Two join_maxima(Two v, Scratch& scratch) {
   return join_block(v, Two{-INFINITY, 0}, scratch, [](Two own) {
     float top = own.a;
@@ -43,7 +43,7 @@ __device__ inline Two join_maxima(Two v, Scratch& scratch) {
   });
 }
 
-// `scale` is that of the scores times log2(e).
+// `scale` includes log2(e).
 template <typename T, int N, int kHeld>
 __global__ void __launch_bounds__(1024)
     softmax_kernel(Scores shape, Array<T> scores, ScoreStrides by, Array<uint8_t> mask, ScoreStrides mask_by,
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(1024)
   const int64_t mask_begin = row.begin(mask_by) + visible.start, out = blockIdx.x * shape.keys;
   Row<T, N, kHeld> values(scores, row.begin(by) + visible.start);
   values.fetch(visible.count);
-  Pack<uint8_t, N> masked[kHeld > 0 ? kHeld : 1];  // under way together with the scores
+  Pack<uint8_t, N> masked[kHeld > 0 ? kHeld : 1];  // in flight together with the scores
   if (kHeld > 0 && mask) {
     for_packs<kHeld, N>(visible.count, [&](int slot, int64_t i) {
       masked[slot] = mask.template load<N>(mask_begin + i);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(1024)
     for (int k = 0; k < N; ++k) v.of[k] = exp2f(v.of[k] - shift);
   };
 
-  // As the largest score is not known yet, each pack takes the largest so far, which is kept with it.
+  // The maximum is not known yet, so each pack uses the maximum so far, which is stored with it.
   Pack<float, N> held[kHeld > 0 ? kHeld : 1];
   float tops[kHeld > 0 ? kHeld : 1];
   Two own{-INFINITY, 0};
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(1024)
     for (int k = 0; k < N; ++k) own.b += v.of[k];
     if (kHeld > 0) held[slot] = v, tops[slot] = top;
   });
-  if (any && own.b == 0) own.b = 1;  // visible scores that are all -infinity: the row is NaN then, not zero
+  if (any && own.b == 0) own.b = 1;  // all visible scores are -infinity: the row is NaN, not zero
   const Two all = join_maxima(own, scratch);
   const float factor = all.a > -INFINITY ? 1 / all.b : all.b == 0 ? 0 : NAN;
 

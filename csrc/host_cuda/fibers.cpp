@@ -18,7 +18,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
-  float offered[2];  // in turns, so that a lane may offer its next value before all have read the last one
+  float offered[2];  // two slots in turn, so that a lane may offer its next value before all have read the last one
   int shuffles;
 };
 
@@ -59,7 +59,7 @@ unsigned count(unsigned begin, unsigned end, State state) {
   return found;
 }
 
-// Resumes these threads if all of them wait for each other in the state `waiting`; false if not.
+// Resumes these threads if all of them wait for each other in the state `waiting`; returns whether it did.
 bool release(unsigned begin, unsigned end, State waiting) {
   if (count(begin, end, waiting) != end - begin) return false;
   for (unsigned i = begin; i < end; ++i) fibers[i].state = State::kRuns;
@@ -110,5 +110,5 @@ float __shfl_xor_sync(unsigned mask, float value, int lane) {
   return fibers[own ^ unsigned(lane)].offered[turn];
 }
 
-// In which order a block's threads take turns: a result that depends on it shows that a barrier is missing.
+// The order in which a block's threads run: a result that depends on it reveals a missing barrier.
 MEGATRON_API void megatron_last_thread_first(int64_t yes) { megatron::last_thread_first = yes != 0; }

@@ -1,5 +1,5 @@
-// CUDA's vocabulary (cuda/platform.cuh) on the CPU, for tests: a block's threads are fibers that take turns, every
-// access to a tensor or to shared memory is checked, and so is that all threads meet at the same barriers.
+// Implements cuda/platform.cuh on the CPU, for tests: a block's threads are fibers that run in turn; every access to a
+// tensor or to shared memory is checked, and that all threads reach the same barriers.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -27,7 +27,7 @@ inline unsigned atomicMax(unsigned* p, unsigned v) {
 
 namespace megatron {
 
-// Runs all blocks, one after the other; null, or the first thing that a thread did wrong.
+// Runs all blocks sequentially; returns null, or the first error of a thread.
 const char* run_blocks(int64_t blocks, int64_t threads, const std::function<void()>& kernel);
 inline void require(bool right, const std::string& wrong) {
   if (!right) throw std::runtime_error(wrong);
@@ -50,7 +50,7 @@ template <typename T> struct Array {
   template <int N> void store(int64_t i, Pack<T, N> v) const { *reinterpret_cast<Pack<T, N>*>(checked(i, N)) = v; }
 
  private:
-  // Messages are made only if something is wrong: making them took most of the time.
+  // Messages are formatted only on errors, because formatting took most of the time.
   T* checked(int64_t i, int count) const {
     if (i < 0 || i + count > size) {
       require(false, "access to [" + std::to_string(i) + ", " + std::to_string(i + count) + ") of a tensor of " +

@@ -7,13 +7,13 @@
 
 namespace megatron {
 
-// NaN wins, as in torch: a loss that is not finite on one rank must be seen on all.
+// NaN propagates, as in torch: a non-finite loss on one rank must reach all ranks.
 template <typename V> MEGATRON_INLINE V combined(Reduction reduction, V a, V b) {
   if (reduction == Sum) return a + b;
   return (reduction == Maximum ? b > a : b < a) | (b != b) ? b : a;
 }
 
-// Sums of half-precision types are taken in float32 and rounded once.
+// Sums of half-precision types are computed in float32 and rounded once.
 template <Reduction kReduction, typename T>
 void reduce_floats(const char* const* inputs, int64_t members, char* out, int64_t count) {
   for_row<T>(count, [=](int64_t i, auto n) {
@@ -25,7 +25,7 @@ void reduce_floats(const char* const* inputs, int64_t members, char* out, int64_
   });
 }
 
-// Integers wrap around: sums are those of unsigned numbers.
+// Integers wrap around: sums are computed as unsigned numbers.
 template <Reduction kReduction, typename T>
 void reduce_integers(const char* const* inputs, int64_t members, char* out, int64_t count) {
   using U = std::make_unsigned_t<T>;

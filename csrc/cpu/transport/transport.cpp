@@ -34,14 +34,15 @@ void pause_briefly() {
 #endif
 }
 
-// Says that something has happened in a ring. Either a waiter has counted itself before this looks, and is woken, or it
-// sees the new number of events before it sleeps.
+// Signals an event in a ring. A waiter has either counted itself before this check, and is woken, or reads the new
+// number of events before it sleeps.
 void ring_bell(Ring& ring) {
   ring.events.fetch_add(1);
   if (ring.sleepers.load()) syscall(SYS_futex, &ring.events, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Whether `ready()` within the slice: after a short spin the processor is left to others. A signal ends the wait.
+// Whether `ready()` becomes true within the slice; after a short spin the thread yields its core. A signal ends the
+// wait.
 template <typename F> bool wait_for(Ring& ring, int64_t spin, int64_t slice, F ready) {
   if (ready()) return true;
   if (slice == 0) return false;
@@ -51,7 +52,7 @@ template <typename F> bool wait_for(Ring& ring, int64_t spin, int64_t slice, F r
       if (ready()) return true;
       pause_briefly();
     }
-    sched_yield();  // the rank that is waited for may be on this core
+    sched_yield();  // the awaited rank may be on this core
   }
   for (int64_t left; (left = end - now_in_microseconds()) > 0;) {
     const timespec limit{left / 1000000, left % 1000000 * 1000};
@@ -70,15 +71,15 @@ bool has(const Ring& ring, uint32_t number) {
   return static_cast<int32_t>(ring.posted.load(std::memory_order_acquire) - number) > 0;
 }
 
-// The memory that this process lends to others: blocks of powers of two, so that one which was read is soon written
-// again, while it is in a cache. Pages that are never touched cost nothing.
+// The memory that this process shares: blocks of powers of two, so that a block is soon reused after it was read, while
+// it is in a cache. Pages that are never written use no memory.
 class Endpoint {
  public:
   Endpoint(char* arena, int64_t bytes, int64_t spin) : spin(spin), arena_(arena), bytes_(bytes) {}
 
   const int64_t spin;
 
-  // Memory that was never written, which is zero.
+  // Memory that was never written, and is therefore zero.
   int64_t take_new(int64_t bytes) {
     bytes = (bytes + 4095) / 4096 * 4096;
     if (bytes_ - top_ < bytes) return kNoMemory;
@@ -94,7 +95,8 @@ class Endpoint {
     return block;
   }
 
-  // Begins entry `number` of a ring of this process with a block of `bytes`; null, and why in `error`.
+  // Starts entry `number` of a ring of this process with a block of `bytes`; null on failure, with the reason in
+  // `error`.
   Entry* begin(Ring& ring, uint32_t number, int64_t bytes, int64_t& error) {
     reclaim();
     Entry& entry = ring.entries[number % kEntries];
@@ -155,7 +157,7 @@ class Group {
     Ring& ring = *rings_[rank_];
     const uint32_t number = ring.posted.load();
     const bool sends = operation.kind != Barrier && (operation.kind != Broadcast || operation.root == rank_);
-    // The parts begin at a cache line: copies from an odd address take several times as long on some processors.
+    // Parts are aligned to cache lines: copies from unaligned addresses take several times as long on some processors.
     const int64_t table = operation.kind == AllToAll ? aligned((members_ + 1) * sizeof(int64_t)) : 0;
     const int64_t part = in_parts(operation, bytes) ? longest_part(bytes) : 0;
     int64_t error;
@@ -169,7 +171,7 @@ class Group {
       char* block = endpoint_.at(entry->offset);
       if (table) write_table(reinterpret_cast<int64_t*>(block), bytes, splits, table);
       if (bytes) std::memcpy(block + table, data, bytes);
-      // A rank reads its own part too when it completes, but for what it broadcasts.
+      // A rank also reads its own part on completion, except of a broadcast.
       entry->readers.store(members_ - (operation.kind == Broadcast), std::memory_order_relaxed);
     }
     ring.posted.store(number + 1, std::memory_order_release);
@@ -240,7 +242,7 @@ class Group {
  private:
   static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-  // Large sums over more than two ranks are taken in parts, one by each member, and the results exchanged.
+  // Large sums over more than two ranks are divided: each member computes one part, and the results are exchanged.
   bool in_parts(Operation operation, int64_t bytes) const {
     return operation.kind == AllReduce && members_ > 2 && bytes >= kInParts;
   }
@@ -251,13 +253,13 @@ class Group {
     return arenas_[member] + entry_of(member, number).offset;
   }
 
-  // Where the part for each member begins, and where the last one ends.
+  // The start of each member's part, and the end of the last one.
   void write_table(int64_t* begins, int64_t bytes, const int64_t* splits, int64_t table) const {
     begins[0] = table;
     for (int64_t i = 0; i < members_; ++i) begins[i + 1] = begins[i] + (splits ? splits[i] : bytes / members_);
   }
 
-  // Whether a member has posted the same operation, with as much data for this rank as it expects.
+  // Whether a member has posted the same operation, with the expected amount of data for this rank.
   bool fits(int64_t member, uint32_t number, Operation operation, int64_t bytes, const int64_t* splits) const {
     const Entry& entry = entry_of(member, number);
     const Operation& other = entry.operation;
@@ -292,8 +294,8 @@ class Group {
     reduce(operation.dtype, operation.reduction, inputs, members_, out, bytes);
   }
 
-  // This rank's part first, which the others copy. A part of a rank that need not be here is computed instead of waited
-  // for: it has the same bits.
+  // This rank's part first, which the others copy. The part of a rank that may not be waiting is computed here instead:
+  // it has the same bits.
   int64_t all_reduce(uint32_t number, Operation operation, char* out, int64_t bytes, int64_t slice) {
     if (!in_parts(operation, bytes)) {
       reduce_members(number, operation, 0, out, bytes);
