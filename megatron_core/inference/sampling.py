@@ -43,13 +43,13 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[t
     Errors: ``CheckpointError`` for a row whose largest logit is not finite (NaN counts as the largest).
     """
     tokens = argmax(logits)
-    for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
-        largest = float(logits[row, tokens[row]])
+    for largest in logits[torch.arange(len(logits)), tokens].tolist():
         if not isfinite(largest):
             raise CheckpointError(
                 f"the largest logit of the next token is {largest}, so that no token can be chosen; the weights are "
                 "damaged, or overflow in their dtype: check the checkpoint, or convert it to a wider dtype"
             )
+    for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
         if sampling.temperature > 0.0:
             tokens[row] = draw(candidates(logits[row].cpu().to(torch.float32), sampling).softmax(-1), generator)
     return tokens
