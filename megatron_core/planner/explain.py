@@ -48,7 +48,7 @@ def table(found: Sequence[Candidate], world_size: int) -> str:
             f"{cost.flops_per_second / 1e12:8.3g} {readable_bytes(each.bytes):>9} {cost.bubble:7.1%} "
             f"{cost.exposed_communication / each.seconds:8.1%}  {describe_layout(each.config, world_size)}"
         )
-    return "\n".join([*lines, "tokens/s and TFLOP/s of one device; exposed: communication that nothing hides"])
+    return "\n".join([*lines, "tokens/s and TFLOP/s of one device; exposed: communication without overlap"])
 
 
 def details(candidate: Candidate) -> str:
@@ -170,7 +170,7 @@ def objection(search: Search, text: str, best: Candidate | None) -> str:
         missing = chosen.bytes - search.hardware.usable_bytes
         lines.append(f"does not fit: {readable_bytes(missing)} too much, most of it {largest}; {_helps(largest)}")
     elif best is None or chosen.seconds <= best.seconds:
-        lines.append("nothing: it is as fast as the best")
+        lines.append("no disadvantage: it is as fast as the best layout")
     else:
         lines.append(f"against {describe_layout(best.config, search.devices)}: {why_slower(chosen, best)}")
     return "\n".join(lines)

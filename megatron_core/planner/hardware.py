@@ -113,7 +113,9 @@ def read_hardware(name: str) -> Hardware:
     try:
         return hardware_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ConfigError(f"hardware={name!r}: {path} is no hardware file: {error}; measure it anew") from None
+        raise ConfigError(
+            f"hardware={name!r}: {path} is not a hardware file: {error}; measure the machine again"
+        ) from None
 
 
 def hardware_of(values: dict[str, Any]) -> Hardware:

@@ -107,8 +107,8 @@ class Search:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
         if self.config.training.global_batch_size is None:
             raise ConfigError(
-                "global_batch_size=None: layouts compare only on the same batch; give --global-batch-size, the "
-                "sequences of one optimizer step"
+                "global_batch_size=None: layouts are compared on the same batch; give --global-batch-size, the "
+                "number of sequences of an optimizer step"
             )
         found: dict[tuple[Any, ...], Candidate] = {}
         queue = [(bound, number, settings) for number, (bound, settings) in enumerate(self._points())]

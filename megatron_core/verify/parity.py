@@ -166,7 +166,9 @@ class _Runner:
 def _refuse_trivial(baseline: Trace) -> None:
     """Raise ConfigError for non-finite losses, and for gradients of zero, which would agree in every layout."""
     if not np.isfinite(baseline.losses).all():
-        raise ConfigError(f"in one process the losses are {baseline.losses}; nothing can be compared with them")
+        raise ConfigError(
+            f"in one process the losses are {baseline.losses}, which are not finite and cannot be compared"
+        )
     still: dict[str, bool] = {}
     for label, values in baseline.tensors.items():
         step, _, name = label.partition(".")
@@ -175,8 +177,8 @@ def _refuse_trivial(baseline: Trace) -> None:
     names = [name for name, is_still in still.items() if is_still]
     if names:
         raise ConfigError(
-            f"in one process the gradients of {listed(names)} are 0 in every step, so that no layout could get them "
-            "wrong; let the loss depend on them, or freeze them with requires_grad_(False)"
+            f"in one process the gradients of {listed(names)} are 0 in every step, so that they cannot be compared; "
+            "use a loss that depends on them, or freeze them with requires_grad_(False)"
         )
 
 

@@ -16,7 +16,7 @@ from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, assemble
 from tests.defects.plant import planted

@@ -11,7 +11,7 @@ from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.compare import FLOAT64_BOUND, Bounds, relative_errors
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 from tests.ops.checks import WHOLE_MATRIX

@@ -14,7 +14,7 @@ from megatron_core.training.loop import report_fp8
 from megatron_core.training.pretrain import notes
 from megatron_core.training.state import load_state, open_checkpoint
 from megatron_core.training.step import evaluate
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, stored, train
 from tests.parity.rows import PP2, SP, TP2, ZERO3

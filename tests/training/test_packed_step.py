@@ -9,7 +9,7 @@ import torch
 
 from megatron_core.training.driver import forward_backward
 from megatron_core.training.step import count_tokens, forward_step
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from tests.runs import tiny_run
 
 EOD = 60

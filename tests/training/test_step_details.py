@@ -14,7 +14,7 @@ from megatron_core.datasets.loader import Batch
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.transformer import SequenceContext, TransformerLayer
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

@@ -19,7 +19,7 @@ from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.transformer import MLP, LayerContext, LayerSpec, SequenceContext, layer_spec
 from megatron_core.verify.compare import FLOAT64_BOUND, relative_errors
-from megatron_core.verify.ragged import RaggedDataset
+from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 from tests.parity.rows import BASE, FULL_BLOCK, FULL_UNIFORM, GPIPE, PP2, SP, TP2, V2, ZB_H1, ZB_V, ZERO
