@@ -48,6 +48,7 @@ def make_buckets(
     buckets; by default parameters are placed in order. From stage 1 on a parameter marked ``shared_embedding`` gets a
     bucket of its own. With ``frozen``, return buckets of the matrices that are not trained.
     """
+    # Open packers by kind, and the ranks that share each kind.
     packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
     ranks: dict[BucketKind, tuple[Group, Group]] = {}
     buckets: list[Bucket] = []

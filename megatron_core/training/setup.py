@@ -209,6 +209,13 @@ def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Pipel
     return p2p
 
 
+def _set_process_switches(config: RunConfig) -> None:
+    if config.monitor.poison_buffers:
+        poison.turn_on()
+    if config.training.deterministic_mode:
+        use_deterministic_kernels()
+
+
 def set_up(
     config: RunConfig,
     world: World,
@@ -220,15 +227,14 @@ def set_up(
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
     each layer.
     """
-    if config.monitor.poison_buffers:
-        poison.turn_on()
-    if config.training.deterministic_mode:
-        use_deterministic_kernels()
+    _set_process_switches(config)
+    # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device)
     if loaded != config:
         check(loaded, world.size)
         config = loaded
     validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
+    # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
     groups = parallel_state.make_groups(parallel, world, ends=(plans.stage_to_rank[0], plans.stage_to_rank[-1]))
@@ -237,6 +243,7 @@ def set_up(
     vocab_size = vocabulary_size(config, tokenizer)
     splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
     _check_data(splits, skip_train=config.training.skip_train)
+    # This rank's stages, their gradients and the optimizer.
     deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,
@@ -255,6 +262,7 @@ def set_up(
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
+    # The state of the checkpoint, and the remaining steps.
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     state.data = compare_data(config, state, world)
     total = state.iteration + config.training.steps_left(

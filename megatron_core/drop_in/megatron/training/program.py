@@ -185,6 +185,7 @@ def evaluate(
     The data are collected by ``non_loss_data_func``, or else by the loss functions if ``process_non_loss_data_func`` is
     given.
     """
+    # Sizes, and the forward of one batch.
     args, collected = get_args(), None
     eval_iters = args.eval_iters if eval_iters is None else eval_iters
     args.consumed_valid_samples += eval_iters * args.eval_global_batch_size
@@ -201,6 +202,7 @@ def evaluate(
             **more,
         )
 
+    # Evaluate, and collect other data from the model or from one more batch.
     for chunk in model:
         chunk.eval()
     losses = _means([report for _ in range(eval_iters) for report in run()])
