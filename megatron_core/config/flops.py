@@ -11,6 +11,7 @@ older releases of Megatron-LM. Newer ones count half of them, and so print less 
 
 from dataclasses import replace
 
+from megatron_core.config.attention import attention_of
 from megatron_core.config.model import ModelConfig
 
 
@@ -30,24 +31,26 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
 
     Multi-token prediction adds, for each of its layers, mtp: a layer as the last one, 4 h^2, and logits.
 
-    With latents of widths q and c, heads of d + r channels for queries and keys and of v for values (multi-latent
-    attention), scores and values have these widths and output is 2 a v h L; qkv is
+    Other kinds of attention have the projections and the sizes of heads in ``config.attention``. With latents of widths
+    q and c, heads of d + r channels for queries and keys and of v for values, scores and values have these widths,
+    output is 2 a v h L, and qkv is
 
         2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
     """
-    layers, hidden = model.num_layers, model.hidden_size
-    query = model.num_attention_heads * model.query_head_size
-    value = model.num_attention_heads * model.value_head_size
+    layers, hidden, attention = model.num_layers, model.hidden_size, attention_of(model)
+    query = model.num_attention_heads * attention.query_head_size
+    value = model.num_attention_heads * attention.value_head_size
+    *inputs, output = attention.projections(1)
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
     keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
     sparse = sum(map(model.has_experts, range(layers)))
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {
-        "qkv": 2 * _qkv_weights(model) * layers,
+        "qkv": 2 * sum(each.elements for each in inputs) * layers,
         "scores": 2 * keys * query,
         "values": 2 * keys * value,
-        "output": 2 * value * hidden * layers,
+        "output": 2 * output.elements * layers,
         "mlp": 2 * hidden * model.ffn_size * matrices * (layers - sparse),
         "logits": 2 * hidden * vocab_size,
     }
@@ -69,17 +72,6 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         each = sum(forward_flops_per_token(last, seq_length, vocab_size).values())
         terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden)
     return terms
-
-
-def _qkv_weights(model: ModelConfig) -> int:
-    """Elements of the matrices from the hidden state to queries, keys and values of a layer."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if not model.multi_latent_attention:
-        return hidden * (heads * (1 + model.attention_output_gate) + 2 * model.query_groups) * model.head_size
-    query, rank, q_rank = heads * model.query_head_size, model.kv_lora_rank, model.q_lora_rank
-    queries = hidden * query if q_rank is None else q_rank * (hidden + query)
-    up = rank * heads * (model.qk_head_dim + model.v_head_dim)
-    return queries + hidden * (rank + model.qk_pos_emb_head_dim) + up
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> int:

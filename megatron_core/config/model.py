@@ -112,6 +112,9 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     ffn_hidden_size: int | None = None
     """Width of the MLP; default 4 x hidden_size; with a gated activation 8/3 x hidden_size, rounded down to a multiple
     of 64."""
+    attention_kind: str = "grouped_query"
+    """Kind of attention in all layers: grouped_query, or a kind that a program registers
+    (transformer.register_attention); --multi-latent-attention selects latent attention."""
     kv_channels: int | None = None
     """Width of one attention head; default hidden_size / num_attention_heads."""
     group_query_attention: bool = False
@@ -279,23 +282,6 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         if not self.use_mup:
             return 1.0
         return self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
-
-    @property
-    def query_head_size(self) -> int:
-        """Channels of a query or key head where they meet."""
-        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
-
-    @property
-    def value_head_size(self) -> int:
-        """Channels of a value head, and of what attention returns for it."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_size
-
-    @property
-    def rotary_channels(self) -> int:
-        """Channels of a head that rotary positions turn; 0: there are none."""
-        if self.multi_latent_attention:
-            return int(self.qk_pos_emb_head_dim * self.rotary_percent)
-        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
 
     @property
     def query_groups(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.attention import attention_of, attention_problems
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
@@ -10,7 +11,7 @@ from megatron_core.config.run import RunConfig
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Settings of heads, groups, positions, activations and the loss that contradict each other."""
     model = config.model
-    if model.kv_channels is None and not model.multi_latent_attention:
+    if model.kv_channels is None and not attention_of(model).has_own_head_sizes:
         yield from uneven(
             "hidden_size",
             model.hidden_size,
@@ -18,7 +19,7 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             model.num_attention_heads,
             " (or set the width of a head with kv_channels)",
         )
-    yield from _latent_problems(config)
+    yield from attention_problems(model)
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
@@ -27,8 +28,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
             "whose table is on the first stage alone; use --position-embedding-type rope"
         )
-    if model.use_mup and model.multi_latent_attention:
-        yield "use_mup cannot be used with multi_latent_attention, whose heads have a scale of their own; remove one"
     chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
@@ -57,17 +56,6 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
 
 
-def _latent_problems(config: RunConfig) -> Iterator[str]:
-    """Multi-latent attention."""
-    model = config.model
-    for name in (
-        *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
-        *("add_qkv_bias", "rotary_base_of_windows", "attention_output_gate"),
-    ):
-        if model.multi_latent_attention and (value := getattr(model, name)):
-            yield f"{name}={value} cannot be used with multi_latent_attention, which has its own projections; remove it"
-
-
 def _window_problems(config: RunConfig) -> Iterator[str]:
     """Sliding-window attention."""
     window, skip, layers = config.model.window_size, config.model.window_attn_skip_freq, config.model.num_layers
@@ -90,20 +78,20 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
 def _position_problems(config: RunConfig) -> Iterator[str]:
     """Rotary channels and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
-    latent = model.multi_latent_attention
-    if (latent or model.position_embedding_type == "rope") and model.num_attention_heads >= 1:
-        head, name = (model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim") if latent else (model.head_size, "")
-        rotating = model.rotary_channels if 0 < model.rotary_percent <= 1 else 2
+    attention = attention_of(model)
+    if attention.has_rotary and model.num_attention_heads >= 1:
+        head, settings = attention.rotary_head
+        rotating = attention.rotary_channels if 0 < model.rotary_percent <= 1 else 2
         if rotating < 2 or rotating % 2:
             yield (
                 f"rotary_percent={model.rotary_percent} of the {head} channels in a head gives "
                 f"{rotating} rotating channels, which must be even and 2 or more; "
-                f"change rotary_percent, {name or 'kv_channels or hidden_size'}"
+                f"change rotary_percent, {settings}"
             )
         elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
             yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
-        if getattr(model, name) and model.position_embedding_type != "rope" and not latent:
+        if getattr(model, name) and not attention.has_rotary:
             kind, way_out = model.position_embedding_type, "add --position-embedding-type rope or remove it"
             yield unused(name, getattr(model, name), "position_embedding_type", kind, way_out)
     needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "dynamic")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.attention import attention_of
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
-from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 
@@ -55,7 +55,8 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Blocks must not lie on two tensor-parallel ranks."""
     model, parallel = config.model, config.parallel
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
-    widths = [(name, width, tp) for name, width in _attention_widths(model)]
+    projections = [each for each in attention_of(model).projections(1) if each.split is not None]
+    widths = [(each.width, each.inputs if each.split == "inputs" else each.outputs, tp) for each in projections]
     if len(model.expert_layers) < model.num_layers:
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
     if model.mtp_num_layers:
@@ -71,25 +72,11 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
                 f"parallel ranks is no multiple of them: scales would depend on the layout; choose a multiple of "
                 f"{ranks * size}, fewer ranks, or --fp8-recipe rowwise"
             )
-    shares = tp > model.query_groups and not model.multi_latent_attention
-    if shares and config.training.fp8_recipe == "blockwise":
+    if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
         yield (
             f"fp8_recipe=blockwise, but tensor_model_parallel_size={tp} ranks share {model.query_groups} key-value "
             "groups, so that blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
         )
-
-
-def _attention_widths(model: ModelConfig) -> list[tuple[str, int]]:
-    """The features of attention's projections that tensor-parallel ranks split."""
-    heads = model.num_attention_heads
-    if not model.multi_latent_attention:
-        both = (heads + 2 * model.query_groups) * model.head_size
-        return [("heads x channels", heads * model.head_size), ("(heads + 2 groups) x channels", both)]
-    return [
-        ("heads x (qk_head_dim + qk_pos_emb_head_dim)", heads * model.query_head_size),
-        ("heads x (qk_head_dim + v_head_dim)", heads * (model.qk_head_dim + model.v_head_dim)),
-        ("heads x v_head_dim", heads * model.v_head_dim),
-    ]
 
 
 def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
+from megatron_core.config.attention import attention_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.optimizers import settings_by_readers
 from megatron_core.config.rules_data import DIVIDED
@@ -106,7 +107,7 @@ UNREAD: tuple[tuple[str, Callable[[Values], Any], str], ...] = (
     ("--fp8-amax-history-len 2 or more", lambda v: v["fp8_amax_history_len"] > 1, "fp8_amax_compute_algo"),
     (
         "--position-embedding-type rope",
-        lambda v: v["position_embedding_type"] == "rope" or v["multi_latent_attention"],
+        lambda v: v["has_rotary"],
         "rotary_base rotary_base_of_windows rotary_percent rotary_interleaved",
     ),
     ("--use-rope-scaling", lambda v: v["use_rope_scaling"], "rope_scaling_factor original_max_position_embeddings"),
@@ -184,7 +185,7 @@ UNREAD: tuple[tuple[str, Callable[[Values], Any], str], ...] = (
     ),
     (
         "positions",
-        lambda v: v["position_embedding_type"] != "none" or v["multi_latent_attention"],
+        lambda v: v["position_embedding_type"] != "none" or v["has_rotary"],
         "reset_position_ids",
     ),
     (
@@ -324,6 +325,7 @@ def _derived(config: RunConfig, world_size: int, device: str) -> Values:
         "moment_dtypes": {
             moment.dtype_setting for kind in config.optimizer.kinds for moment in kind.moments(config.optimizer)
         },
+        "has_rotary": attention_of(model).has_rotary,
         "reduces_in_bf16": parallel.reduces_in_bf16,
         "dp_zero_stage": parallel.dp_zero_stage,
     }

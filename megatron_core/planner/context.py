@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron_core.config import RunConfig
+from megatron_core.config.attention import attention_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: RunConfig) -> _Sizes:
-        model, tp, cp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+        attention = attention_of(config.model)
+        tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+        channels = attention.query_head_size + attention.value_head_size
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
         return cls(
             tokens=config.data.seq_length * config.training.micro_batch_size / cp,
-            query=model.num_attention_heads // tp * (model.query_head_size + model.value_head_size),
-            groups=max(model.query_groups // tp, 1),
-            head=model.query_head_size + model.value_head_size,
+            query=config.model.num_attention_heads // tp * channels,
+            groups=attention.key_value_heads(tp),
+            head=channels,
             number=number,
             gradient=max(number, 4),
         )
@@ -101,10 +104,11 @@ def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> f
 
     Unlike ``config.flops`` it counts only visible keys.
     """
-    model = config.model
-    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    attention = attention_of(config.model)
+    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
     pairs = sum(layer_pairs(config, layer, cp_rank) for layer in layers)
-    return 2 * (model.query_head_size + model.value_head_size) * heads * pairs * config.training.micro_batch_size
+    channels = attention.query_head_size + attention.value_head_size
+    return 2 * channels * heads * pairs * config.training.micro_batch_size
 
 
 def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_core.config import RunConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.groups import Rings
 from megatron_core.planner.hardware import Hardware
@@ -78,10 +79,11 @@ class LayerClock:
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
-        self.heads = model.num_attention_heads / self.tp
-        self.groups = self.heads if model.multi_latent_attention else max(model.query_groups / self.tp, 1)
-        self.queries, self.outputs = self.heads * model.query_head_size, self.heads * model.value_head_size
-        self.keys, self.values = self.groups * model.query_head_size, self.groups * model.value_head_size
+        self.attention_kind, self.heads = attention_of(model), model.num_attention_heads / self.tp
+        query, value = self.attention_kind.query_head_size, self.attention_kind.value_head_size
+        groups = self.attention_kind.key_value_heads(self.tp)
+        self.queries, self.outputs = self.heads * query, self.heads * value
+        self.keys, self.values = groups * query, groups * value
 
     # --- single operations
 
@@ -194,8 +196,8 @@ class LayerClock:
             kernels = (1.0, 3.0)
         else:
             count, own = batch * self.heads, length / self.cp
-            scores = self.product(own, model.query_head_size, length, count=count)
-            values = self.product(own, length, model.value_head_size, count=count)
+            scores = self.product(own, self.attention_kind.query_head_size, length, count=count)
+            values = self.product(own, length, self.attention_kind.value_head_size, count=count)
             drops = model.attention_dropout > 0
             size = count * own * length
             kinds = [
@@ -230,7 +232,7 @@ class LayerClock:
         model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
-        rotated = self.tokens * (self.queries + self.keys) * bool(model.rotary_channels)
+        rotated = self.tokens * (self.queries + self.keys) * bool(self.attention_kind.rotary_channels)
         normed = self.tokens * (self.queries + self.keys) * model.qk_layernorm
         forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
         backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
@@ -300,17 +302,19 @@ class LayerClock:
 
     def attention(self) -> Passes:
         """Projections to queries, keys and values, and the output projection."""
-        model, hidden = self.config.model, self.config.model.hidden_size
-        if not model.multi_latent_attention:
-            return self.pair(self.tokens, hidden, self.queries + self.keys + self.values, self.outputs, hidden)
-        own, q_rank, rank = self.tokens / self.parts, model.q_lora_rank, model.kv_lora_rank
-        up = self.heads * (model.qk_head_dim + model.v_head_dim)
-        more = [self.linear(own, hidden, rank + model.qk_pos_emb_head_dim), self.linear(self.tokens, rank, up)]
-        if q_rank is not None:
-            more.append(self.linear(own, hidden, q_rank))
-        main = self.pair(self.tokens, q_rank or hidden, self.queries, self.outputs, hidden)
-        each = [{"products": sum(part[at] for part in more), "launches": self.launches(len(more))} for at in range(3)]
-        return Passes.sum([main, Passes(each[0], each[1], each[2])])
+        *inputs, output = self.attention_kind.projections(self.tp)
+        first = next(each for each in inputs if each.split == "outputs")
+        main = self.pair(self.tokens, first.inputs, first.outputs, output.inputs, output.outputs)
+        own = self.tokens / self.parts
+        more = [
+            self.linear(own if each.split is None else self.tokens, each.inputs, each.outputs)
+            for each in inputs
+            if each is not first
+        ]
+        if not more:
+            return main
+        times = [{"products": sum(part[at] for part in more), "launches": self.launches(len(more))} for at in range(3)]
+        return Passes.sum([main, Passes(times[0], times[1], times[2])])
 
     def layer(self, number: int) -> Passes:
         """A layer without recomputation or with selective recomputation."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_core.config import OptimizerConfig, RunConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 
@@ -51,8 +52,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
 
         (4 n + 2) h / (t with sequence parallel, else 1)    inputs of norms, QKV and MLP; dropout masks
         + 2 n h / (the same)                                inputs of the output norms, with sandwich placement
-        + n (2 a + 2 g) d / t                               queries, keys, values, and outputs of attention
-          (latent attention: 2 n a (d + v) / t and its latents, twice if they are normalized, as the first line)
+        + n (2 a + 2 g) d / t                               queries, keys, values, and outputs of attention; other
+                                                            kinds: ``AttentionKind.saved``
         + n 2 f / t  (gated: 3 f)                           before and after the activation
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
 
@@ -60,25 +61,18 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
-    queries, keys = model.num_attention_heads * model.query_head_size, model.query_groups * model.query_head_size
-    values = model.query_groups * model.value_head_size
+    replicated, of_heads = attention_of(model).saved()
     whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
     if model.recomputes("layernorm"):
         whole -= 2 * n * model.hidden_size
     experts = model.has_experts(layer_number)
     width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
-    if model.multi_latent_attention:
-        whole += n * ((model.q_lora_rank or 0) + model.kv_lora_rank) * (2 if model.qk_layernorm else 1)
+    whole += n * replicated
     if model.recomputes("shared_experts" if experts else "mlp"):
         width = 0
-    if model.recomputes("mla_up_proj"):
-        queries = keys = values = 0
-    outputs = model.num_attention_heads * model.value_head_size * (3 if model.attention_output_gate else 1)
-    split: float = n * (queries + keys + values + outputs) + n * width * (3 if model.gated_linear_unit else 2)
+    split: float = n * of_heads + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
         whole += 2 * n * model.hidden_size
-    if model.qk_layernorm and not model.multi_latent_attention:
-        split += n * (queries + keys)
     split += _score_bytes(config) + (_expert_bytes(config) if experts else 0)
     tp = config.parallel.tensor_model_parallel_size
     return _tokens(config) * (whole / _sequence_parts(config) + split / tp)

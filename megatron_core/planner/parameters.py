@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_core.config import RunConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.config.model import ModelConfig
 
 
@@ -39,17 +40,16 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """Elements of a layer on a rank.
 
     With hidden size h, a heads and g groups of d channels, MLP width f, t tensor-parallel ranks: QKV h (a + 2 g') d / t
-    (g' is g, but at least one group per rank), output projection a d h / t, MLP 2 h f / t (gated: 3), E experts
+    (g' is g, but at least one group per rank), output projection a d h / t (other kinds of attention:
+    ``AttentionKind.projections``), MLP 2 h f / t (gated: 3), E experts
     E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    hidden, head = model.hidden_size, model.head_size
-    queries, groups = model.num_attention_heads // tp * head, max(model.query_groups // tp, 1) * head
-    found = _latent_attention(model, tp) if model.multi_latent_attention else _attention(model, queries, groups)
-    found += _vectors(norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
-    if model.qk_layernorm and not model.multi_latent_attention:
-        over_heads = model.qk_layernorm_over_heads
-        found += _vectors((queries + groups) if over_heads else 2 * norm_parameters(model, head))
+    hidden, attention = model.hidden_size, attention_of(model)
+    norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
+    found = _vectors(norms + norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
+    for projection in attention.projections(tp):
+        found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
     if not model.has_experts(layer_number):
         return found + _mlp(model, model.ffn_size, tp)
     found += Parameters(hidden * (model.num_experts or 0))
@@ -120,23 +120,6 @@ def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
 def _vectors(elements: int) -> Parameters:
     """Elements of norms, biases and tables."""
     return Parameters(elements, outside=elements)
-
-
-def _attention(model: ModelConfig, queries: int, groups: int) -> Parameters:
-    fused, hidden = queries + 2 * groups, model.hidden_size
-    biases = _vectors(fused * model.has_qkv_bias + hidden * model.add_bias_linear)
-    return Parameters(hidden * (fused + queries)) + biases
-
-
-def _latent_attention(model: ModelConfig, tp: int) -> Parameters:
-    """Elements of latent attention; down projections and norms of latents are replicated on every rank."""
-    hidden, heads = model.hidden_size, model.num_attention_heads // tp
-    rank, q_rank = model.kv_lora_rank, model.q_lora_rank
-    queries, up = heads * model.query_head_size, heads * (model.qk_head_dim + model.v_head_dim)
-    found = hidden * queries if q_rank is None else q_rank * (hidden + queries)
-    found += hidden * (rank + model.qk_pos_emb_head_dim) + rank * up + heads * model.v_head_dim * hidden
-    norms = norm_parameters(model, rank) + (0 if q_rank is None else norm_parameters(model, q_rank))
-    return Parameters(found) + _vectors(norms * model.qk_layernorm + hidden * model.add_bias_linear)
 
 
 def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:

@@ -74,7 +74,11 @@ class SelfAttention(nn.Module):
         self.query_factor = None if scale is None else scale * math.sqrt(d)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias to add to the output, or None).
+        """Return (output, bias to add to the output, or None)."""
+        return self.linear_proj(self.attend(hidden, context))
+
+    def attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """Return the input of the output projection, ``[s, b, heads * d]`` for the heads of this rank.
 
         In generation, the cache provides the keys and values of earlier positions.
         """
@@ -93,7 +97,7 @@ class SelfAttention(nn.Module):
             key, value = context.cache.extend(self.layer_number, key, value)
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
         attended = attend(query, key, value, context)
-        return self.linear_proj(attended * gate.flatten(2).sigmoid() if self.gated else attended)
+        return attended * gate.flatten(2).sigmoid() if self.gated else attended
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return query, gate, key and value as views of one tensor.

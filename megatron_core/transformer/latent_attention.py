@@ -25,7 +25,7 @@ def query_factor(config: ModelConfig) -> float:
     rotary table is divided by m (DeepSeek-V2's code), else 1.
     """
     if config.softmax_scale is not None:
-        return config.softmax_scale * math.sqrt(config.query_head_size)
+        return config.softmax_scale * math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)
     if config.use_rope_scaling and config.rope_scaling_type == "yarn":
         return yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim) ** 2
     return 1.0
@@ -79,11 +79,11 @@ class LatentAttention(nn.Module):
         up = partial(context.column_linear, bias=False)
         norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context)
         if q_rank is None:
-            self.linear_q_proj = up(config.hidden_size, heads * config.query_head_size)
+            self.linear_q_proj = up(config.hidden_size, heads * (self.plain + self.turned))
         else:
             self.linear_q_down_proj = DownProjection(context, q_rank)
             self.q_layernorm = norm(q_rank, partial_grad=context.sequence_parallel)
-            self.linear_q_up_proj = up(q_rank, heads * config.query_head_size)
+            self.linear_q_up_proj = up(q_rank, heads * (self.plain + self.turned))
         self.linear_kv_down_proj = DownProjection(context, self.rank + self.turned)
         self.kv_layernorm = norm(self.rank, partial_grad=context.sequence_parallel)
         self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
-        assert context.rotary is not None, "the model makes the table for this attention whatever its other positions"
+        assert context.rotary is not None, "the model computes the rotary table for every position_embedding_type"
         cos, sin = context.rotary
         rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
         query_latent = self.q_layernorm(self.linear_q_down_proj(hidden)) if self.has_query_latent else hidden
@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
         appendix C.
         """
         weight = self.linear_kv_up_proj.weight
-        assert weight is not None, "it has its own"
+        assert weight is not None, "the layer owns its weight"
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
         query = torch.cat([torch.einsum("sbad,adc->sbac", plain, up_key), turned], dim=-1)

@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.attention import AttentionKind, add_attention, attention_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
@@ -37,6 +38,23 @@ class LayerSpec:
     """Names of the auxiliary losses added by the layer; every rank needs the names of all layers."""
 
 
+ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {"grouped_query": SelfAttention, "latent": LatentAttention}
+"""The layer of each kind of attention, by the names in ``config.attention.ATTENTION_KINDS``.
+
+Its constructor is called as ``SelfAttention``'s: with the context, the layer's number, and the constructors
+``core_attention`` and ``qk_layernorm`` (None without ``qk_layernorm``).
+"""
+
+
+def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
+    """Make a kind of attention from outside of this package available as ``--attention-kind NAME``.
+
+    Call this on every rank before the configuration is checked. Errors: ``ConfigError`` if the name is taken.
+    """
+    add_attention(kind)
+    ATTENTION_LAYERS[kind.name] = layer
+
+
 LayerSpecs = Callable[[ModelConfig, int], LayerSpec]
 """Function from a configuration and a layer's global number, from 0, to the specification of that layer."""
 
@@ -50,14 +68,13 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
     head_norm = HeadsNorm if config.qk_layernorm_over_heads else Norm
-    attention = LatentAttention if config.multi_latent_attention else SelfAttention
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
         self_attention=partial(
-            attention,
+            ATTENTION_LAYERS[attention_of(config).name],
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             qk_layernorm=head_norm if config.qk_layernorm else None,
         ),

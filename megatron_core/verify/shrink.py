@@ -5,6 +5,7 @@ from math import gcd, lcm
 from typing import Any
 
 from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.config.layout import Layout
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.data import vocabulary_size
@@ -71,7 +72,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.multi_latent_attention:
         rank = None if model.q_lora_rank is None else 12
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
-    if model.rotary_channels:
+    if attention_of(model).rotary_channels:
         sizes["rotary_percent"] = max(round(HEAD_SIZE * model.rotary_percent / 2), 1) * 2 / HEAD_SIZE
     # Windows, lists by layer, and recomputation.
     if model.window_size is not None:

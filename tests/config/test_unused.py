@@ -96,6 +96,7 @@ TOGETHER: list[tuple[dict, str]] = [
     ({"skip_train": True, "save": "x", "clip_grad": 0.5}, "clip_grad=0.5, save=x (with --skip-train)"),
 ]
 ALWAYS = """
+    attention_kind
     num_layers hidden_size num_attention_heads group_query_attention max_position_embeddings position_embedding_type
     normalization apply_layernorm_1p norm_epsilon norm_placement qk_layernorm attention_output_gate swiglu geglu
     squared_relu disable_bias_linear mtp_num_layers parallel_residual untie_embeddings_and_output_weights

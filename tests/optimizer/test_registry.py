@@ -20,6 +20,8 @@ from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer import Algorithm, Rates, ShardSlice, register_optimizer, write_copy
 from megatron_core.optimizer.algorithms import UPDATE_RULES
 from megatron_core.parallel import ParallelGroups
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.parameters import rank_units
 from megatron_core.training.dry_run import RankEstimate
 from megatron_core.training.memory_report import found_bytes, planned_bytes
 from megatron_core.training.step import train_step
@@ -72,7 +74,9 @@ def test_planned_allocated_and_saved_state_are_equal(
     train_step(run)
     allocated = found_bytes(run)
     assert planned_bytes(run) == sum(allocated.values())
-    predicted = RankEstimate.of(tiny_config(**settings), 1).bytes_by_kind
+    found = RankEstimate.of(tiny_config(**settings), 1)
+    units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)
+    predicted = Footprint.of(found.config, 1, found.plan, found.layers, units, found.vocab_size).state(0)
     assert {kind: predicted[kind] for kind in ("weights", "gradients", "optimizer")} == {
         kind: allocated[kind] for kind in ("weights", "gradients", "optimizer")
     }

@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zb_v, both ends on a rank": PIPELINE | {"pipeline_schedule": "zb_v"},
     "interleaved": PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2},
     "sandwich, norms of heads": LLAMA | {"norm_placement": "sandwich", "qk_layernorm": True},
+    "gated attention, tp2": LLAMA | GROUPS | {"attention_output_gate": True, "tensor_model_parallel_size": 2},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
@@ -347,7 +348,7 @@ class GPTModel(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        channels = self.model_config.rotary_channels
+        channels = attention_of(self.model_config).rotary_channels
         if not channels:
             return None
         frequencies, magnitude = scaled_frequencies(
@@ -356,7 +357,7 @@ class GPTModel(nn.Module):
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        base, channels = self.model_config.rotary_base_of_windows, self.model_config.rotary_channels
+        base, channels = self.model_config.rotary_base_of_windows, attention_of(self.model_config).rotary_channels
         if not channels or base is None:
             return None
         frequencies = plain_frequencies(channels, base, position_ids.device)

@@ -1,0 +1,243 @@
+"""All kinds of attention and their table: projections, parameters, FLOPs and activations, without torch.
+
+To add a kind, add a subclass of ``AttentionKind`` and its row here, and its layer to ``ATTENTION_LAYERS`` in
+``megatron_core/transformer/layer_spec.py``. The window of a layer and the kernel are independent of the kind: they
+belong to the core attention of queries, keys and values, which all kinds share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megatron_core.config.model import ModelConfig
+from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer of attention."""
+
+    inputs: int
+    """Input features."""
+    outputs: int
+    """Output features."""
+    split: Literal["inputs", "outputs"] | None = None
+    """The side that is split over the tensor-parallel ranks; None: every rank has the whole matrix and, with sequence
+    parallelism, multiplies its own part of the sequence."""
+    has_bias: bool = False
+    """Whether there is a bias per output feature."""
+    width: str = ""
+    """Formula of the split side over all ranks, for messages."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the matrix."""
+        return self.inputs * self.outputs
+
+
+class AttentionKind:
+    """Sizes of a kind of attention in the layers of ``model``; ``tp`` is the number of tensor-parallel ranks."""
+
+    name: ClassVar[str]
+    """The value of --attention-kind."""
+    flag: ClassVar[str | None] = None
+    """Setting that selects this kind instead of --attention-kind."""
+    has_own_head_sizes: ClassVar[bool] = False
+    """Whether the sizes of heads do not follow from --kv-channels or --hidden-size."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Settings that cannot be used with this kind, with the reason."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    @property
+    def query_head_size(self) -> int:
+        """Channels of a query or key head in their product."""
+        return self.model.head_size
+
+    @property
+    def value_head_size(self) -> int:
+        """Channels of a value head, and of a head's attention output."""
+        return self.model.head_size
+
+    def key_value_heads(self, tp: int) -> int:
+        """Key and value heads of the core attention on a rank."""
+        return max(self.model.query_groups // tp, 1)
+
+    @property
+    def has_rotary(self) -> bool:
+        """Whether heads have rotary positions."""
+        return self.model.position_embedding_type == "rope"
+
+    @property
+    def rotary_head(self) -> tuple[int, str]:
+        """Channels of a head of which --rotary-percent are rotated, and the settings that determine them."""
+        return self.model.head_size, "kv_channels or hidden_size"
+
+    @property
+    def rotary_channels(self) -> int:
+        """Rotated channels of a head; 0 without rotary positions."""
+        return int(self.rotary_head[0] * self.model.rotary_percent) if self.has_rotary else 0
+
+    def projections(self, tp: int) -> list[Projection]:
+        """The linear layers, with their sizes on a rank; the first split one receives the queries' input, the last one
+        is the output projection."""
+        raise NotImplementedError
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """Channels of the norms of queries, keys or latents on a rank."""
+        raise NotImplementedError
+
+    def saved(self) -> tuple[int, int]:
+        """Elements per token that the layer saves for backward, beside its input and the attention weights.
+
+        (Elements on every tensor-parallel rank, unless divided by sequence parallelism; elements of all heads together,
+        which the ranks divide).
+        """
+        raise NotImplementedError
+
+    def core_elements(self) -> int:
+        """Elements per token of queries, keys, values and attention outputs over all ranks."""
+        model = self.model
+        queries_and_outputs = model.num_attention_heads * (self.query_head_size + self.value_head_size)
+        return queries_and_outputs + self.key_value_heads(1) * (self.query_head_size + self.value_head_size)
+
+    def output_projection(self, tp: int) -> Projection:
+        """The projection of all heads to the hidden state."""
+        model, heads = self.model, self.model.num_attention_heads // tp
+        width = "heads x v_head_dim" if self.has_own_head_sizes else "heads x channels"
+        return Projection(heads * self.value_head_size, model.hidden_size, "inputs", model.add_bias_linear, width)
+
+
+class GroupedQuery(AttentionKind):
+    """Queries, keys and values from one projection (Ainslie et al. 2023); multi-head and multi-query attention, too."""
+
+    name = "grouped_query"
+
+    def projections(self, tp: int) -> list[Projection]:
+        """One projection to queries, gates, keys and values; each rank has at least one group."""
+        model = self.model
+        queries = model.num_attention_heads // tp * (1 + model.attention_output_gate)
+        columns = (queries + 2 * self.key_value_heads(tp)) * model.head_size
+        width = f"({'2 heads' if model.attention_output_gate else 'heads'} + 2 groups) x channels"
+        qkv = Projection(model.hidden_size, columns, "outputs", model.has_qkv_bias, width)
+        return [qkv, self.output_projection(tp)]
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """Norms of each head's queries and keys, or of all heads together."""
+        model, channels = self.model, self.model.head_size
+        if not model.qk_layernorm:
+            return ()
+        if not model.qk_layernorm_over_heads:
+            return channels, channels
+        return model.num_attention_heads // tp * channels, self.key_value_heads(tp) * channels
+
+    def saved(self) -> tuple[int, int]:
+        """Inputs and outputs of the core attention; inputs of norms; gates and their product with the outputs."""
+        model = self.model
+        outputs = model.num_attention_heads * self.value_head_size
+        normed = (model.num_attention_heads + model.query_groups) * self.query_head_size * model.qk_layernorm
+        return 0, self.core_elements() + normed + 2 * outputs * model.attention_output_gate
+
+
+class MultiLatent(AttentionKind):
+    """Keys and values from one latent of each token (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1)."""
+
+    name = "latent"
+    flag = "multi_latent_attention"
+    has_own_head_sizes = True
+    refused: ClassVar[Mapping[str, str]] = {
+        name: "which has its own projections"
+        for name in (
+            *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
+            *("add_qkv_bias", "rotary_base_of_windows", "attention_output_gate"),
+        )
+    } | {"use_mup": "whose heads have a scale of their own"}
+
+    @property
+    def query_head_size(self) -> int:
+        """Channels without and with rotary positions."""
+        return self.model.qk_head_dim + self.model.qk_pos_emb_head_dim
+
+    @property
+    def value_head_size(self) -> int:
+        """Channels of a value head, and of a head's attention output."""
+        return self.model.v_head_dim
+
+    @property
+    def has_rotary(self) -> bool:
+        """True: some channels of each head have rotary positions in any case."""
+        return True
+
+    @property
+    def rotary_head(self) -> tuple[int, str]:
+        """The channels with rotary positions."""
+        return self.model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim"
+
+    def projections(self, tp: int) -> list[Projection]:
+        """Projections down to the latents, on every rank, and up to the heads."""
+        model, heads = self.model, self.model.num_attention_heads // tp
+        hidden, rank, q_rank = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
+        queries = "heads x (qk_head_dim + qk_pos_emb_head_dim)"
+        found = [] if q_rank is None else [Projection(hidden, q_rank)]
+        return [
+            *found,
+            Projection(q_rank or hidden, heads * self.query_head_size, "outputs", width=queries),
+            Projection(hidden, rank + model.qk_pos_emb_head_dim),
+            Projection(
+                rank,
+                heads * (model.qk_head_dim + model.v_head_dim),
+                "outputs",
+                width="heads x (qk_head_dim + v_head_dim)",
+            ),
+            self.output_projection(tp),
+        ]
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """Norms of the latents."""
+        ranks = [rank for rank in (self.model.q_lora_rank, self.model.kv_lora_rank) if rank is not None]
+        return tuple(ranks) if self.model.qk_layernorm else ()
+
+    def saved(self) -> tuple[int, int]:
+        """The latents, twice if they are normalized; inputs and outputs of the core attention."""
+        model = self.model
+        latents = ((model.q_lora_rank or 0) + model.kv_lora_rank) * (2 if model.qk_layernorm else 1)
+        if model.recomputes("mla_up_proj"):
+            return latents, model.num_attention_heads * self.value_head_size
+        return latents, self.core_elements()
+
+
+ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in (GroupedQuery, MultiLatent)}
+"""All kinds of attention by name."""
+
+
+def add_attention(kind: type[AttentionKind]) -> None:
+    """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
+    if kind.name in ATTENTION_KINDS:
+        raise ConfigError(f"attention_kind {kind.name!r} is already registered; choose another name")
+    ATTENTION_KINDS[kind.name] = kind
+
+
+def attention_of(model: ModelConfig) -> AttentionKind:
+    """The attention of the layers of ``model``; while rules are checked, an unknown kind counts as grouped-query."""
+    flagged = (kind.name for kind in ATTENTION_KINDS.values() if kind.flag is not None and getattr(model, kind.flag))
+    return ATTENTION_KINDS.get(next(flagged, model.attention_kind), GroupedQuery)(model)
+
+
+def attention_problems(model: ModelConfig) -> Iterator[str]:
+    """Check the choice of the kind, and the settings that it refuses."""
+    legal = [kind.name for kind in ATTENTION_KINDS.values() if kind.flag is None]
+    flags = [kind.flag for kind in ATTENTION_KINDS.values() if kind.flag is not None and getattr(model, kind.flag)]
+    if model.attention_kind not in legal:
+        yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
+        return
+    if flags and model.attention_kind != GroupedQuery.name:
+        yield f"attention_kind={model.attention_kind} and {flags[0]}=True exclude one another; keep one of them"
+        return
+    kind = attention_of(model)
+    chosen = kind.flag or f"attention_kind={kind.name}"
+    for name, reason in kind.refused.items():
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with {chosen}, {reason}; remove it"
