@@ -12,8 +12,7 @@ from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.norm import Norm
-from megatron_core.transformer.offload import offloaded
-from megatron_core.transformer.recompute import outputs_dropped, recompute_runs, recomputed
+from megatron_core.transformer.recompute import offloaded, outputs_dropped, recompute_runs, recomputed
 
 
 class Layers(nn.ModuleDict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
-from megatron_core.transformer.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -147,6 +146,35 @@ class PackedDocuments:
         """
         blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in own)) for own in self.lengths]
         return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
+
+
+class RouterReplay:
+    """Record the experts chosen by all routers of this rank in a forward pass, or replay recorded ones.
+
+    It serves to train a policy on samples that another engine has generated.
+    Only the indices of the experts are stored. The replaying router computes the probabilities itself, so it is trained
+    as usual. ``recorded`` is the ``choices`` of another pass; without it, this pass is recorded. A layer recomputed in
+    backward gets the same experts.
+    """
+
+    def __init__(self, recorded: Mapping[int, Tensor] | None = None) -> None:
+        self._recorded = recorded
+        self.choices: dict[int, Tensor] = {}
+        """Per layer, int64 ``[n, b, k]``: the experts of the tokens routed by this rank, ordered by position."""
+
+    def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
+        """Return the experts that the layer must use, ``[n, b, k]``; ``chosen``: the choice of its router."""
+        if self._recorded is not None:
+            recorded = self._recorded.get(layer_number)
+            if recorded is None or recorded.shape != chosen.shape:
+                have = "nothing" if recorded is None else f"choices of the shape {list(recorded.shape)}"
+                raise LayoutError(
+                    f"router replay: layer {layer_number} chooses {list(chosen.shape)} experts (positions, sequences, "
+                    f"experts of a token), and {have} was recorded for it; replay the same tokens in the same layout"
+                )
+            chosen = recorded
+        self.choices[layer_number] = chosen
+        return chosen
 
 
 @dataclass(frozen=True)

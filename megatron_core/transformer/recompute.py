@@ -1,11 +1,15 @@
-"""Recompute activations in backward instead of keeping them (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
+"""Recompute activations in backward instead of keeping them, or keep them in host memory.
+
+Sources: Chen et al. 2016 and Korthikanti et al. 2022, section 5, for recomputation; Rhu et al. 2016 and Ren et al. 2021
+for offloading.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -79,3 +83,37 @@ def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) 
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def offloaded(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """Wrap ``function`` of ``modules`` so that its saved tensors are kept in host memory until backward.
+
+    Each tensor that autograd saves is copied to the host when it is saved, and back when backward needs it; weights
+    stay on the device. Copies use pinned memory and the compute stream, so the host never waits.
+    """
+    # Collect the addresses in each forward: ZeRO 3 allocates the weights anew each time.
+    return lambda x: _run_offloaded(function, x, {_memory(p) for module in modules for p in module.parameters()})
+
+
+def _run_offloaded(function: Callable[[Tensor], Tensor], x: Tensor, weights: set[int]) -> Tensor:
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        stays = is_on_host(tensor) or _memory(tensor) in weights
+        return tensor.device, tensor if stays else to_host(tensor)
+
+    with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0], non_blocking=True)):
+        return function(x)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the tensor is already on the CPU."""
+    return tensor.device.type == "cpu"
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy the tensor to host memory, pinned if the tensor is on a GPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -25,11 +25,10 @@ from megatron_core.tensor_parallel import (
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
-from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments
+from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments, RouterReplay
 from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
 from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.rotary import plain_frequencies, rotary_table, scaled_frequencies
-from megatron_core.transformer.router_replay import RouterReplay
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")

@@ -11,7 +11,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.models import GPTModel
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.step import train_step
-from megatron_core.transformer.router_replay import RouterReplay
+from megatron_core.transformer.context import RouterReplay
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

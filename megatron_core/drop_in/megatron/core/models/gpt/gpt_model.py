@@ -28,7 +28,7 @@ from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
 from megatron_core.tensor_parallel.random import current_seed
-from megatron_core.transformer import router_replay
+from megatron_core.transformer import context
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
 
@@ -254,7 +254,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return sharded(self, prefix)
 
 
-class _Replay(router_replay.RouterReplay):
+class _Replay(context.RouterReplay):
     """Answers the engine's layers from the ``RouterReplay`` of each, which the caller controls."""
 
     def __init__(self, layers: dict[int, RouterReplay]) -> None:
