@@ -1,3 +1,3 @@
 """Predict time and memory of a layout from its configuration: no torch."""
 
-from megatron_core.planner.memory import layer_activations, peak_activation_bytes, state_by_kind
+from megatron_core.planner.memory import layer_activations, state_by_kind

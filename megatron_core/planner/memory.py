@@ -12,8 +12,6 @@ from dataclasses import replace
 
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.simulate import peak_activations
 
 ADAM = OptimizerConfig()
 
@@ -162,19 +160,6 @@ def offloaded_activations(config: RunConfig, layers: range) -> float:
         stage_activations(each, layers, first=False, last=False, padded_vocab_size=0) for each in (stays, config)
     )
     return whole - left
-
-
-def peak_activation_bytes(
-    config: RunConfig, plan: Plan, layers: Sequence[range], padded_vocab_size: int
-) -> tuple[float, ...]:
-    """Each pipeline rank's peak bytes: stored activations of all its stages, and of the layers being recomputed."""
-    last = len(layers) - 1
-    sizes = [
-        stage_activations(config, run, first=at == 0, last=at == last, padded_vocab_size=padded_vocab_size)
-        for at, run in enumerate(layers)
-    ]
-    working = transient_activations(config, layers)
-    return tuple(peak + working for peak in peak_activations(plan, stage_sizes=sizes))
 
 
 def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapping[int, float] | None = None) -> float:

@@ -10,9 +10,11 @@ import torch
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.models import GPTModel
 from megatron_core.ops.native import unavailable_reason
-from megatron_core.planner import layer_activations, peak_activation_bytes, state_by_kind
+from megatron_core.planner import layer_activations, state_by_kind
+from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.memory import stage_activations
 from megatron_core.schedules import make_plan
+from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 
@@ -60,6 +62,12 @@ def _layers_alone(name: str, **settings: Any) -> float:
     each = layers // (pp * chunks)
     size = stage_activations(_config(name, **settings), range(each), first=False, last=False, padded_vocab_size=0)
     return peak_activations(plan, stage_sizes=[size] * plan.num_stages)[0]
+
+
+def _peaks(config: RunConfig, plan: Plan, layers: list[range], vocab_size: int) -> list[float]:
+    """Each pipeline rank's peak bytes of activations, stored and temporary."""
+    found = Footprint.of(config, len(plan.ranks), plan, layers, [], vocab_size)
+    return [peak + found.transient for peak in found.activations]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,7 +124,7 @@ def test_last_stage_holds_logits_unless_they_are_fused_with_the_loss() -> None:
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
     plan, runs = make_plan("1f1b", 2, 1, 4), [range(0, 1), range(1, 2)]
     sizes = {"num_layers": 2, "pipeline_model_parallel_size": 2, "seq_length": 16, "bf16": True}
-    whole, without = (peak_activation_bytes(RunConfig.from_flat(sizes | more), plan, runs, 512) for more in ({}, fused))
+    whole, without = (_peaks(RunConfig.from_flat(sizes | more), plan, runs, 512) for more in ({}, fused))
     assert [a - b for a, b in zip(whole, without, strict=True)] == [0, 2 * 16 * 512]
 
 
@@ -125,8 +133,8 @@ def test_full_recomputation_by_blocks() -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     config = RunConfig.from_flat({"num_layers": 2, "hidden_dropout": 0.0, "bf16": True} | block)
     layer, row = layer_activations(config), 2 * config.data.seq_length * config.model.hidden_size
-    found = peak_activation_bytes(config, make_plan("1f1b", 1, 1, 1), [range(0, 2)], 0)
-    assert found == (row + layer + 2 * row + layer,)
+    found = _peaks(config, make_plan("1f1b", 1, 1, 1), [range(0, 2)], 0)
+    assert found == [row + layer + 2 * row + layer]
 
 
 LLAMA = {

@@ -32,6 +32,7 @@ def get_megatron_optimizer(
         raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
     shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
     narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
-    sharded = LayerWiseDistributedOptimizer if config.optimizer == "muon" else DistributedOptimizer
+    for_matrices = config.translated().kind_of(hidden=True).scalar_optimizer is not None
+    sharded = LayerWiseDistributedOptimizer if for_matrices else DistributedOptimizer
     kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
     return kind(config, model_chunks, config_overrides)
