@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import Architecture, HuggingFaceReader, architecture_of, register, settings_of_folder
+from megatron_core.models.hf import HuggingFaceReader, architecture_of, register, settings_of_folder
 from megatron_core.models.hf.architecture import ARCHITECTURES
 from megatron_core.training.conversion import export_hugging_face
 from megatron_core.training.step import train_step
@@ -119,7 +119,6 @@ def test_the_checks_of_files_hold_for_it(tmp_path: Path) -> None:
 def test_a_name_is_registered_once_and_settings_exist() -> None:
     with pytest.raises(ValueError, match="'invented' is registered already"):
         register(INVENTED)
-    table = vars(INVENTED) | {"model_type": "other", "fixed": {"number_of_norms": 5}}
     with pytest.raises(ValueError, match="other: ModelConfig has no settings number_of_norms"):
-        register(Architecture(**table))
+        register(INVENTED, model_type="other", fixed={"number_of_norms": 5})
     assert "other" not in ARCHITECTURES

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
@@ -197,11 +197,12 @@ ARCHITECTURES: dict[str, Architecture] = {}
 """By ``model_type``; export takes the first one that can express a model's settings."""
 
 
-def register(architecture: Architecture) -> Architecture:
-    """Make an architecture known to import and export, and return it.
+def register(architecture: Architecture, **changes: Any) -> Architecture:
+    """Make an architecture, or one that differs from it in some fields, known to import and export, and return it.
 
     Errors: ``ValueError`` if its ``model_type`` is registered already, or a table names an unknown setting.
     """
+    architecture = replace(architecture, **changes)
     if architecture.model_type in ARCHITECTURES:
         raise ValueError(f"model_type {architecture.model_type!r} is registered already")
     unknown = {*architecture.keys.values(), *architecture.fixed} - {f.name for f in fields(ModelConfig)}

@@ -1,7 +1,5 @@
 """Gemma 2 and Gemma 3 (text): four norms a layer, windows in some layers, bounded scores and logits."""
 
-from dataclasses import replace
-
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
@@ -44,49 +42,45 @@ SOFTMAX_SCALE = Rule(
 DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
 GEMMA2 = register(
-    replace(
-        LLAMA,
-        model_type="gemma2",
-        class_name="Gemma2ForCausalLM",
-        keys={
-            **LLAMA.keys,
-            "final_logit_softcapping": "final_logit_softcapping",
-            "attn_logit_softcapping": "attn_logit_softcapping",
-        },
-        fixed={
-            **LLAMA.fixed,
-            "swiglu": False,
-            "geglu": True,
-            "openai_gelu": True,
-            "norm_placement": "sandwich",
-            "apply_layernorm_1p": True,
-            "scale_embeddings": True,
-        },
-        defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        required={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": False,
-            "use_bidirectional_attention": False,
-        },
-        rules=(ROPE, GEMMA_WINDOWS, SOFTMAX_SCALE),
-        layer_tensors={
-            **LLAMA.layer_tensors,
-            "post_self_attn_layernorm": "post_attention_layernorm",
-            "pre_mlp_layernorm": "pre_feedforward_layernorm",
-            "post_mlp_layernorm": "post_feedforward_layernorm",
-        },
-    )
+    LLAMA,
+    model_type="gemma2",
+    class_name="Gemma2ForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+    },
+    fixed={
+        **LLAMA.fixed,
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "norm_placement": "sandwich",
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    required={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    },
+    rules=(ROPE, GEMMA_WINDOWS, SOFTMAX_SCALE),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
 )
 GEMMA3 = register(
-    replace(
-        GEMMA2,
-        model_type="gemma3_text",
-        class_name="Gemma3ForCausalLM",
-        keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
-        fixed={**GEMMA2.fixed, "qk_layernorm": True},
-        defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        required={**GEMMA2.required, "attn_logit_softcapping": None},
-        rules=(Rule(_rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
-        layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
-    )
+    GEMMA2,
+    model_type="gemma3_text",
+    class_name="Gemma3ForCausalLM",
+    keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
+    fixed={**GEMMA2.fixed, "qk_layernorm": True},
+    defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    required={**GEMMA2.required, "attn_logit_softcapping": None},
+    rules=(Rule(_rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
+    layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
 )

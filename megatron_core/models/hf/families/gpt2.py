@@ -1,7 +1,7 @@
 """GPT-2: learned positions, layer norms, matrices stored as ``[in, out]``."""
 
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import Rule, gelu
+from megatron_core.models.hf.rules import gelu
 from megatron_core.models.hf.tensors import stacked_qkv, transposed
 
 GPT2 = register(
@@ -17,15 +17,13 @@ GPT2 = register(
             "n_positions": "max_position_embeddings",
             "layer_norm_epsilon": "norm_epsilon",
             "initializer_range": "init_method_std",
-            "resid_pdrop": "hidden_dropout",
+            "embd_pdrop": "hidden_dropout",
+            "resid_pdrop": "hidden_dropout",  # takes precedence
             "attn_pdrop": "attention_dropout",
         },
         defaults={"tie_word_embeddings": True},
         required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        rules=(
-            gelu("activation_function", "gelu_new"),
-            Rule(read=lambda hf_config: {}, write=lambda config: {"embd_pdrop": config.hidden_dropout}),
-        ),
+        rules=(gelu("activation_function", "gelu_new"),),
         tensors={
             "embedding.word_embeddings": "transformer.wte",
             "embedding.position_embeddings": "transformer.wpe",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import PARTIAL_ROPE, SWITCH, Rule, gelu
+from megatron_core.models.hf.rules import PARTIAL_ROPE, gelu
 
 GPT_NEOX = register(
     Architecture(
@@ -18,11 +18,12 @@ GPT_NEOX = register(
             "max_position_embeddings": "max_position_embeddings",
             "layer_norm_eps": "norm_epsilon",
             "initializer_range": "init_method_std",
+            "use_parallel_residual": "parallel_residual",
             "hidden_dropout": "hidden_dropout",
             "attention_dropout": "attention_dropout",
         },
         fixed={"position_embedding_type": "rope"},
-        defaults={"rotary_pct": 0.25},
+        defaults={"rotary_pct": 0.25, "use_parallel_residual": True},
         required={"attention_bias": True},
         rules=(
             replace(
@@ -30,11 +31,6 @@ GPT_NEOX = register(
                 write=lambda config: {"rotary_pct": config.rotary_percent, "rotary_emb_base": config.rotary_base},
             ),
             gelu("hidden_act", "gelu"),
-            Rule(
-                read=lambda hf_config: {"parallel_residual": hf_config.get("use_parallel_residual", True)},
-                write=lambda config: {"use_parallel_residual": config.parallel_residual},
-                types={"use_parallel_residual": SWITCH},
-            ),
         ),
         tensors={
             "embedding.word_embeddings": "gpt_neox.embed_in",

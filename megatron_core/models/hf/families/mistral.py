@@ -1,41 +1,35 @@
 """Mistral: Llama with a sliding window; Mixtral: Mistral with experts."""
 
-from dataclasses import replace
-
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.rules import ROPE, WINDOW_OF_ALL_LAYERS, WINDOWS
 from megatron_core.models.hf.tensors import gate_and_up
 
 MISTRAL = register(
-    replace(
-        LLAMA,
-        model_type="mistral",
-        class_name="MistralForCausalLM",
-        defaults={"sliding_window": 4096},
-        required={"hidden_act": "silu", "attention_bias": False},
-        rules=(ROPE, WINDOWS),
-    )
+    LLAMA,
+    model_type="mistral",
+    class_name="MistralForCausalLM",
+    defaults={"sliding_window": 4096},
+    required={"hidden_act": "silu", "attention_bias": False},
+    rules=(ROPE, WINDOWS),
 )
 MIXTRAL = register(
-    replace(
-        LLAMA,
-        model_type="mixtral",
-        class_name="MixtralForCausalLM",
-        keys={
-            **LLAMA.keys,
-            "num_local_experts": "num_experts",
-            "num_experts_per_tok": "moe_router_topk",
-            "router_aux_loss_coef": "moe_aux_loss_coeff",
-        },
-        defaults={"rope_theta": 1e6},
-        required={"hidden_act": "silu", "router_jitter_noise": 0.0},
-        rules=(ROPE, WINDOW_OF_ALL_LAYERS),
-        layer_tensors={
-            **LLAMA.layer_tensors,
-            "mlp.router": "block_sparse_moe.gate",
-            "mlp.experts.linear_fc1": gate_and_up("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
-            "mlp.experts.linear_fc2": "block_sparse_moe.experts.{e}.w2",
-        },
-    )
+    LLAMA,
+    model_type="mixtral",
+    class_name="MixtralForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+    },
+    defaults={"rope_theta": 1e6},
+    required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    rules=(ROPE, WINDOW_OF_ALL_LAYERS),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.linear_fc1": gate_and_up("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{e}.w2",
+    },
 )

@@ -23,17 +23,15 @@ def _unscaled_rope(hf_config: Settings) -> Settings:
 
 
 PHI3 = register(
-    replace(
-        LLAMA,
-        model_type="phi3",
-        class_name="Phi3ForCausalLM",
-        keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
-        required={"hidden_act": "silu"},
-        rules=(replace(PARTIAL_ROPE, read=_unscaled_rope), WINDOW_OF_ALL_LAYERS),
-        layer_tensors={
-            **LLAMA.layer_tensors,
-            "self_attention.linear_qkv": stacked_qkv("self_attn.qkv_proj"),
-            "mlp.linear_fc1": "mlp.gate_up_proj",
-        },
-    )
+    LLAMA,
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
+    required={"hidden_act": "silu"},
+    rules=(replace(PARTIAL_ROPE, read=_unscaled_rope), WINDOW_OF_ALL_LAYERS),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "self_attention.linear_qkv": stacked_qkv("self_attn.qkv_proj"),
+        "mlp.linear_fc1": "mlp.gate_up_proj",
+    },
 )

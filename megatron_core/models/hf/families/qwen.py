@@ -1,7 +1,5 @@
 """Qwen2, Qwen2.5: Llama with biases of queries, keys and values. Qwen3: with norms instead. Qwen3-MoE: with experts."""
 
-from dataclasses import replace
-
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
@@ -48,49 +46,43 @@ ROUTER_SOFTMAX = Rule(
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = register(
-    replace(
-        LLAMA,
-        model_type="qwen2",
-        class_name="Qwen2ForCausalLM",
-        fixed={**LLAMA.fixed, "add_qkv_bias": True},
-        defaults=WINDOW_DEFAULTS,
-        required={"hidden_act": "silu"},
-        rules=(ROPE, QWEN_WINDOWS),
-    )
+    LLAMA,
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    fixed={**LLAMA.fixed, "add_qkv_bias": True},
+    defaults=WINDOW_DEFAULTS,
+    required={"hidden_act": "silu"},
+    rules=(ROPE, QWEN_WINDOWS),
 )
 QWEN3 = register(
-    replace(
-        LLAMA,
-        model_type="qwen3",
-        class_name="Qwen3ForCausalLM",
-        fixed={**LLAMA.fixed, "qk_layernorm": True},
-        defaults={**WINDOW_DEFAULTS, "head_dim": 128},
-        required={"hidden_act": "silu", "attention_bias": False},
-        rules=(ROPE, QWEN_WINDOWS),
-        layer_tensors={**LLAMA.layer_tensors, **QK_NORMS},
-    )
+    LLAMA,
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    fixed={**LLAMA.fixed, "qk_layernorm": True},
+    defaults={**WINDOW_DEFAULTS, "head_dim": 128},
+    required={"hidden_act": "silu", "attention_bias": False},
+    rules=(ROPE, QWEN_WINDOWS),
+    layer_tensors={**LLAMA.layer_tensors, **QK_NORMS},
 )
 QWEN3_MOE = register(
-    replace(
-        QWEN3,
-        model_type="qwen3_moe",
-        class_name="Qwen3MoeForCausalLM",
-        keys={
-            **LLAMA.keys,
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "moe_router_topk",
-            "moe_intermediate_size": "moe_ffn_hidden_size",
-            "router_aux_loss_coef": "moe_aux_loss_coeff",
-        },
-        aliases={"num_local_experts": "num_experts"},
-        defaults=WINDOW_DEFAULTS,
-        required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX),
-        layer_tensors={
-            **QWEN3.layer_tensors,
-            "mlp.router": "mlp.gate",
-            "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-            "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
-        },
-    )
+    QWEN3,
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+    },
+    aliases={"num_local_experts": "num_experts"},
+    defaults=WINDOW_DEFAULTS,
+    required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX),
+    layer_tensors={
+        **QWEN3.layer_tensors,
+        "mlp.router": "mlp.gate",
+        "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+        "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
+    },
 )
