@@ -1,9 +1,9 @@
-"""A whole training step with the native kernels of the fused operations and with the reference, on one thread of a CPU.
+"""Time whole training steps with the native kernels and with the reference, on one CPU thread.
 
-One run, one machine: the two take turns, and their median steps are compared. Prints a table and appends it to
-benchmarks/results.csv; ``ratio`` there is the time to the reference's.
+Both run alternately in one process, and their median steps are compared. Prints a table and appends it to
+benchmarks/results.csv; ``ratio`` there is the time relative to the reference.
 
-    python -m benchmarks.bench_backends
+python -m benchmarks.bench_backends
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def steps_of(flags: dict[str, object], steps: int) -> tuple[list[float], int]:
 
 
 def compare(flags: dict[str, object], rounds: int, steps: int) -> dict[str, Measured]:
-    """Both backends, in turns."""
+    """Both backends, alternately."""
     found = {name: Measured(1, GLOBAL_BATCH_SIZE * int(str(SHAPE["seq_length"]))) for name in BACKENDS}
     for _ in range(rounds):
         for name, entry in found.items():
@@ -66,8 +66,8 @@ def main(rounds: int = 3, steps: int = 3) -> None:
     """Time whole training steps.
 
     Args:
-        rounds: How often each backend takes its turn.
-        steps: Timed steps in each turn, after one that is not.
+        rounds: Number of rounds; each backend runs once per round.
+        steps: Timed steps per round, after one warm-up step.
     """
     print(f"{'tokens/s, MiB':46}{'native':>14}{'reference':>14}{'time':>7}")
     for model, model_flags in MODELS.items():

@@ -1,13 +1,12 @@
-"""A whole training step with several builds of the CPU library, on one thread: what a specialisation is worth.
+"""Time whole training steps with several builds of the CPU library, on one thread, to measure specialisations.
 
-One process, one model: the builds take turns, step by step, forwards and backwards (A B C C B A), and each step is
-compared with the first build's of the same round by CPU time, medians of the rounds. ``step`` is the ratio of the whole
-steps; the matrix products are the same, but most of the step and so most of the noise. ``kernels`` is therefore taken
-inside the native calls alone: the step's change by what these take more or less, 1 + difference / whole step, with
-those of the first and the second half of the rounds. Give the first build twice to see the noise. Appends the latter to
-benchmarks/results.csv.
+The builds of one model alternate step by step in one process, forwards and backwards (A B C C B A), and each step is
+compared with the first build's of the same round by CPU time; medians of the rounds. ``step`` is the ratio of whole
+steps, which includes the noise of the matrix products. ``kernels`` measures only the native calls: 1 + their difference
+/ whole step, also for the first and the second half of the rounds. Give the first build twice to see the noise. Appends
+the latter to benchmarks/results.csv.
 
-    python -m benchmarks.bench_builds --builds a.so copy_of_a.so b.so
+python -m benchmarks.bench_builds --builds a.so copy_of_a.so b.so
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 
 LARGE: dict[str, object] = {"hidden_size": 1024, "seq_length": 1024, "micro_batch_size": 1}
-"""With activations of 4 MiB and more, which do not stay in a cache."""
+"""Models with activations of 4 MiB and more, which do not fit into a cache."""
 
 
 class Timer:
-    """``native.call``, with the CPU time that it has taken."""
+    """``native.call``, measuring its CPU time."""
 
     def __init__(self) -> None:
         self.seconds, self._call = 0.0, native.call
@@ -79,12 +78,12 @@ def main(
     """Compare builds.
 
     Args:
-        builds: Paths of CPU libraries, the one to compare with first.
-        rounds: Steps of each.
-        models: Of benchmarks/bench_backends.py.
-        dtypes: Of benchmarks/bench_backends.py.
-        layers: Of the model.
-        large: Width 1024 and sequences of 1024 in place of 256 and 256.
+        builds: Paths of CPU libraries, the reference build first.
+        rounds: Steps of each build.
+        models: Models of benchmarks/bench_backends.py.
+        dtypes: Dtypes of benchmarks/bench_backends.py.
+        layers: Layers of the model.
+        large: Width 1024 and sequences of 1024 instead of 256 and 256.
     """
     print(f"{'':26}{'kernels, share':>16}", *(f"{build.stem + ': step, kernels':>36}" for build in builds[1:]), sep="")
     for model in models:

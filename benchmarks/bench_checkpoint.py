@@ -1,14 +1,13 @@
-"""Saving beside ``torch.distributed.checkpoint`` and beside the disk, and what it costs a training, in one run.
+"""Compare saving with ``torch.distributed.checkpoint`` and with the disk, and measure its effect on training.
 
-Two data-parallel ranks train a GPT, each with half of the optimizer's state and weights. Contenders take turns: a plain
+Two data-parallel ranks train a GPT, each with half of the optimizer state and weights. Contenders alternate: a plain
 file of the same bytes with ``fsync`` (the disk's raw rate), this framework with hashes, DCP; then a few steps with and
 without a save in the background, and DCP in the background. Medians over the rounds. Prints a table and appends it to
-benchmarks/results.csv; ``of_peak`` there is the rate to the disk's, ``ratio`` the rate to that of DCP; of an
-asynchronous save the time for which steps wait to the time of a synchronous one; and of saves every so many steps the
-time that they add to that of the steps, by the clock and in the processor's time of a rank, all of its threads
-together, which other programs do not change.
+benchmarks/results.csv; ``of_peak`` there is the rate relative to the disk, ``ratio`` the rate relative to DCP; for an
+asynchronous save the delay of the steps relative to the time of a synchronous save; for periodic saves the overhead of
+the steps in wall time and in CPU time of a rank, over all of its threads, which other programs do not affect.
 
-    python -m benchmarks.bench_checkpoint
+python -m benchmarks.bench_checkpoint
 """
 
 from __future__ import annotations
@@ -41,27 +40,27 @@ from megatron_core.verify.ranks import run_ranks
 
 RANKS = 2
 SAVES = ("", " and a save")
-"""What is timed with steps."""
+"""Contenders that are timed with training steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time saves of two ranks, side by side."""
+    """Compare the times of saves on two ranks."""
 
     num_layers: int = 12
-    """Of the model, which has 85 million parameters in these layers,"""
+    """Width of the model, which has 85 million parameters in its layers,"""
     vocab_size: int = 16384
     """and 13 million in its embeddings; each is stored as a weight and two moments, in float32."""
     seq_length: int = 256
-    """Tokens of a rank in a step."""
+    """Tokens of a rank per step."""
     steps: int = 4
-    """Steps that are timed with and without a save before them; its writing ends in them, or is waited for."""
+    """Timed steps with and without a preceding save; the save must be complete at their end."""
     interval: int = 50
-    """Steps between two saves, for which the time that one takes is told."""
+    """Steps between two saves, for the reported overhead."""
     rounds: int = 3
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     folder: str = ""
-    """Where to write; default a new folder among the temporary ones."""
+    """Folder to write to; default: a new temporary folder."""
 
 
 Times = dict[str, list[float]]
@@ -69,7 +68,7 @@ Times = dict[str, list[float]]
 
 
 class Contenders:
-    """A training, and the ways to save it."""
+    """A training run and the ways to save it."""
 
     def __init__(self, settings: Settings, root: Path) -> None:
         self.rank, self.root, self.number, self.steps = dist.get_rank(), root, 0, settings.steps
@@ -92,13 +91,13 @@ class Contenders:
         self.state = {f"{self.rank}.{piece.name}": piece.memory for piece in self.pieces}
 
     def agree(self, ok: bool) -> bool:
-        """Whether all ranks are."""
+        """Whether the condition is true on all ranks."""
         flag = torch.tensor(int(ok))
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 
     def raw(self) -> None:
-        """This rank's bytes, as one file."""
+        """Write this rank's bytes as one file."""
         with (self.root / f"raw{self.rank}").open("wb") as file:
             for piece in self.pieces:
                 file.write(piece.memory.view(-1).view(torch.uint8).numpy().data)
@@ -106,29 +105,29 @@ class Contenders:
             os.fsync(file.fileno())
 
     def ours(self) -> None:
-        """A checkpoint of this framework, hashed and on disk."""
+        """Save a checkpoint of this framework, hashed and on disk."""
         save_checkpoint(Save(self.root / "ours", 1, {}, rank=self.rank, ranks=RANKS), self.pieces, self.agree)
 
     def theirs(self) -> None:
-        """A checkpoint of DCP, on disk; it has no hashes."""
+        """Save a checkpoint of DCP, on disk; it has no hashes."""
         dcp.save(self.state, storage_writer=self.writer())
 
     def theirs_in_background(self) -> Callable[[], object]:
-        """Begin a checkpoint of DCP in a thread; -> what waits for it."""
+        """Start a checkpoint of DCP in a thread; returns the function that waits for it."""
         return dcp.async_save(self.state, storage_writer=self.writer()).result
 
     def writer(self) -> dcp.FileSystemWriter:
-        """DCP's, with its default to sync files."""
+        """DCP's writer, with its default to sync files."""
         self.number += 1
         return dcp.FileSystemWriter(self.root / f"dcp{self.number}", single_file_per_rank=True, sync_files=True)
 
     def train(self) -> None:
-        """A few steps."""
+        """Run a few steps."""
         for _ in range(self.steps):
             train_step(self.run)
 
     def train_and_save(self) -> float:
-        """The same, after a save has begun, as the training loop begins it; -> seconds for which they waited for it."""
+        """Run steps after starting a save as the training loop does; returns the seconds that they waited for it."""
         run, waited = self.run, 0.0
         self.checks.compare()
         began = time.perf_counter()
@@ -148,7 +147,7 @@ class Contenders:
         return waited
 
     def clear(self) -> None:
-        """Delete what was written."""
+        """Delete the written files."""
         dist.barrier()
         if self.rank == 0:
             for path in [*self.root.glob("dcp*"), self.root / "ours"]:
@@ -157,7 +156,7 @@ class Contenders:
 
 
 def measure(settings: Settings, root: Path) -> Times:
-    """Seconds of each contender, the slowest rank's."""
+    """Seconds of each contender, of the slowest rank."""
     contenders = Contenders(settings, root)
     size = torch.tensor([sum(piece.memory.nbytes for piece in contenders.pieces)])
     dist.all_reduce(size)
@@ -170,7 +169,7 @@ def measure(settings: Settings, root: Path) -> Times:
         "steps and a save": contenders.train_and_save,
         "DCP, async": contenders.theirs_in_background,
     }
-    for number in range(settings.rounds + 1):  # the first one warms up
+    for number in range(settings.rounds + 1):  # warm-up
         for name, work in works.items():
             os.sync()
             dist.barrier()

@@ -1,9 +1,10 @@
-"""What the run-time checks cost: seconds of a training step, of a comparison of all copies, of the first step's look.
+"""Measure the cost of run-time checks: seconds of a training step, of a comparison of all copies, and of the check in
+the first step.
 
-A GPT of 26 million parameters and the smallest step, one micro-batch a rank: what a check costs beside it is the most.
-Prints a table and appends it to benchmarks/results.csv; there, ratio is the check's share of the time.
+A GPT of 26 million parameters and the smallest step, one micro-batch per rank, for which the relative cost is highest.
+Prints a table and appends it to benchmarks/results.csv; ratio there is the check's share of the time.
 
-    python -m benchmarks.bench_checks
+python -m benchmarks.bench_checks
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time the run-time checks beside training steps."""
+    """Compare the times of run-time checks and training steps."""
 
     repeats: int = 7
-    """How often each is timed; medians are reported."""
+    """Number of measurements, whose median is reported."""
     interval: int = 100
     """Steps between two comparisons."""
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that ``action`` takes."""
+    """Seconds of ``action``."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def measure(layout: dict[str, object], repeats: int) -> dict[str, float]:
-    """Median seconds on one rank, all ranks starting together each time."""
+    """Median seconds on one rank; all ranks start together each time."""
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     run = set_up(RunConfig.from_flat(SHAPE | layout), world)
     checks = RunChecks(run)

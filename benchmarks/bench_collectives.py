@@ -1,9 +1,9 @@
-"""Collectives between CPU ranks of one host: shared memory beside gloo.
+"""Compare collectives between CPU ranks of one host over shared memory and over gloo.
 
-Both take turns in one run; the time of a call is that of its slowest rank. The table has the median and, because other
-programs disturb that one, the first tenth; the medians are appended to benchmarks/results.csv.
+Both alternate in one run; the time of a call is that of its slowest rank. The table has the median and the 10th
+percentile, which other programs affect less; the medians are appended to benchmarks/results.csv.
 
-    python -m benchmarks.bench_collectives
+python -m benchmarks.bench_collectives
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Settings:
     """Time collectives."""
 
     ranks: int = 2
-    """Ranks; more than cores share them."""
+    """Number of ranks; they may share cores."""
     kib: tuple[int, ...] = (4, 64, 512, 4096)
-    """Sizes of what each rank puts in."""
+    """Sizes of each rank's input."""
     calls: int = 40
-    """Timed calls of each collective and size in each round."""
+    """Timed calls of each collective and size per round."""
     rounds: int = 3
-    """How often each backend takes its turn."""
+    """Number of rounds."""
 
 
 def operations(size: int, ranks: int) -> dict[str, Callable[[], object]]:

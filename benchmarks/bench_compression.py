@@ -1,10 +1,10 @@
-"""Training losses and bytes sent with compressed gradients, two ranks, on the text of Python's own library, on the CPU.
+"""Training losses and bytes sent with compressed gradients, on two CPU ranks, on the source text of Python's library.
 
-The model, text and steps are those of ``bench_fp8_loss``, in float32. Prints a table and appends to
-benchmarks/results.csv; ``ratio`` there is the loss over the last steps to that of whole gradients with the same
-clipping; bytes are what a rank has contributed to sums of gradients.
+The model, text and steps are those of ``bench_fp8_loss``, in float32. Prints a table and appends it to
+benchmarks/results.csv; ``ratio`` there is the loss over the last steps relative to uncompressed gradients with the same
+clipping; bytes are a rank's contribution to sums of gradients.
 
-    python -m benchmarks.bench_compression
+python -m benchmarks.bench_compression
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     UNCLIPPED: (UNCLIPPED, {"clip_grad": 0.0}),
     "1-bit Adam": (UNCLIPPED, {"grad_compression": "onebit-adam", "clip_grad": 0.0}),
 }
-"""Each run with the one that it is compared with."""
+"""The reference run of each run."""
 WARM_UP = 0.2
-"""Share of the steps before compression begins, as the authors of 1-bit Adam advise."""
+"""Share of the steps before compression starts, as recommended by the authors of 1-bit Adam."""
 
 
 def losses(settings: Settings, name: str) -> tuple[list[float], int]:

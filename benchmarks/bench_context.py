@@ -1,10 +1,9 @@
-"""Long sequences over context-parallel ranks beside one process with as many threads.
+"""Compare context-parallel ranks on long sequences with one process with the same number of threads.
 
-One run, one machine: a ring of 2 ranks with a thread each against one process with two threads, the contenders taking
-turns in each round; then the peak memory of a rank at a longer sequence. Prints a table and appends it to
-benchmarks/results.csv.
+A ring of 2 ranks with one thread each and one process with two threads alternate in each round; then the peak memory of
+a rank at a longer sequence is measured. Prints a table and appends it to benchmarks/results.csv.
 
-    python -m benchmarks.bench_context
+python -m benchmarks.bench_context
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ IN_MEMORY: dict[str, tuple[int, dict[str, object]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time training steps on one long sequence, and measure the memory that a longer one takes."""
+    """Time training steps on a long sequence, and measure the memory for a longer one."""
 
     rounds: int = 3
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     steps: int = 2
-    """Timed steps in each turn, after one that is not."""
+    """Timed steps per round, after one warm-up step."""
     length: int = 4096
-    """Tokens of the sequence."""
+    """Length of the sequence."""
     memory_length: int = 16384
-    """Tokens of the sequence whose memory is measured; 0: none."""
+    """Length of the sequence whose memory is measured; 0: none."""
 
 
 def train(layout: dict[str, object], length: int, threads: int, steps: int) -> tuple[list[float], int, int]:
@@ -79,13 +78,13 @@ def train(layout: dict[str, object], length: int, threads: int, steps: int) -> t
 
 
 def resident_bytes() -> int:
-    """Memory of this process now."""
+    """Current memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
 def measure(settings: Settings) -> dict[str, Measured]:
-    """Let every contender take its turns."""
+    """Run all contenders alternately."""
     found: dict[str, Measured] = {}
     for _ in range(settings.rounds):
         for name, (ranks, threads, layout) in CONTENDERS.items():

@@ -1,9 +1,9 @@
-"""How long the orders of samples take to begin.
+"""Time the construction of sample orders.
 
 Megatron's order: one file of 10^6 documents, read three times in samples of 2,048 tokens, and blends of 10^6 samples.
 The keyed order: 1,000 files of 10^6 samples each, opened. Prints medians and appends them to benchmarks/results.csv.
 
-    python -m benchmarks.bench_data_order
+python -m benchmarks.bench_data_order
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Settings:
     """Time the building of indices."""
 
     documents: int = 10**6
-    """Documents of the file, of 1 to 1,330 tokens."""
+    """Number of documents of the file, of 1 to 1,330 tokens each."""
     epochs: int = 3
-    """How often they are read."""
+    """Number of epochs."""
     sequence_length: int = 2048
-    """Tokens of a sample."""
+    """Tokens per sample."""
     samples: int = 10**6
     """Samples of a blend."""
     data_sets: tuple[int, ...] = (2, 4, 16, 100, 1000)
-    """Numbers of data sets of the blends."""
+    """Numbers of data sets in the blends."""
     repeats: int = 5
-    """How often each is timed."""
+    """Number of measurements."""
 
 
 def median_seconds(action: Callable[[], object], repeats: int) -> float:
@@ -57,7 +57,8 @@ def median_seconds(action: Callable[[], object], repeats: int) -> float:
 
 
 def open_keyed(folder: Path, files: int, samples: int, length: int) -> Callable[[], object]:
-    """What opens ``files`` sparse files of so many samples each and reads the last sample of an epoch."""
+    """Return a function that opens ``files`` sparse files with the given number of samples each and reads the last
+    sample of an epoch."""
     prefixes = tuple(str(folder / f"part{number}") for number in range(files))
     tokens = samples * length + 1
     for prefix in prefixes:
@@ -71,7 +72,7 @@ def open_keyed(folder: Path, files: int, samples: int, length: int) -> Callable[
 
 
 def measure(settings: Settings) -> Iterator[tuple[str, float]]:
-    """What was measured, and its median seconds."""
+    """Names of the measurements and their median seconds."""
     length, repeats = settings.sequence_length, settings.repeats
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, 1331, settings.documents).astype(np.int32)

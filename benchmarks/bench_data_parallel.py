@@ -1,11 +1,11 @@
-"""Two data-parallel ranks train the same GPT: ZeRO stages 0 to 3 beside torch's DDP and FSDP2, and DeepSpeed's ZeRO.
+"""Compare ZeRO stages 0 to 3 with torch's DDP and FSDP2 and DeepSpeed's ZeRO, training the same GPT on two ranks.
 
 The model of all contenders is this framework's GPT, the optimizer AdamW (torch's fused one for the peers), with
-clipping. Peers talk over gloo, DeepSpeed takes part if it is installed. One thread a rank; every contender takes its
-turn in each round, and medians over all rounds are compared. Prints a table and appends it to benchmarks/results.csv;
-``ratio`` there is the time to that of the peer: DDP for stages 0 and 1, FSDP2 for 2 (weights stay after forward) and 3.
+clipping. The peers use gloo; DeepSpeed is included if it is installed. One thread per rank; contenders alternate in
+each round, and medians over all rounds are compared. Prints a table and appends it to benchmarks/results.csv; ``ratio``
+there is the time relative to the peer: DDP for stages 0 and 1, FSDP2 for 2 (weights are kept after forward) and 3.
 
-    python -m benchmarks.bench_data_parallel
+python -m benchmarks.bench_data_parallel
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ PEERS = {"stage 0": "DDP", "stage 1": "DDP", "stage 2": "FSDP2, kept", "stage 3"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time training steps of two ranks, side by side."""
+    """Compare the times of training steps on two ranks."""
 
     rounds: int = 2
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     steps: int = 4
-    """Timed steps in each turn, after one that is not."""
+    """Timed steps per round, after one warm-up step."""
     micro_batches: int = 2
-    """Micro-batches of each rank in a step."""
+    """Micro-batches of each rank per step."""
 
 
 Turn = tuple[list[float], int]
-"""Seconds of a rank's steps, and by how many bytes they and the set-up have raised its peak."""
+"""Seconds of a rank's steps, and the increase of its peak memory by setup and steps."""
 
 
 def time_steps(make: Callable[[], Callable[[], object]], steps: int) -> Turn:
-    """Set up, take a step to warm up, and time the next ones."""
+    """Set up, run a warm-up step, and time the next steps."""
     before = peak_memory_bytes()
     step = make()
     step()
@@ -103,7 +103,7 @@ def ours(flags: dict[str, object], settings: Settings) -> Turn:
 
 
 def theirs(kind: str, settings: Settings) -> Turn:
-    """One rank of torch's data parallelism, gradients synchronised once a step where it can."""
+    """One rank of torch's data parallelism, with gradients synchronised once per step if supported."""
     return time_steps(lambda: _peer_step(kind, settings), settings.steps)
 
 
@@ -117,7 +117,7 @@ def _peer_step(kind: str, settings: Settings) -> Callable[[], object]:
 
 
 def _deepspeed_step(gpt: GPTModel, batches: list[torch.Tensor], stage: int) -> Callable[[], object]:
-    import deepspeed  # what a benchmark without it need not have
+    import deepspeed  # imported here, because it is optional
 
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
     config = {

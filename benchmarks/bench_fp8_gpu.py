@@ -1,11 +1,11 @@
-"""Layers of Llama 3 8B in each recipe of FP8 beside bfloat16, and their matrix products alone, on one GPU.
+"""Compare layers of Llama 3 8B in each FP8 recipe with bfloat16, and their matrix products, on one GPU.
 
-Whole training steps of a few layers: the median time, TFLOP/s of the model's own operations (none for casts), and the
-peak of memory; ``ratio`` in benchmarks/results.csv is the speed to bfloat16's. Then linear layers of these widths,
-forward and backward with the casts, and one product alone, of matrices in FP8. The casts' bandwidth beside a copy is in
+Whole training steps of a few layers: median time, TFLOP/s of the model's operations (without casts), and peak memory;
+``ratio`` in benchmarks/results.csv is the speed relative to bfloat16. Then linear layers of these widths, forward and
+backward with casts, and single products of FP8 matrices. The bandwidth of casts is measured in
 benchmarks/bench_ops_gpu.py.
 
-    python -m benchmarks.bench_fp8_gpu
+python -m benchmarks.bench_fp8_gpu
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ class Settings:
     """Compare the speed of the recipes."""
 
     runs: tuple[str, ...] = tuple(RUNS)
-    """What to compare; bf16 comes first."""
+    """Runs to compare; bf16 comes first."""
     layers: int = 4
-    """Layers of the model."""
+    """Number of layers."""
     hidden: int = 4096
     """Width of the model."""
     ffn: int = 14336
     """Width of the MLP."""
     heads: int = 32
-    """Heads of attention; a quarter as many groups of keys and values."""
+    """Number of attention heads; a quarter as many groups of keys and values."""
     length: int = 8192
-    """Tokens of a sequence; a step has one."""
+    """Length of a sequence; a step has one."""
     vocab: int = 4096
-    """Tokens of the vocabulary, few: the output layer stays in bfloat16."""
+    """Vocabulary size, small, because the output layer stays in bfloat16."""
     repeats: int = 10
-    """Timed steps or products."""
+    """Number of timed steps or products."""
     warm_ups: int = 3
-    """Those before them."""
+    """Number of warm-up steps."""
     device: str = "cuda"
-    """Where; cpu shows that the script runs, not what FP8 gains."""
+    """Device; cpu tests only that the script runs."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
 
@@ -102,7 +102,7 @@ def configuration(settings: Settings, own: dict[str, object]) -> RunConfig:
 
 
 def seconds(work: Callable[[], object], settings: Settings) -> float:
-    """Median time of a call, with what the device still had to do at its end."""
+    """Median time of a call, including the device's remaining work."""
     wait = torch.cuda.synchronize if settings.device == "cuda" else lambda: None
     times = []
     for _ in range(settings.warm_ups + settings.repeats):
@@ -115,9 +115,9 @@ def seconds(work: Callable[[], object], settings: Settings) -> float:
 
 
 def step(settings: Settings, own: dict[str, object]) -> tuple[float, int]:
-    """Seconds of a training step, and the peak of the GPU's memory in bytes (0 on a CPU)."""
+    """Seconds per training step, and the peak memory of the GPU in bytes (0 on a CPU)."""
     on_gpu = settings.device == "cuda"
-    gc.collect()  # the run before
+    gc.collect()  # of the previous run
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     run = set_up(configuration(settings, own), World(0, 1, local_rank=0, device=torch.device(settings.device)))
@@ -125,7 +125,7 @@ def step(settings: Settings, own: dict[str, object]) -> tuple[float, int]:
 
 
 def steps(settings: Settings) -> list[Row]:
-    """Training steps of every run, printed."""
+    """Run and print training steps of every run."""
     rows: list[Row] = []
     model = configuration(settings, {}).model
     flops = settings.length * flops_per_token(model, settings.length, settings.vocab)
@@ -149,7 +149,7 @@ def linear(x: Tensor, weight: nn.Parameter, grad: Tensor, fp8: FP8Products | Non
 
 
 def products(settings: Settings) -> list[Row]:
-    """The three products of linear layers, printed: with casts, and one product alone."""
+    """Run and print the three products of linear layers: with casts, and a single product."""
     rows: list[Row] = []
     shapes = {"fc1": (settings.hidden, 2 * settings.ffn), "fc2": (settings.ffn, settings.hidden)}
     print(f"{'layer, run':28} {'TFLOP/s':>9} {'to bf16':>8} {'one product':>12}")
@@ -170,7 +170,7 @@ def products(settings: Settings) -> list[Row]:
                 a, b = fp8.quantise("input", x, 1), fp8.quantise("weight", weight, 1).t()
                 alone = partial(product, a, b, torch.bfloat16, fast_accumulation=True)
             single = flops / seconds(alone, settings) / TERA
-        before = 2 * settings.runs.index(name)  # rows of this layer
+        before = 2 * settings.runs.index(name)  # rows for this layer
         first = rows[-before].value if before else whole
         print(f"{layer + ', ' + name:28} {whole:9.1f} {whole / first:8.2f} {single:12.1f}", flush=True)
         rows.append(Row(f"{name}, {layer}", whole, "TFLOP/s", ratio=whole / first))

@@ -1,9 +1,9 @@
-"""Training losses in each recipe of FP8 beside bfloat16, on the text of Python's own library, on the CPU.
+"""Compare training losses in each FP8 recipe with bfloat16, on the source text of Python's library, on the CPU.
 
 The same small GPT, weights, batches and steps; bytes are tokens. Prints a table, draws docs/images/fp8_loss.png and
-appends to benchmarks/results.csv; ``ratio`` there is the loss over the last steps to that of bfloat16.
+appends to benchmarks/results.csv; ``ratio`` there is the loss over the last steps relative to bfloat16.
 
-    python -m benchmarks.bench_fp8_loss
+python -m benchmarks.bench_fp8_loss
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Settings:
     """Compare the losses of the recipes."""
 
     steps: int = 300
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     layers: int = 2
     """Layers of the model."""
     hidden: int = 128
@@ -51,27 +51,27 @@ class Settings:
     length: int = 64
     """Tokens of a sequence."""
     batch: int = 4
-    """Sequences of a step."""
+    """Sequences per step."""
     lr: float = 1e-3
     """Highest learning rate."""
     last: int = 50
-    """Steps at the end over which losses are averaged."""
+    """Number of steps at the end over which losses are averaged."""
     processes: int = 2
-    """Runs at a time, each on one thread."""
+    """Number of parallel runs, each on one thread."""
     keep: bool = True
     """Draw the picture and append to benchmarks/results.csv."""
 
 
 @cache
 def text() -> np.ndarray:
-    """The modules of Python's library, one after another, as bytes."""
+    """The modules of Python's library, concatenated, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of ``text``, each at a place that depends on its number alone."""
+    """Pieces of ``text`` at positions that depend only on their number."""
 
     sequence_length: int
 
@@ -109,7 +109,7 @@ def configuration(settings: Settings, own: Mapping[str, object]) -> RunConfig:
 
 
 def losses(settings: Settings, name: str) -> tuple[list[float], float]:
-    """The loss of each step of a run, and the seconds that it took."""
+    """The loss of each step of a run, and its duration in seconds."""
     torch.set_num_threads(1)
     config = configuration(settings, RUNS[name])
     run = set_up(config, World(0, 1, local_rank=0, device=torch.device("cpu")))
@@ -120,7 +120,7 @@ def losses(settings: Settings, name: str) -> tuple[list[float], float]:
 
 
 def draw(found: Mapping[str, list[float]], path: Path) -> None:
-    """The curves, and below them how far each is from bfloat16's, as means over a tenth of the steps."""
+    """Plot the curves, and below them their differences from bfloat16, as means over a tenth of the steps."""
     plain = np.array(found["bf16"])
     width = max(len(plain) // 10, 1)
     figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1))

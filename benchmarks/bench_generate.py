@@ -1,10 +1,10 @@
-"""Greedy generation for 16 prompts of different lengths, beside `transformers.generate` with the same weights.
+"""Compare greedy generation for 16 prompts of different lengths with `transformers.generate`, with the same weights.
 
-A Llama of random weights on one thread in float32. Both run in one process in turns, each with all prompts in one
-batch; the ratios are medians over the rounds. Every text must equal that of transformers token by token. Prints a
-table and appends it to benchmarks/results.csv; ``ratio`` there is the rate relative to that of transformers.
+A Llama with random weights on one thread in float32. Both alternate in one process, each with all prompts in one batch;
+the ratios are medians over the rounds. Every text must equal that of transformers token by token. Prints a table and
+appends it to benchmarks/results.csv; ``ratio`` there is the rate relative to transformers.
 
-    python -m benchmarks.bench_generate
+python -m benchmarks.bench_generate
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_core.parallel import World, start_world
 from megatron_core.training.compatibility import open_model
 
 LENGTHS = (5, 9, 12, 16, 20, 23, 27, 31, 36, 40, 46, 52, 58, 64, 72, 80)
-"""Tokens of the prompts."""
+"""Lengths of the prompts."""
 MODELS: dict[str, dict[str, Any]] = {
     "45M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8,
             "num_key_value_heads": 4, "vocab_size": 16384},
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def llama(shape: dict[str, Any]) -> Any:
-    """A Llama of random weights whose greedy text varies and does not end."""
+    """A Llama with random weights whose greedy text varies and does not end."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **shape, tie_word_embeddings=True, initializer_range=0.05, max_position_embeddings=2048
@@ -74,7 +74,7 @@ def continue_by_engine(generator: Generator, prompts: list[list[int]], new_token
 
 
 def continue_by_transformers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """The same by ``generate``, with padding on the left."""
+    """The new tokens by ``generate``, with padding on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -83,7 +83,7 @@ def continue_by_transformers(model: Any, prompts: list[list[int]], new_tokens: i
 
 
 def timed(run: Callable[[], list[list[int]]]) -> tuple[float, float, list[list[int]]]:
-    """Seconds on the clock, seconds of the processor, and the result."""
+    """Wall-clock seconds, CPU seconds, and the result."""
     wall, processor = time.perf_counter(), time.process_time()
     result = run()
     return time.perf_counter() - wall, time.process_time() - processor, result
@@ -93,8 +93,8 @@ def main(rounds: int = 5, new_tokens: int = 96, models: tuple[str, ...] = tuple(
     """Time both.
 
     Args:
-        rounds: How often each takes its turn, after one round that is not timed.
-        new_tokens: New tokens of each prompt.
+        rounds: Number of rounds, after one warm-up round.
+        new_tokens: New tokens per prompt.
         models: Names of the shapes.
         batch: The engine's --max-batch-size.
     """

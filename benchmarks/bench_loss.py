@@ -1,10 +1,9 @@
-"""Time and memory of the output layer and the loss, forward and backward: with whole logits and without, on the CPU.
+"""Time and memory of the output layer and the loss, forward and backward, with and without whole logits, on the CPU.
 
-Each contender runs in a process of its own. Memory is the process's peak beyond what it had before: hidden states,
-weight and main gradient. Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time to torch
-eager's.
+Each contender runs in a separate process. Memory is the process's peak in addition to hidden states, weight and main
+gradient. Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time relative to torch eager.
 
-    python -m benchmarks.bench_loss
+python -m benchmarks.bench_loss
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ Losses = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time and weigh the output layer and the loss."""
+    """Measure time and memory of the output layer and the loss."""
 
     tokens: int = 2048
     """Tokens of a micro-batch."""
     vocabulary: int = 32000
-    """Columns of the logits."""
+    """Vocabulary size."""
     hidden: int = 512
     """Width of the hidden states."""
     dtype: str = "bfloat16"
     """Data type of hidden states and weight; the main gradient is float32."""
     pieces_mib: tuple[int, ...] = (8, 32, 64)
-    """Bounds of the logits for the fused layer and loss, in MiB."""
+    """Maximum sizes of logits in MiB, for the fused layer and loss."""
     threads: int = 2
     """Threads of each process."""
     rounds: int = 3
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
 
 
 def eager(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
-    """As PyTorch's users write it."""
+    """The usual PyTorch code."""
     return functional.cross_entropy(functional.linear(hidden, weight).float(), target, reduction="none")
 
 
 def whole(hidden: Tensor, weight: nn.Parameter, target: Tensor, *, backend: Backend) -> Tensor:
-    """The layer, and then the loss, whose gradient takes the place of the logits."""
+    """The layer, then the loss, whose gradient overwrites the logits."""
     logits = parallel_linear(hidden, weight, None)
     return vocab_parallel_cross_entropy(logits, target, tp_group=LocalGroup(), overwrite_logits=True, backend=backend)
 
 
 def contenders(settings: Settings) -> dict[str, Losses]:
-    """By name."""
+    """The contenders by name."""
     found: dict[str, Losses] = {"eager": eager}
     found |= {f"whole logits, {backend}": partial(whole, backend=backend) for backend in ("reference", "native")}
     for mib in settings.pieces_mib:
@@ -89,14 +88,14 @@ def step(losses: Losses, tokens: int, settings: Settings) -> tuple[float, int]:
     if losses is not eager:
         weight.main_grad = torch.zeros(weight.shape).fill_(0.0)
     target = torch.randint(settings.vocabulary, (tokens,))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, began = status("VmRSS"), time.perf_counter()
     losses(hidden, weight, target).mean().backward()
     return time.perf_counter() - began, status("VmHWM") - before
 
 
 def measure(name: str, settings: Settings) -> tuple[float, int]:
-    """In a new process: a small step to load what is loaded late, then the one that counts."""
+    """In a new process: a small step for lazy initialization, then the measured one."""
     torch.set_num_threads(settings.threads)
     losses = contenders(settings)[name]
     step(losses, 16, settings)
@@ -104,8 +103,8 @@ def measure(name: str, settings: Settings) -> tuple[float, int]:
 
 
 def main(settings: Settings) -> None:
-    """Measure all in turns, print, append."""
-    # glibc gives memory from here on back to the system at once; else what is free and not used again would count.
+    """Measure all contenders alternately, print, append."""
+    # With this setting glibc returns freed memory immediately; otherwise free memory would count.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     names, found = list(contenders(settings)), {}
     for _ in range(settings.rounds):

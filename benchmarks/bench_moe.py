@@ -1,13 +1,14 @@
-"""A layer of experts, forward and backward, beside `transformers`' Mixtral block with the same weights and tokens.
+"""Compare a layer of experts, forward and backward, with `transformers`' Mixtral block with the same weights and
+tokens.
 
-With ``--megatron FOLDER``, a checkout of NVIDIA/Megatron-LM, also beside Megatron Core's layer.
+With ``--megatron FOLDER``, a checkout of NVIDIA/Megatron-LM, also with Megatron Core's layer.
 
-One process, one thread; the contenders take turns, and medians over all rounds are compared. Gradients of the weights
-are added to those of the passes before, as in training with several micro-batches. Theirs runs in two of its
-implementations: a loop over experts (eager) and one grouped product (grouped_mm, its default). Prints a table and
-appends it to benchmarks/results.csv.
+One process, one thread; contenders alternate, and medians over all rounds are compared. Gradients of the weights are
+accumulated, as in training with several micro-batches. `transformers` runs in two of its implementations: a loop over
+experts (eager) and one grouped product (grouped_mm, its default). Prints a table and appends it to
+benchmarks/results.csv.
 
-    python -m benchmarks.bench_moe
+python -m benchmarks.bench_moe
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ class Settings:
     num_experts: int = 8
     """Number of experts."""
     topk: int = 2
-    """Experts of each token."""
+    """Experts per token."""
     tokens: int = 1024
-    """Tokens of a pass."""
+    """Tokens per pass."""
     rounds: int = 7
-    """Timed passes of each contender, after one that is not."""
+    """Timed passes of each contender, after one warm-up pass."""
     bf16: bool = False
-    """In bfloat16 instead of float32."""
+    """Use bfloat16 instead of float32."""
     megatron: Path | None = None
-    """A checkout of NVIDIA/Megatron-LM, whose layer takes part, too."""
+    """A checkout of NVIDIA/Megatron-LM, to include its layer."""
 
 
 def contenders(settings: Settings) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The forward pass of each; all have the same weights."""
+    """The forward pass of each contender; all have the same weights."""
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     model = ModelConfig(
         num_layers=1,
@@ -74,9 +75,7 @@ def contenders(settings: Settings) -> dict[str, Callable[[Tensor], Tensor]]:
     ours = MoELayer(LayerContext(model, ModelParallelConfig(params_dtype=dtype), LocalGroup(), 1), 0)
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-        parameter.main_grad = torch.zeros_like(
-            parameter, dtype=torch.float32
-        )  # as a bucket of data parallelism gives it
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # as in a bucket of data parallelism
     found: dict[str, Callable[[Tensor], Tensor]] = {"ours": lambda x: ours(x, SequenceContext())[0]}
     for implementation in THEIRS:
         config = transformers.MixtralConfig(
@@ -97,7 +96,7 @@ def contenders(settings: Settings) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def one_pass(forward: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Seconds, and what was computed: output and input gradient."""
+    """Seconds and results: output and input gradient."""
     x = x.clone().requires_grad_()
     began = time.perf_counter()
     output = forward(x)
@@ -106,7 +105,7 @@ def one_pass(forward: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, Ten
 
 
 def main(settings: Settings) -> int:
-    """Measure, print and append; 1 if the contenders disagree."""
+    """Measure, print and append; returns 1 if the contenders disagree."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if settings.bf16 else torch.float32

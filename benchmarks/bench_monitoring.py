@@ -1,4 +1,4 @@
-"""What it costs to record times and memory, by accounting: CPU time of each part, which other programs do not disturb.
+"""Cost of recording times and memory, as CPU time of each part, which other programs do not affect.
 
 python -m benchmarks.bench_monitoring
 """
@@ -25,11 +25,11 @@ MODEL = {
 }  # fmt: skip
 STEPS, CALLS = 12, 20_000
 COLLECTIVES = 4 * 4 * 4 + 12
-"""Of a step of this model with tensor parallelism: 4 a layer and micro-batch, and those of the step."""
+"""Collectives per step of this model with tensor parallelism: 4 per layer and micro-batch, and those of the step."""
 
 
 def cost_of_collective() -> float:
-    """CPU seconds to charge a collective and to add it up."""
+    """CPU seconds to charge and sum up a collective."""
     meter, call = Meter(), partial(int, 0)
     meter.start(ParallelGroups.single(), torch.device("cpu"))
     began = time.thread_time()

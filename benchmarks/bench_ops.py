@@ -1,15 +1,16 @@
-"""The native kernels of the fused operations beside torch eager and torch.compile, forward and backward, on the CPU.
+"""Compare the native kernels of the fused operations with torch eager and torch.compile, forward and backward, on the
+CPU.
 
-One run, one machine: in every round each contender takes its turn, some calls of its own after one that is not timed,
-and medians over all rounds are compared. The turns' order is drawn anew each round: who comes second finds other memory
-in the caches. Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the time to torch eager's.
+In every round each contender runs several calls after a warm-up call, and medians over all rounds are compared. The
+order of contenders is random in each round, because it affects the caches. Prints a table and appends it to
+benchmarks/results.csv; ``ratio`` there is the time relative to torch eager.
 
-Calls go through several sets of equal tensors in turn, and each set keeps its results until its next turn, as a model's
-layers do until backward: what a call reads was written long before, what it writes goes to other memory than the call
-before wrote, and tensors of a few MiB do not stay in the caches from call to call, as they would in a loop over one
-set. ``--sets 1`` is that loop.
+Calls use several sets of equal tensors in turn, and each set keeps its results until its next turn, as a model's layers
+do until backward: inputs were written long before, outputs are written to other memory than in the previous call, and
+tensors of a few MiB do not stay in the caches between calls, as they would in a loop over one set. ``--sets 1`` is such
+a loop.
 
-    python -m benchmarks.bench_ops
+python -m benchmarks.bench_ops
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CONTENDERS = ("eager", "compiled", "native")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time the fused operations, side by side."""
+    """Compare the times of fused operations."""
 
     ops: tuple[str, ...] = tuple(CASES)
     """Operations to time."""
@@ -47,20 +48,20 @@ class Settings:
     threads: tuple[int, ...] = (1, 2)
     """Threads that torch and the native kernels may use."""
     rounds: int = 12
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     calls: int = 5
-    """Timed calls in each turn."""
+    """Timed calls per round."""
     sets: int = 6
-    """Sets of tensors that calls go through in turn; with 1 a call finds in the caches what the one before left."""
+    """Sets of tensors that calls use in turn; with 1 a call finds the previous call's data in the caches."""
     compiled: bool = True
-    """Time torch.compile too, which compiles each case for some seconds first."""
+    """Also time torch.compile, which takes some seconds to compile each case."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one kind of tensors."""
+    """One operation with tensors of one size and dtype."""
 
     op: str
     shape: tuple[int, int]
@@ -79,13 +80,13 @@ def contender(case: Case, name: str) -> Callable:
     if name not in ("eager", "compiled"):
         return partial(CASES[case.op].function, backend=name)
     plain = CASES[case.op].eager or partial(CASES[case.op].function, backend="reference")
-    torch.compiler.reset()  # what was compiled for another shape would count as a recompilation
+    torch.compiler.reset()  # previous compilations for other shapes would count as recompilations
     return torch.compile(plain, dynamic=False) if name == "compiled" else plain
 
 
 def seconds(works: list[Callable[[], object]], calls: int) -> list[float]:
-    """Time of each call, after one that is not timed; they are taken in turn, and each one's result is kept until its
-    next turn."""
+    """Time of each call, after a warm-up call; the sets are used in turn, and each result is kept until the set's next
+    turn."""
     times, results = [], [None] * len(works)
     for call in range(calls + 1):
         turn = call % len(works)
@@ -97,7 +98,7 @@ def seconds(works: list[Callable[[], object]], calls: int) -> list[float]:
 
 
 def backward(function: Callable, tensors: list[Tensor]) -> Callable[[], object]:
-    """The backward pass of one call that is made here, as often as one likes."""
+    """Return a function that runs the backward pass of one call, repeatedly if required."""
     outputs = as_tuple(function(*tensors))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     grads = [torch.randn_like(y) for y in outputs]
@@ -125,7 +126,7 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
-    """Print a line for each pass, and give the rows for the table of results."""
+    """Print a line per pass, and return the rows for the table of results."""
     rows = []
     for way in ("forward", "backward"):
         eager, native = times["eager", way], times["native", way]
@@ -145,10 +146,10 @@ def report(case: Case, times: dict[tuple[str, str], float]) -> list[Row]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for what is allocated next, as it does in a run that has gone on for a while.
+    """Let glibc reuse freed memory, as it does in a long run.
 
-    Else it gives large blocks back to the kernel and gets them again, or does not, as they happen to lie: a call on
-    8 MiB then takes 2 ms instead of 0.4.
+    Otherwise it may return large blocks to the kernel and allocate them again: a call on 8 MiB then takes 2 ms instead
+    of 0.4.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

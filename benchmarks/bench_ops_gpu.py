@@ -1,9 +1,9 @@
-"""The fused operations on a GPU: bandwidth beside a measured copy, torch eager, torch.compile, and other libraries.
+"""The fused operations on a GPU, compared with a measured copy, torch eager, torch.compile, and other libraries.
 
-Bandwidth is what a pass has to move at least (``OpCase.moved``) over its median time by device events; ``of_peak`` in
-benchmarks/results.csv is its part of the copy's, ``ratio`` the time to torch eager's.
+Bandwidth is the minimal traffic of a pass (``OpCase.moved``) divided by its median time by device events; ``of_peak``
+in benchmarks/results.csv is relative to the copy, ``ratio`` is the time relative to torch eager.
 
-    python -m benchmarks.bench_ops_gpu
+python -m benchmarks.bench_ops_gpu
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_core.ops.backend import LIBRARIES
 
 GIGA = 1e9
 AIMS = {"forward": 0.85, "backward": 0.75}
-"""What part of the copy's bandwidth the native kernel is to reach."""
+"""Target of the native kernel's bandwidth relative to the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Settings:
     ops: tuple[str, ...] = tuple(CASES)
     """Operations to measure."""
     columns: tuple[int, ...] = (4096, 8192, 16384)
-    """Lengths of rows; there are as many rows as elements fill."""
+    """Lengths of rows; the number of rows follows from the number of elements."""
     elements: int = 2**27
-    """Elements of the largest tensor: more than the cache has."""
+    """Elements of the largest tensor, more than fit into the cache."""
     dtypes: tuple[str, ...] = ("bfloat16",)
     """Data types, by torch's names."""
     repeats: int = 30
-    """Timed calls of each pass, after three that are not."""
+    """Timed calls of each pass, after three warm-up calls."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
 
@@ -51,8 +51,8 @@ class Settings:
 def seconds(work: Callable[[], object], repeats: int) -> float:
     """Median time of a call on the device.
 
-    Nothing waits between the calls, so that each is there before the device has done the one before: else the time in
-    which Python prepares it would count.
+    The host does not wait between calls, so that each is queued before the previous one ends; otherwise the time of
+    Python would count.
     """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
     for begin, end in events:
@@ -64,19 +64,19 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB on the device."""
+    """Bytes per second, read and written, of a copy of 1 GiB on the device."""
     source = torch.randn(2**28)
     target = torch.empty_like(source)
     return 2 * size([source]) / seconds(lambda: target.copy_(source), repeats)
 
 
 def size(tensors: list[Tensor]) -> int:
-    """Bytes of tensors."""
+    """Total bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def names_of(case: Case) -> list[str]:
-    """Who can compute a case here: another library if it is installed and takes the very call that is timed."""
+    """The contenders for a case: another library is included if it is installed and supports the call."""
     timed = CASES[case.op]
     deciding = timed.deciding(*timed.inputs(*case.shape, case.dtype))
     there = [
@@ -90,7 +90,7 @@ def names_of(case: Case) -> list[str]:
 
 
 def measure(case: Case, name: str, repeats: int) -> dict[str, tuple[float, float]]:
-    """Seconds and bytes a second of both passes."""
+    """Seconds and bytes per second of both passes."""
     inputs = CASES[case.op].inputs(*case.shape, case.dtype)
     function = contender(case, name)
     outputs = as_tuple(function(*inputs))
@@ -105,7 +105,7 @@ def measure(case: Case, name: str, repeats: int) -> dict[str, tuple[float, float
 
 
 def report(case: Case, found: dict[str, dict[str, tuple[float, float]]], copy: float) -> list[Row]:
-    """Print a line for each pass, and make the rows for the table of results."""
+    """Print a line per pass, and return the rows for the table of results."""
     rows = []
     for way, aim in AIMS.items():
         parts = {name: passes[way][1] / copy for name, passes in found.items()}
@@ -122,7 +122,7 @@ def report(case: Case, found: dict[str, dict[str, tuple[float, float]]], copy: f
 
 
 def casts(settings: Settings, copy: float) -> list[Row]:
-    """Casts of a bfloat16 matrix to FP8, its scales included: bytes of the matrix and of the results, each once."""
+    """Casts of a bfloat16 matrix to FP8, scales included; bytes of the matrix and of the results, each once."""
     blocks = {"tensor": fp8.WHOLE, "rows": fp8.ROWS, "1 x 128": fp8.Blocks(1, 128), "128 x 128": fp8.Blocks(128, 128)}
     orders: dict[fp8.Order, int] = {"rows": 1, "columns": 1, "both": 2}
     x, rows = torch.randn(settings.elements // 8192, 8192, dtype=torch.bfloat16), []

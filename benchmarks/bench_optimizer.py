@@ -1,11 +1,11 @@
-"""AdamW, the gradient norm and clipping: the native kernels beside torch's fused and foreach ones.
+"""Compare the native kernels of AdamW, gradient norm and clipping with torch's fused and foreach ones.
 
-Float32 main weights with moments, gradients and a bfloat16 copy of the weights, in some flat tensors. In every round
-each contender takes its turn, some calls after one that is not timed, and medians over all rounds are compared. Prints
-milliseconds, the ratio to the peer of the same work, and the bandwidth that the bytes which have to move make of it,
-beside a measured copy. Appends to benchmarks/results.csv; ``ratio`` there is the time to the peer's.
+Float32 main weights with moments, gradients and a bfloat16 copy of the weights, in several flat tensors. In every round
+each contender runs several calls after a warm-up call, and medians over all rounds are compared. Prints milliseconds,
+the ratio to the peer of the same work, and the bandwidth of the minimal traffic relative to a measured copy. Appends to
+benchmarks/results.csv; ``ratio`` there is the time relative to the peer.
 
-    python -m benchmarks.bench_optimizer
+python -m benchmarks.bench_optimizer
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from megatron_core.ops import adamw_, scale_, squared_norm
 RATES = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EPSILON = 1e-8
 LIMIT = 1.0
-"""What torch's own clipping takes, too."""
+"""Arguments of torch's own clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time the optimizer's operations, side by side."""
+    """Compare the times of the optimizer's operations."""
 
     parameters: int = 20_000_000
-    """Elements of all weights together."""
+    """Total number of elements of the weights."""
     tensors: int = 5
-    """Flat tensors in which they lie."""
+    """Number of flat tensors."""
     threads: tuple[int, ...] = (1, 2)
     """Threads that torch and the native kernels may use."""
     device: str = "cpu"
-    """Where the tensors lie, by torch's names."""
+    """Device of the tensors, by torch's names."""
     rounds: int = 8
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     calls: int = 3
-    """Timed calls in each turn."""
+    """Timed calls per round."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What several contenders do."""
+    """Work done by several contenders."""
 
     name: str
     bytes_each: int
-    """What has to move for each parameter."""
+    """Bytes that must be moved per parameter."""
     peer: str
-    """The contender that the others are compared with."""
+    """The contender used as reference."""
     contenders: dict[str, Callable[[], object]]
 
 
@@ -78,7 +78,7 @@ class Problem:
         return [torch.randn(size, device=self.settings.device) for _ in range(self.settings.tensors)]
 
     def native_step(self, factor: float = 1.0) -> None:
-        """One pass."""
+        """One contender."""
         self.steps += 1
         lists = (self.grads, self.weights, self.means, self.squares, self.copies)
         adamw_(*lists, step=self.steps, epsilon=EPSILON, factor=factor, backend="native", **RATES)
@@ -97,19 +97,19 @@ class Problem:
         return step
 
     def native_clip(self) -> None:
-        """Norm, and a multiplication: the host waits for the norm, as torch's does not."""
+        """Norm and multiplication; unlike torch's, the host waits for the norm."""
         scale_(self.grads, self.clip_factor(), backend="native")
 
     def clip_factor(self) -> float:
-        """What the norm leads to."""
+        """Continue with the norm."""
         return LIMIT / (squared_norm(self.grads, backend="native").sqrt().item() + 1e-6)
 
     def torch_clip(self) -> None:
-        """The same by torch."""
+        """The same with torch."""
         torch.nn.utils.clip_grad_norm_(self.weights, LIMIT, foreach=True)
 
     def works(self) -> list[Work]:
-        """All that is timed."""
+        """All contenders."""
         for weight, grad in zip(self.weights, self.grads, strict=True):
             weight.grad = grad
         targets = [torch.empty_like(weight) for weight in self.weights]
@@ -143,7 +143,7 @@ def measure(works: list[Work], settings: Settings) -> dict[tuple[str, str], floa
 
 
 def seconds(function: Callable[[], object], settings: Settings) -> list[float]:
-    """Time of each call, after one that gets memory and fills caches."""
+    """Time of each call, after a warm-up call that allocates memory and fills caches."""
     times = []
     for _ in range(settings.calls + 1):
         start = time.perf_counter()
@@ -155,7 +155,7 @@ def seconds(function: Callable[[], object], settings: Settings) -> list[float]:
 
 
 def report(works: list[Work], times: dict[tuple[str, str], float], settings: Settings, threads: int) -> list[Row]:
-    """Print a line for each contender, and give the rows for the table of results."""
+    """Print a line per contender, and return the rows for the table of results."""
     rows = []
     copy_rate = 8 * settings.parameters / times["copy", "torch"]
     for work in works:

@@ -1,11 +1,11 @@
-"""The planner's predictions beside published and measured steps.
+"""Compare the planner's predictions with published and measured steps.
 
 ``--published`` predicts the steps of published tables (benchmarks/published_steps.json: each row with its source) and
-prints the errors of both halves: the constants of each kind of GPU were fitted on the first half of each table alone;
-and those of blind tables, of which no row was fitted. ``--fit h100`` fits them again. Without these flags, a small
-model is trained in many layouts on this machine, each predicted beforehand with the file of ``tools/diagnose.py
---machine``; the layouts take turns in each round, and the shortest step of each counts, as in that file: what a busy
-machine adds, no model knows.
+prints the errors of both halves (the constants of each kind of GPU were fitted only on the first half of each table)
+and of blind tables, of which no row was fitted. ``--fit h100`` repeats the fit. Without these flags, a small model is
+trained in many layouts on this machine, each predicted before with the file of ``tools/diagnose.py --machine``; the
+layouts alternate in each round, and the shortest step of each is used, as in that file, because the model does not
+include other load.
 
     python -m benchmarks.bench_planner --published
     python -m benchmarks.bench_planner --hardware machine.json
@@ -72,7 +72,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Compare predicted and real times of steps."""
+    """Compare predicted and measured times of steps."""
 
     published: bool = False
     """Predict the steps of published tables."""
@@ -81,11 +81,11 @@ class Settings:
     fit: str | None = None
     """Fit the constants of this kind of GPU to the first half of each table, and print them as a hardware file."""
     hardware: str = "machine.json"
-    """What tools/diagnose.py --machine wrote."""
+    """File written by tools/diagnose.py --machine."""
     rounds: int = 3
-    """How often each layout takes its turn."""
+    """Number of rounds."""
     steps: int = 4
-    """Timed steps in each turn, after one that is not."""
+    """Timed steps per round, after one warm-up step."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class Step:
     note: str
     config: RunConfig
     half: int
-    """0: may be fitted, 1: is predicted alone; of each table every second row, of blind tables all."""
+    """0: may be fitted, 1: only predicted; every second row of each table, all rows of blind tables."""
     blind: bool = False
     """Whether no row of the table was fitted."""
     nvidia: bool = False
-    """Whether the program was NeMo or Megatron-LM with what ``NvidiaClock`` describes."""
+    """Whether the program was NeMo or Megatron-LM with the features of ``NvidiaClock``."""
 
     @property
     def comparable(self) -> bool:
-        """Whether the algorithm is one that this framework has."""
+        """Whether this framework has the algorithm."""
         return "not comparable" not in self.note
 
     def predicted(self, hardware: Hardware) -> float:
@@ -120,10 +120,12 @@ class Step:
 
 
 class NvidiaClock(LayerClock):
-    """What NeMo and Megatron-LM with Transformer Engine do and this framework does not: weights stay in 8 bits over the
-    micro-batches of a step, and matrices are read once to be rounded; gathers and sums of tensor-parallel ranks hide
-    behind the products that they belong to, but for the first of t pieces; a row is sent to one of its expert's tensor
-    ranks, which gather it."""
+    """Features of NeMo and Megatron-LM with Transformer Engine that this framework does not have.
+
+    Weights stay in 8 bits over the micro-batches of a step, and matrices are read once for quantisation; gathers and
+    sums of tensor-parallel ranks overlap with their matrix products, except the first of t pieces; a row is sent to one
+    of its expert's tensor ranks, which gather it.
+    """
 
     def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
         each = self.elements(self.bytes + 2) * rows
@@ -143,7 +145,7 @@ class NvidiaClock(LayerClock):
 
 
 def published_steps() -> list[Step]:
-    """All rows; from every pair of a table's rows the first may be fitted."""
+    """All rows; the first of every pair of a table's rows may be fitted."""
     seen: dict[tuple[str, str], int] = {}
     found = []
     for row in json.loads(PUBLISHED.read_text(encoding="utf-8")):
@@ -162,7 +164,7 @@ def errors(steps: Sequence[Step], hardware: Hardware | None = None) -> list[tupl
 
 
 def summary(found: Sequence[tuple[Step, float]]) -> Iterator[str]:
-    """Mean and worst error of each half: over all, by kind of GPU, by table."""
+    """Mean and worst error of each half: over all rows, by kind of GPU, by table."""
     parts: dict[str, list[tuple[Step, float]]] = {}
     for step, error in found:
         title = "blind tables" if step.blind else ("fitted half", "judged half")[step.half]
@@ -198,7 +200,7 @@ START: dict[str, dict[str, Any]] = {
         "overlap": 0.95,
     },
 }
-"""Where the search begins: what benchmarks of single operations and NCCL's tests reach on these machines."""
+"""Initial values: results of benchmarks of single operations and of NCCL's tests on these machines."""
 GUESS: dict[str, Any] = {
     "product_edge": 40.0,
     "attention_efficiency": 0.5,
@@ -217,7 +219,7 @@ FITTED = {
     "step_seconds": (0.1, 3.0),
     "overlap": (0.5, 1.05),
 }
-"""What is fitted, and between which factors of the file's value."""
+"""Fitted constants, and bounds of their factors relative to the file's values."""
 
 
 def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
@@ -236,8 +238,8 @@ def scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
 
 
 def fit(name: str) -> Hardware:
-    """Coordinate search for the least mean error of the first halves, each table with the root of its rows as weight;
-    a small charge keeps constants that the tables do not decide where they are."""
+    """Coordinate search for the least mean error of the first halves, with tables weighted by the root of their rows; a
+    small penalty keeps undetermined constants unchanged."""
     start = replace(read_hardware(name), **START.get(name, {}), **GUESS)
     steps = [step for step in published_steps() if step.hardware == name and step.half == 0 and step.comparable]
     if not steps:
@@ -271,7 +273,7 @@ def _rank(config: RunConfig, steps: int) -> list[float]:
 
 
 def on_this_machine(settings: Settings) -> list[Row]:
-    """Predicted beside measured; rank correlation (Spearman) and mean error."""
+    """Compare predictions with measurements; rank correlation (Spearman) and mean error."""
     hardware = read_hardware(settings.hardware)
     points = [(layout, 1) for layout in LAYOUTS] + [(layout, 4) for layout in ("1 process", "dp2", "tp2 sp", "cp2")]
     chosen: dict[str, tuple[int, RunConfig]] = {}
@@ -298,13 +300,13 @@ def on_this_machine(settings: Settings) -> list[Row]:
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's: that of the ranks."""
+    """Spearman's correlation, computed from the ranks."""
     ranks = [[sorted(column).index(value) for value in column] for column in zip(*pairs, strict=True)]
     return statistics.correlation(*ranks)
 
 
 def main(settings: Settings) -> None:
-    """Run what was asked for."""
+    """Run the requested comparison."""
     if settings.fit is not None:
         print(json.dumps(asdict(fit(settings.fit)), indent=2))
     elif settings.published:

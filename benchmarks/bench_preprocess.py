@@ -1,9 +1,9 @@
-"""Preprocessing compared with its tokenization alone, on 50 MB of JSON Lines and a byte-level BPE of 16,000 entries.
+"""Compare preprocessing with tokenization only, on 50 MB of JSON Lines and a byte-level BPE of 16,000 entries.
 
-Backend alone: it loads the tokenizer and encodes the list of all texts with its own threads, in a new process each
-time; "loaded" is the encoding without the loading. Preprocessed: what tools/preprocess_data.py takes from the start of
-its work to the published files: workers, loading, reading and writing included; "process" adds Python's start and
-imports. Speeds are MB of text a second, medians; in benchmarks/results.csv ratio is that to the backend alone.
+Backend only: it loads the tokenizer and encodes the list of all texts with its own threads, in a new process each time;
+"loaded" excludes loading. Preprocessed: tools/preprocess_data.py from the start of its work to the published files,
+including workers, loading, reading and writing; "process" adds Python's start and imports. Speeds are MB of text per
+second, medians; ratio in benchmarks/results.csv is relative to the backend only.
 
     python -m benchmarks.bench_preprocess
     python -m benchmarks.bench_preprocess --corpus corpus.jsonl --tokenizer tokenizer.json
@@ -39,20 +39,20 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time preprocessing and its backend alone."""
+    """Compare the times of preprocessing and of its backend."""
 
     corpus: str | None = None
-    """JSON Lines with the key text; made of Python sources unless given."""
+    """JSON Lines with the key text; created from Python sources unless given."""
     tokenizer: str | None = None
     """A tokenizer.json; trained on the corpus unless given."""
     megabytes: int = 50
-    """Size of the corpus that is made."""
+    """Size of the created corpus."""
     vocab_size: int = 16_000
-    """Size of the vocabulary that is trained."""
+    """Vocabulary size of the trained tokenizer."""
     workers: int = 2
     """Worker processes."""
     repeats: int = 15
-    """How often each is timed; medians are reported."""
+    """Number of measurements, whose median is reported."""
 
 
 def make_corpus(path: Path, size: int) -> Path:
@@ -92,7 +92,7 @@ def read_texts(corpus: Path) -> list[str]:
 
 
 def gigatoken_seconds(corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds in which gigatoken loads the tokenizer and encodes all texts, and those of the encoding."""
+    """Seconds of gigatoken to load the tokenizer and encode all texts, and of encoding only."""
     import awkward  # noqa: F401  # what gigatoken makes its result of; importing it is no tokenization
     import gigatoken
 
@@ -105,7 +105,7 @@ def gigatoken_seconds(corpus: Path, tokenizer: Path) -> tuple[float, float]:
 
 
 def tokenizers_seconds(corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds in which the tokenizers library loads the tokenizer and encodes all texts, and those of the encoding."""
+    """Seconds of the tokenizers library to load the tokenizer and encode all texts, and of encoding only."""
     texts = read_texts(corpus)
     began = time.perf_counter()
     fresh = Tokenizer.from_file(str(tokenizer))
@@ -115,13 +115,13 @@ def tokenizers_seconds(corpus: Path, tokenizer: Path) -> tuple[float, float]:
 
 
 def alone(measure: Callable[[Path, Path], tuple[float, float]], corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """A measurement in a process of its own, where nothing is warm."""
+    """A measurement in a new process, without warm caches."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, corpus, tokenizer).result()
 
 
 def preprocessing_seconds(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> tuple[float, float]:
-    """Seconds by the tool's own report, and of its whole process."""
+    """Seconds from the tool's own report, and of its whole process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
         command += ["--input", str(corpus), "--output-prefix", f"{folder}/out", "--tokenizer-model", str(tokenizer)]
@@ -135,10 +135,10 @@ def preprocessing_seconds(settings: Settings, corpus: Path, tokenizer: Path, bac
 
 
 def compare(settings: Settings, corpus: Path, tokenizer: Path, backend: str) -> list[Row]:
-    """Measure the backend and the preparation in turns, print, and make the rows."""
+    """Measure backend and preprocessing alternately, print, and return the rows."""
     size = sum(len(text.encode()) for text in read_texts(corpus)) / 1e6
     measure = gigatoken_seconds if backend == "gigatoken" else tokenizers_seconds
-    # In turns, so that a machine that is busy for a while is busy for all.
+    # Alternately, so that other load affects all of them.
     turns = [
         alone(measure, corpus, tokenizer) + preprocessing_seconds(settings, corpus, tokenizer, backend)
         for _ in range(settings.repeats)
@@ -166,7 +166,7 @@ def main() -> int:
         corpus = Path(settings.corpus or make_corpus(Path(folder, "corpus.jsonl"), settings.megabytes * 10**6))
         texts = read_texts(corpus)
         tokenizer = Path(settings.tokenizer or train(Path(folder, "tokenizer.json"), texts, settings.vocab_size))
-        # A slice will do for the slow one: its speed does not depend on the size.
+        # A slice is sufficient for the slow backend, whose speed does not depend on the size.
         few = Path(folder, "few.jsonl")
         few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[: max(1, len(texts) // 5)]))
         rows = compare(settings, corpus, tokenizer, "gigatoken")

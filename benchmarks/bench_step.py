@@ -1,11 +1,11 @@
-"""The same models trained by this framework in several layouts and by `transformers` with torch's DDP.
+"""Compare training steps of the same models in several layouts with `transformers` under torch's DDP.
 
-A contender is a layout of a GPT-2, ``llama`` before it for a Llama; ``gloo`` in front for the same ranks over gloo
-instead of shared memory; ``transformers`` in front for its model under DistributedDataParallel over gloo. One run, one
-machine, one thread a rank: every contender takes its turn in each round, and the medians over all rounds are compared.
-Prints a table and appends it to benchmarks/results.csv.
+A contender is a layout of a GPT-2; the prefix ``llama`` selects a Llama; ``gloo`` the same ranks over gloo instead of
+shared memory; ``transformers`` its model under DistributedDataParallel over gloo. One thread per rank; contenders
+alternate in each round, and the medians over all rounds are compared. Prints a table and appends it to
+benchmarks/results.csv.
 
-    python -m benchmarks.bench_step
+python -m benchmarks.bench_step
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Time training steps, side by side."""
+    """Compare the times of training steps."""
 
     rounds: int = 3
-    """How often each contender takes its turn."""
+    """Number of rounds."""
     steps: int = 4
-    """Timed steps in each turn, after one that is not."""
+    """Timed steps per round, after one warm-up step."""
     micro_batches: int = 8
-    """Micro-batches of each data-parallel rank in a step."""
+    """Micro-batches of each data-parallel rank per step."""
     contenders: tuple[str, ...] = (
         "dp1", "transformers dp1", "dp2", "transformers dp2", "gloo dp2", "tp2", "gloo tp2", "tp2 sp", "gloo tp2 sp",
         "pp2", "gloo pp2", "tp2 pp2", "gloo tp2 pp2", "llama dp1", "transformers llama dp1"
     )  # fmt: skip
-    """Who takes part."""
+    """The contenders."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What a name stands for."""
+    """A parsed name of a contender."""
 
     world_size: int
     flags: dict[str, object]
@@ -102,7 +102,7 @@ class Contender:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return 1 if self.flags else self.world_size
 
 
@@ -117,12 +117,12 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together, at the median step."""
+        """Tokens per second of all ranks, at the median step."""
         return self.tokens / statistics.median(self.seconds)
 
 
 def time_steps(step: Callable[[], object], steps: int) -> tuple[list[float], int]:
-    """Seconds of ``steps`` steps after one to warm up, and this rank's peak memory."""
+    """Seconds of ``steps`` steps after a warm-up step, and this rank's peak memory."""
     step()
     seconds = []
     for _ in range(steps):
@@ -175,7 +175,7 @@ def llama() -> nn.Module:
 
 
 def theirs(contender: Contender, settings: Settings) -> tuple[list[float], int]:
-    """One rank of `transformers`' model with torch's DDP and fused AdamW, gradients synchronised once a step."""
+    """One rank of `transformers`' model with torch's DDP and fused AdamW; gradients are synchronised once per step."""
     model = nn.parallel.DistributedDataParallel(llama() if "swiglu" in contender.shape else gpt2())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     shape = (SHAPE["micro_batch_size"], SHAPE["seq_length"])
@@ -194,7 +194,7 @@ def theirs(contender: Contender, settings: Settings) -> tuple[list[float], int]:
 
 
 def measure(settings: Settings) -> dict[str, Measured]:
-    """Let every contender take its turns."""
+    """Run all contenders alternately."""
     found: dict[str, Measured] = {}
     for _ in range(settings.rounds):
         for name in settings.contenders:

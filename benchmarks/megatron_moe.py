@@ -1,7 +1,7 @@
-"""Megatron Core's MoE layer for ``bench_moe --megatron``, on a CPU, where the names of CUDA stand for nothing.
+"""Megatron Core's MoE layer for ``bench_moe --megatron`` on a CPU, with CUDA's functions replaced by no-ops.
 
-Its experts are those of its local specification, one product after another (``SequentialMLP``): those in one grouped
-product need Transformer Engine, and so a GPU.
+Its experts are those of its local specification, sequential products (``SequentialMLP``), because the grouped product
+needs Transformer Engine and a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_core.transformer.moe import MoELayer
 
 
 class _Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Kernels of triton that are imported and not run."""
+    """Triton kernels that are imported but not run."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         is_triton = name.split(".")[0] == "triton"
@@ -49,7 +49,7 @@ class _Anything(ModuleType):
 
 
 def _use_cpu() -> None:
-    """The stream is one that waits for nothing, the device the CPU."""
+    """Replace streams by no-ops and the device by the CPU."""
     event = SimpleNamespace(synchronize=lambda: None)
     stream = SimpleNamespace(record_event=lambda: event, wait_stream=lambda other: None)
     torch.cuda.Stream = lambda *args, **kwargs: stream  # type: ignore[assignment, misc]
@@ -62,7 +62,7 @@ def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[
     """Megatron Core's layer with the weights of ``ours``, and its version; ``checkout`` is a folder of Megatron-LM."""
     if not (checkout / "megatron" / "core").is_dir():
         raise ConfigError(f"--megatron {checkout} has no folder megatron/core; give a checkout of NVIDIA/Megatron-LM")
-    import_module("torch._inductor.compile_fx")  # which asks for the real triton
+    import_module("torch._inductor.compile_fx")  # needs the real triton
     sys.path.insert(0, str(checkout))
     sys.meta_path.insert(0, _Triton())
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec

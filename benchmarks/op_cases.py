@@ -1,4 +1,4 @@
-"""What bench_ops times: each fused operation as a function of its tensors, and the tensors."""
+"""Cases of bench_ops: each fused operation as a function of its tensors, and the tensors."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ P = 0.1
 
 @dataclass(frozen=True)
 class OpCase:
-    """One operation as it is timed."""
+    """One operation to time."""
 
     function: Callable
-    """Takes the tensors and ``backend``; -> the output or a tuple of outputs."""
+    """Takes the tensors and ``backend``; returns the output or a tuple of outputs."""
     inputs: Callable[[int, int, torch.dtype], list[Tensor]]
-    """Its tensors for so many rows and columns of a dtype; gradients are wanted of those that require them."""
+    """Creates the tensors for the given rows, columns and dtype; gradients are computed for those that require them."""
     op: str
     """The operation's name in ``ops.backend``."""
     moved: Callable[..., tuple[float, float]]
-    """Of its tensors, what forward and backward have to move at least, in sizes of the first of them."""
+    """The minimal traffic of forward and backward for the tensors, in sizes of the first one."""
     deciding: Callable[..., tuple] = lambda *tensors: ()
-    """Of its tensors, the arguments that decide whether another library takes the call (``ops.backend``)."""
+    """The arguments that determine whether another library supports the call (``ops.backend``)."""
     limit: float = 0.8
-    """What the time may be as a part of torch eager's."""
+    """Target of the time relative to torch eager."""
     eager: Callable | None = None
-    """What a user of torch writes, of the same tensors, where the reference is slower; also what torch.compile gets."""
+    """The usual PyTorch code for the same tensors, if the reference is slower; also compiled by torch.compile."""
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor whose gradient is wanted."""
+    """A tensor that requires a gradient."""
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
 def norm(function: Callable, op: str, *, parameters: int, limit: float = 0.8) -> OpCase:
-    """A norm with so many parameters; it moves x and y, then dy, x and dx."""
+    """A norm with the given number of parameters; it moves x and y, then dy, x and dx."""
 
     def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
         return [random(length, columns, dtype=dtype), *(random(columns, dtype=dtype) for _ in range(parameters))]
@@ -56,14 +56,14 @@ def norm(function: Callable, op: str, *, parameters: int, limit: float = 0.8) ->
 
 
 def eager_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """softmax(SCALE * scores) over what is not masked, as users of PyTorch write it."""
+    """softmax(SCALE * scores) with a mask, in the usual PyTorch code."""
     return (scores * SCALE).masked_fill(mask, -torch.inf).softmax(-1)
 
 
 def softmax(*, causal: bool) -> OpCase:
-    """Softmax of rows x columns scores: heads of square matrices where there are more rows than columns, else one head
-    whose queries are the last of so many. The native kernel needs no mask for the triangle; the others' is made before
-    the clock starts. The other mask hides every second hundred keys."""
+    """Softmax of rows x columns scores: heads of square matrices if there are more rows than columns, else one head
+    with the last queries. The native causal softmax needs no mask; the others' is created before the timing. The other
+    mask hides every second hundred keys."""
 
     def inputs(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
         queries = min(rows, columns)
@@ -77,7 +77,8 @@ def softmax(*, causal: bool) -> OpCase:
         return ops.attention_softmax(scores, None if causal else mask, scale=SCALE, causal=causal, backend=backend)
 
     def moved(scores: Tensor, mask: Tensor) -> tuple[float, float]:
-        """The triangle's hidden scores need not be read, but all results are written; a mask is of bytes."""
+        """Scores hidden by the causal mask need not be read, but all results are written; a mask has one byte per
+        element."""
         read = 1 - mask.float().mean().item() if causal else 1.0
         read_mask = 0.0 if causal else mask.nbytes / scores.nbytes
         return read + read_mask + 1, 2 * read + 1
@@ -89,7 +90,7 @@ def softmax(*, causal: bool) -> OpCase:
 
 
 def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """Heads of 128 channels, one row a position; the tables, and what ``eager_rope`` takes in their place."""
+    """Heads of 128 channels, one row per position; the tables, and those of ``eager_rope``."""
     angles = torch.arange(rows)[:, None, None] * 10_000.0 ** -(torch.arange(64) / 64)
     tables = angles.cos(), angles.sin()
     doubled = (torch.cat([table, table], dim=-1).to(dtype).unsqueeze(-2) for table in tables)
@@ -97,7 +98,7 @@ def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def eager_rope(x: Tensor, _: Tensor, __: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As it is written everywhere: tables twice as wide, in the type of ``x``."""
+    """The usual code: tables twice as wide, in the dtype of ``x``."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-b, a], dim=-1) * sin
 
@@ -114,7 +115,7 @@ def cross_entropy(logits: Tensor, target: Tensor, *, backend: ops.Backend) -> Te
 
 
 def eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """As PyTorch's users write it."""
+    """The usual PyTorch code."""
     return functional.cross_entropy(logits.float(), target, reduction="none")
 
 
@@ -124,7 +125,7 @@ def logits_and_target(rows: int, columns: int, dtype: torch.dtype) -> list[Tenso
 
 
 def activation(kind: str) -> OpCase:
-    """A bias and an activation of so many columns, those of a gate's value among them."""
+    """A bias and an activation with this many columns, including those of the gate."""
 
     def inputs(length: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
         return [random(length, columns, dtype=dtype), random(columns, dtype=dtype)]
@@ -138,7 +139,7 @@ def activation(kind: str) -> OpCase:
 
 CASES = {
     "rms_norm": norm(ops.rms_norm, "rms_norm", parameters=1),
-    "layer_norm": norm(ops.layer_norm, "layer_norm", parameters=2, limit=1.0),  # eager does it in one pass too
+    "layer_norm": norm(ops.layer_norm, "layer_norm", parameters=2, limit=1.0),  # eager also does it in one pass
     "causal_softmax": softmax(causal=True),
     "masked_softmax": softmax(causal=False),
     "rope": OpCase(

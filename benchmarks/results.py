@@ -22,17 +22,17 @@ class Row:
     contender: str
     value: float
     unit: str
-    """Of ``value``: tokens/s, MB/s, s."""
+    """Unit of ``value``: tokens/s, MB/s, s."""
     of_peak: float | None = None
-    """``value`` as a part of what the machine can do."""
+    """``value`` relative to the machine's limit."""
     memory_bytes: int | None = None
     """The largest peak of a process."""
     ratio: float | None = None
-    """``value`` to the peer's, or what else the benchmark says."""
+    """``value`` relative to the peer's, or as described by the benchmark."""
 
 
 def append(benchmark: str, rows: Iterable[Row], *, peer: str | None = None, device: str | None = None) -> None:
-    """Add rows, with what they were measured with; ``peer`` as ``NAME VERSION``, ``device`` the GPU's name."""
+    """Add rows with the environment of the measurement; ``peer`` as ``NAME VERSION``, ``device`` the GPU's name."""
     processor = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
     machine = f"{processor}, {platform.system()}, {os.cpu_count()} cores, {device or '1 thread a rank'}"
     versions = f"python {platform.python_version()}, torch {torch.__version__}" + (f", {peer}" if peer else "")
