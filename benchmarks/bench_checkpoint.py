@@ -32,7 +32,6 @@ from megatron_core.checkpoint import Save, save_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.checks import RunChecks
-from megatron_core.training.loop import save
 from megatron_core.training.setup import set_up
 from megatron_core.training.state import other_pieces, updated_pieces
 from megatron_core.training.step import train_step
@@ -131,7 +130,7 @@ class Contenders:
         run, waited = self.run, 0.0
         self.checks.compare()
         began = time.perf_counter()
-        save(run, self.checks)
+        run.saver.save(run.state)
         waited += time.perf_counter() - began
         wait = run.optimizer.before_update
 

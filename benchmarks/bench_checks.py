@@ -69,7 +69,7 @@ def measure(layout: dict[str, object], repeats: int) -> dict[str, float]:
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     run = set_up(RunConfig.from_flat(SHAPE | layout), world)
     checks = RunChecks(run)
-    checks.start()
+    checks.before_run()
     train_step(run)
     actions = {
         "step": lambda: train_step(run),

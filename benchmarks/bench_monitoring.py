@@ -14,10 +14,10 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.meter import METER, Meter
+from megatron_core.parallel.meter import Meter
+from megatron_core.training.reports import Measurements
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
-from megatron_core.training.watch import Watch
 
 MODEL = {
     "num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 2048,
@@ -44,16 +44,17 @@ def main() -> None:
     steps, watching = [], []
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(RunConfig.from_flat(MODEL | {"save": folder}), World(0, 1, 0, torch.device("cpu")))
-        watch = Watch(run)
+        measurements = Measurements(run)
+        measurements.before_run()
         for _ in range(STEPS):
             began = time.thread_time()
             result = train_step(run)
             middle = time.thread_time()
-            watch.after_step(result)
+            measurements.of_step(result)
             steps.append(middle - began)
             watching.append(time.thread_time() - middle)
-        METER.stop()
-        watch.close()
+        measurements.after_run()
+        measurements.close()
     each, once, step = cost_of_collective(), median(watching), median(steps)
     print(f"a collective {1e6 * each:.2f} us; after a step {1e6 * once:.0f} us; a step {1e3 * step:.1f} ms")
     print(f"with {COLLECTIVES} collectives: {(once + COLLECTIVES * each) / step:.2%} of a step")

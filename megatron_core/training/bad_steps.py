@@ -14,79 +14,81 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.checkpoint.folder import iteration_folder
 from megatron_core.config import CheckpointConfig
 from megatron_core.errors import MegatronError
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
 from megatron_core.training.state import load_state, open_checkpoint
-from megatron_core.training.step import StepResult
+from megatron_core.training.step import StepResult, leave_out_step
 
 WINDOW, FEWEST = 64, 8
 """Number of recent good steps in the reference median of the norm, and the minimum number to detect a spike."""
 FOLDER = "bad_steps"
 
 
-class BadSteps:
+class BadSteps(Callback):
     """Detects bad steps and skips them, saves them, rolls the run back or ends it."""
 
+    priority = 400
+
     def __init__(self, run: Run) -> None:
-        self._run, self._settings = run, run.config.resilience
+        self.run, self._settings = run, run.config.resilience
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._kept = 0
-        self.streak: list[int] = []
-        """Iterations of the bad steps since the last good one."""
 
-    def is_bad(self, loss: float, norm: float) -> bool:
+    def is_bad(self, loss: float, grad_norm: float) -> bool:
         """Whether a step with finite gradients must be skipped: its loss is not finite or its norm is a spike."""
-        if not math.isfinite(loss):
-            return True
+        return not math.isfinite(loss) or self._is_spike(grad_norm)
+
+    def _is_spike(self, norm: float) -> bool:
         factor = self._settings.spike_factor
         return factor is not None and len(self._norms) >= FEWEST and norm > factor * median(self._norms)
-
-    def leaves_out(self) -> bool:
-        """Whether the batch of the next step is left out."""
-        return self._run.state.iteration + 1 in {*self._settings.iterations_to_skip, *self._run.state.left_out}
 
     def after_step(self, result: StepResult) -> None:
         """Count a step, and roll back to the last checkpoint after more than ``max_bad_steps`` consecutive bad steps.
 
         Errors: ``MegatronError`` with ``max_bad_steps=0``, without a checkpoint, or after ``max_rollbacks`` rollbacks.
         """
-        run = self._run
+        run = self.run
         if not self._counts(result):
             if not result.skipped:
                 self._norms.append(result.grad_norm)
-                self.streak = []
+                run.bad_steps = []
             return
-        self.streak.append(run.state.iteration)
+        run.bad_steps.append(run.state.iteration)
         bundle = self._keep(result)
-        if len(self.streak) <= self._settings.max_bad_steps:
-            self._say(f"{self._what(result)}; the step was skipped{bundle}")
+        if len(run.bad_steps) <= self._settings.max_bad_steps:
+            self._say(f"{self._description(result)}; the step was skipped{bundle}")
             return
         if self._settings.max_bad_steps == 0:
-            raise MegatronError(f"{self._what(result)}; the step was skipped{bundle}. {_WAYS_OUT}")
-        self._go_back(result)
+            raise MegatronError(f"{self._description(result)}; the step was skipped{bundle}. {_WAYS_OUT}")
+        self._roll_back(result)
 
     def _counts(self, result: StepResult) -> bool:
         """Whether a step is bad; with fp16, overflow of gradients is not, while the loss scale can still decrease."""
-        if not self._run.config.training.check_for_nan_in_loss_and_grad:
+        if not self.run.config.training.check_for_nan_in_loss_and_grad:
             return False
         if not math.isfinite(result.loss):
             return True
-        lowest = self._run.config.training.fp16 and result.loss_scale > self._run.config.optimizer.min_loss_scale
-        overflow = lowest and self._run.config.optimizer.loss_scale is None and not math.isfinite(result.grad_norm)
+        lowest = self.run.config.training.fp16 and result.loss_scale > self.run.config.optimizer.min_loss_scale
+        overflow = lowest and self.run.config.optimizer.loss_scale is None and not math.isfinite(result.grad_norm)
         return result.skipped and not overflow
 
-    def _what(self, result: StepResult) -> str:
-        size, iteration = result.size, self._run.state.iteration
+    def _description(self, result: StepResult) -> str:
+        size, iteration = result.size, self.run.state.iteration
         name, value = ("loss", result.loss) if not math.isfinite(result.loss) else ("gradient norm", result.grad_norm)
-        spike = f", a spike over the median of {median(self._norms):.4g}," if math.isfinite(value) else ""
-        scale = f" with the loss scale {result.loss_scale:g}" if self._run.config.training.fp16 else ""
+        reason = ""
+        if math.isfinite(value):
+            is_spike = self._is_spike(value)
+            reason = f"a spike over the median of {median(self._norms):.4g}" if is_spike else "rejected by a callback"
+            reason = f", {reason},"
+        scale = f" with the loss scale {result.loss_scale:g}" if self.run.config.training.fp16 else ""
         return (
-            f"the {name} is {value}{spike}{scale} at iteration {iteration} (samples {size.consumed_samples} to "
+            f"the {name} is {value}{reason}{scale} at iteration {iteration} (samples {size.consumed_samples} to "
             f"{size.end - 1})"
         )
 
     def _say(self, text: str) -> None:
-        if self._run.world.rank == 0:
+        if self.run.world.rank == 0:
             print(f"note: {text}", flush=True)
 
     def _keep(self, result: StepResult) -> str:
@@ -94,7 +96,7 @@ class BadSteps:
 
         A skipped step does not change the weights, so that the current weights are the ones of its forward pass.
         """
-        run, settings = self._run, self._run.config.checkpoint
+        run, settings = self.run, self.run.config.checkpoint
         if settings.save is None or self._kept >= self._settings.save_bad_steps:
             return ""
         self._kept += 1
@@ -120,17 +122,17 @@ class BadSteps:
         folder = iteration_folder(saver.folder, before.iteration)
         return f" (python tools/replay_step.py {folder} runs it in one process)"
 
-    def _go_back(self, result: StepResult) -> None:
+    def _roll_back(self, result: StepResult) -> None:
         """Load the last checkpoint into this run, and leave out the batches of the bad steps after that."""
-        run, bad = self._run, tuple(self.streak)
+        run, bad = self.run, tuple(self.run.bad_steps)
         state, save = run.state, run.config.checkpoint.save
         run.saver.finish()
         folder = find_checkpoint(save) if save is not None else None
-        what = f"{self._what(result)}; bad steps in a row: {len(bad)}"
+        problem = f"{self._description(result)}; bad steps in a row: {len(bad)}"
         if folder is None:
-            raise MegatronError(f"{what}, and there is no checkpoint to go back to. {_WAYS_OUT}")
+            raise MegatronError(f"{problem}, and there is no checkpoint to return to. {_WAYS_OUT}")
         if state.rollbacks >= self._settings.max_rollbacks:
-            raise MegatronError(f"{what}, after {state.rollbacks} times back to a checkpoint. {_WAYS_OUT}")
+            raise MegatronError(f"{problem}, after {state.rollbacks} rollbacks to a checkpoint. {_WAYS_OUT}")
         config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
         reader, _ = open_checkpoint(config, run.world.device)
         assert reader is not None, "it was found above"
@@ -138,24 +140,34 @@ class BadSteps:
         run.state = load_state(config, reader, run.data_parallel, run.optimizer, run.fp8)
         run.state.left_out = sorted({*run.state.left_out, *state.left_out, *bad})
         run.state.rollbacks, run.state.data = state.rollbacks + 1, state.data
-        self.streak = []
-        self._say(f"{what}: back to iteration {run.state.iteration}; the batches of {list(bad)} are left out")
+        run.bad_steps = []
+        self._say(f"{problem}: back to iteration {run.state.iteration}; the batches of {list(bad)} are left out")
 
     def _clear(self) -> None:
         """Set weights and optimizer state to zero: a checkpoint does not store the padding rows of the vocabulary, and
         NaN left in these rows would reach the gradients."""
-        self._run.data_parallel.finish_param_sync()
-        for bucket in self._run.data_parallel.buckets:
+        self.run.data_parallel.finish_param_sync()
+        for bucket in self.run.data_parallel.buckets:
             bucket.release_weights()  # ZeRO-3 gathers them again
             if bucket.is_whole:
                 bucket.weights.zero_()
             bucket.weight_shard.zero_()
-        for _, tensors in self._run.optimizer.tensors():
+        for _, tensors in self.run.optimizer.tensors():
             for flat in tensors.values():
                 flat.zero_()
 
 
+def leave_out_listed(run: Run) -> bool:
+    """Leave out the next step's batch if a setting or a rollback lists it; return whether it was left out."""
+    if run.state.iteration + 1 not in {*run.config.resilience.iterations_to_skip, *run.state.left_out}:
+        return False
+    size = leave_out_step(run)
+    if run.world.rank == 0:
+        print(f"note: iteration {run.state.iteration} is left out (samples up to {size.end - 1})", flush=True)
+    return True
+
+
 _WAYS_OUT = (
     "Lower --lr, lengthen --lr-warmup-iters, look at the data of these samples, skip such steps with --max-bad-steps, "
-    "or let the run go on past all of them with --no-check-for-nan-in-loss-and-grad"
+    "or let the run continue past all of them with --no-check-for-nan-in-loss-and-grad"
 )

@@ -13,16 +13,18 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
 
-class RunChecks:
-    """The replica check, the untrained-parameter check and the notes on starved experts. Every rank calls ``start``
-    before its first step and ``after_step`` after each.
+class RunChecks(Callback):
+    """The replica check, the untrained-parameter check and the notes on starved experts.
 
     Errors: ``MegatronError``, the same one on all ranks together, if replicas differ.
     """
+
+    priority = 300
 
     def __init__(self, run: Run) -> None:
         self.run, self.interval = run, run.config.monitor.replica_check_interval
@@ -35,7 +37,7 @@ class RunChecks:
         self._took_step = self._used_lr = False
         self._starved = StarvedExperts()
 
-    def start(self) -> None:
+    def before_run(self) -> None:
         """Compare the replicas after initialization or loading."""
         if self.interval is not None:
             self._initial = self._compare()
@@ -51,8 +53,12 @@ class RunChecks:
         if self._is_due():
             self.compare()
 
+    def before_save(self, temporary: bool) -> None:
+        """Compare the replicas before they are saved."""
+        self.compare()
+
     def compare(self) -> None:
-        """Compare the replicas, unless they were compared since the last step; also called before a save."""
+        """Compare the replicas, unless they were compared since the last step."""
         if self.interval is None or self._equal_at == self.run.state.iteration:
             return
         now = self._compare()
@@ -80,8 +86,8 @@ class RunChecks:
         self._note(
             f"parameters without a gradient in step {self.run.state.iteration}, the first one",
             self.untrained.without_gradient(),
-            "The loss does not depend on them, or an operation on the way has no backward: they will not learn. Fix "
-            "the model, or freeze them with requires_grad_(False) if that is meant",
+            "The loss does not depend on them, or an operation in between has no backward: they will not train. Fix "
+            "the model, or freeze them with requires_grad_(False) if this is intended",
         )
 
     def _note_starved(self, result: StepResult) -> None:
@@ -89,16 +95,16 @@ class RunChecks:
             f"experts with less than {STARVED_SHARE:.0%} of the mean load for {STARVED_STEPS} steps up to iteration "
             f"{self.run.state.iteration}",
             self._starved.after_step(result.expert_load),
-            "They learn next to nothing. Raise --moe-aux-loss-coeff, or balance with --moe-router-enable-expert-bias",
+            "They are hardly trained. Raise --moe-aux-loss-coeff, or balance with --moe-router-enable-expert-bias",
         )
 
     def _note_unmoved(self, before: Tensor, now: Tensor) -> None:
         self._note(
-            f"parameters that at iteration {self.run.state.iteration} still are what they were when this process began",
+            f"parameters unchanged at iteration {self.run.state.iteration} since this process started",
             self.untrained.unmoved(self.replicas.named, before, now),
-            "They get no gradient, or the optimizer does not reach them. Fix the model, or freeze them with "
-            "requires_grad_(False) if that is meant; where the learning rate is too small to show in their precision, "
-            "there is nothing to fix",
+            "They get no gradient, or the optimizer does not update them. Fix the model, or freeze them with "
+            "requires_grad_(False) if this is intended. If the learning rate is too small to change them in their "
+            "precision, nothing is wrong",
         )
 
     def _note(self, what: str, names: list[str], advice: str) -> None:

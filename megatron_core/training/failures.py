@@ -1,42 +1,62 @@
-"""Log of a run's failures, stored beside its checkpoints, so that restarts do not repeat one failure endlessly."""
+"""Progress for the watchdog, and a log of failures, so that restarts do not repeat one failure endlessly."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
 from megatron_core.parallel.launch import RESTART, explained
+from megatron_core.training.callbacks import Callback
+from megatron_core.training.setup import Run
 
 FILE = "failures.jsonl"
 _LINES = json_lines("list of failures", b'{"begins": "', b'{"iteration": ')
 
 
-class FailureLog:
+class Heartbeat(Callback):
+    """Tells the watchdog which step starts; the watchdog reports a rank that makes no progress."""
+
+    priority = 800
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def before_step(self) -> None:
+        """Report the start of the next step."""
+        if self.run.world.watchdog is not None:
+            self.run.world.watchdog.beat(self.run.state.iteration + 1)
+
+    def close(self) -> None:
+        """Stop the timer: no more steps follow."""
+        if self.run.world.watchdog is not None:
+            self.run.world.watchdog.rest()
+
+
+class FailureLog(Callback):
     """``SAVE/failures.jsonl``: one line at the start of each attempt and one for each rank that fails in it.
 
     If two consecutive attempts with equal settings have the same failure at the same iteration, the run ends and a
     third attempt is refused. The file is removed when an attempt completes that iteration.
     """
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    priority = 900
+
+    def __init__(self, run: Run) -> None:
+        self.run, config = run, run.config
         save = config.checkpoint.save
         self._path = Path(save) / FILE if save is not None else None
-        self._rank = rank
         settings = replace(config, checkpoint=config.checkpoint.for_resume()).flat()
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         self._attempts = self._read()
-        self.iteration = 0
+        self._iteration = 0
         """Number of the current step."""
 
-    def begin(self) -> None:
+    def before_run(self) -> None:
         """Start an attempt; rank 0 records it in the file, which all ranks have read before.
 
         Errors: ``MegatronError`` if the last two attempts had the same failure.
@@ -44,39 +64,44 @@ class FailureLog:
         repeated = self._repeated(self._attempts)
         if repeated is not None:
             raise MegatronError(self._sentence(*repeated))
-        if self._rank == 0 and self._path is not None and self._path.parent.is_dir():
+        if self.run.world.rank == 0 and self._path is not None and self._path.parent.is_dir():
             named = f"save={str(self._path.parent)!r}"
             refuse_other_file(named, self._path, _LINES)
             if self._path.is_symlink():
                 raise ConfigError(f"{named}: {self._path} is a link, which is not followed; remove it")
             self._append({"begins": self._digest})
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Record an exception raised in this context, unless its cause is a killed or hanging rank.
+    def before_step(self) -> None:
+        """The iteration before this step is complete, with its checks, evaluation and checkpoint."""
+        self._forget_passed()
+        self._iteration = self.run.state.iteration + 1
 
-        Errors: ``MegatronError`` instead of the exception if the previous attempt had the same failure.
+    def after_run(self) -> None:
+        """The last iteration is complete."""
+        self._forget_passed()
+
+    def on_failure(self, error: Exception) -> None:
+        """Record ``error``, unless its cause is a killed or hanging rank.
+
+        Errors: ``MegatronError`` instead of ``error`` if the previous attempt had the same failure.
         """
-        try:
-            yield
-        except Exception as error:
-            at, text, found = self.iteration, _kind(error), explained(error)
-            if self._path is None or not self._path.parent.is_dir() or (found and found[0] == RESTART):
-                raise
-            self._append({"iteration": at, "error": text, "rank": self._rank})
-            if self._attempts and (at, text) in self._attempts[-1]:
-                raise MegatronError(self._sentence(at, text)) from error
-            raise
+        at, text, found = self._iteration, _kind(error), explained(error)
+        if self._path is None or not self._path.parent.is_dir() or (found and found[0] == RESTART):
+            return
+        self._append({"iteration": at, "error": text, "rank": self.run.world.rank})
+        if self._attempts and (at, text) in self._attempts[-1]:
+            raise MegatronError(self._sentence(at, text)) from error
 
-    def passed(self, iteration: int) -> None:
-        """Remove the log when iteration ``iteration`` is complete and all recorded failures are at or before it."""
+    def _forget_passed(self) -> None:
+        """Remove the log if all recorded failures are at or before the current iteration."""
+        iteration = self.run.state.iteration
         if (
             self._attempts
             and self._path is not None
             and all(at <= iteration for each in self._attempts for at, _ in each)
         ):
             self._attempts = []
-            if self._rank == 0:
+            if self.run.world.rank == 0:
                 self._path.unlink(missing_ok=True)
 
     def _sentence(self, at: int, text: str) -> str:

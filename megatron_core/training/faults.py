@@ -6,13 +6,13 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.errors import ConfigError
-from megatron_core.training.driver import NO_HOOKS, StepHooks
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
 SLOW_SECONDS = 5.0
@@ -24,14 +24,20 @@ class InjectedError(RuntimeError):
     """Raised by the fault ``exception``."""
 
 
-class Faults:
+class Faults(Callback):
     """The faults of this rank; without ``:always`` they occur only in the first attempt of a torchrun job."""
+
+    priority = -100
 
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         mine = [fault for fault in run.config.resilience.faults if fault.rank == run.world.rank]
         due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
-        self._run, self._left = run, list(due.values())
+        self.run, self._left = run, list(due.values())
+        self._file_limits: tuple[int, int] | None = None
+        self._damage = ""
+        self._weights: tuple[Tensor, Tensor] | None = None
+        """Weights that are NaN in this step, and their values."""
         if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
             raise ConfigError(
                 f"inject_fault={' '.join(run.config.resilience.inject_fault)}: a hang would never end on one rank, "
@@ -40,19 +46,18 @@ class Faults:
 
     def _due(self, *kinds: str) -> str | None:
         """Return the kind of a fault that is due in the current step, or None; each fault is injected once."""
-        step = self._run.state.iteration + ("nan" in kinds)
+        step = self.run.state.iteration + ("nan" in kinds)
         due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
         if due is None:
             return None
         self._left.remove(due)
         print(
-            f"{self._run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
+            f"{self.run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
         )
         return due.kind
 
-    def before_step(self) -> StepHooks:
-        """Inject the faults that are due in the next step; return its hooks."""
-        hooks = NO_HOOKS
+    def before_step(self) -> None:
+        """Inject the faults that are due in the next step."""
         while kind := self._due("nan", "kill", "exception", "hang", "slow"):
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -63,13 +68,19 @@ class Faults:
             if kind == "slow":
                 time.sleep(SLOW_SECONDS)
             if kind == "nan":
-                hooks = self._spoiled()
-        return hooks
+                self._spoil_weights()
 
-    def finish(self) -> None:
+    def before_update(self) -> None:
+        """Restore the weights that were NaN in this step."""
+        if self._weights is not None:
+            spoiled, kept = self._weights
+            spoiled.copy_(kept)
+            self._weights = None
+
+    def after_run(self) -> None:
         """Report faults that were not injected, so that a mistyped step does not look like a fault the run survived."""
-        absent = self._run.config.resilience.faults if self._run.world.rank == 0 else ()
-        absent = [fault for fault in absent if fault.rank >= self._run.world.size]
+        absent = self.run.config.resilience.faults if self.run.world.rank == 0 else ()
+        absent = [fault for fault in absent if fault.rank >= self.run.world.size]
         for fault in (*self._left, *absent):
             print(
                 f"note: inject_fault={fault.kind}@{fault.rank}:{fault.step} has not happened: there was no such rank, "
@@ -77,34 +88,35 @@ class Faults:
                 file=sys.stderr,
             )
 
-    def _spoiled(self) -> StepHooks:
-        """Replace weights of this rank by NaN; the returned hook restores them when gradients are complete."""
-        self._run.data_parallel.finish_param_sync()
-        self._run.optimizer.before_update()
-        weights = self._run.data_parallel.buckets[-1].weight_shard
-        kept = weights.clone()
+    def _spoil_weights(self) -> None:
+        """Replace weights of this rank by NaN until the gradients are complete."""
+        self.run.data_parallel.finish_param_sync()
+        self.run.optimizer.before_update()
+        weights = self.run.data_parallel.buckets[-1].weight_shard
+        self._weights = weights, weights.clone()
         weights.fill_(math.nan)
 
-        def restore() -> None:
-            weights.copy_(kept)
-
-        return StepHooks(before_update=restore)
-
-    @contextmanager
-    def around_save(self) -> Iterator[None]:
-        """Inject the fault that is due in the checkpoint of this step."""
-        kind = self._due("disk-full", "truncated-write", "flip-bit")
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    def before_save(self, temporary: bool) -> None:
+        """Fill the disk, if this fault is due in the checkpoint of this step."""
+        kind = None if temporary else self._due("disk-full", "truncated-write", "flip-bit")
+        self._damage = kind or ""
         if kind == "disk-full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        folder = iteration_folder(Path(self._run.config.checkpoint.save or "."), self._run.state.iteration)
-        part = folder / rank_file(self._run.world.rank)
-        if kind in ("truncated-write", "flip-bit"):
-            _damage(part, kind)
+            self._file_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, self._file_limits[1]))
+
+    def after_save(self, temporary: bool, saved: bool) -> None:
+        """Damage the checkpoint, if this fault is due."""
+        self.close()
+        folder = iteration_folder(Path(self.run.config.checkpoint.save or "."), self.run.state.iteration)
+        part = folder / rank_file(self.run.world.rank)
+        if self._damage in ("truncated-write", "flip-bit"):
+            _damage(part, self._damage)
+
+    def close(self) -> None:
+        """Restore the limit of file sizes."""
+        if self._file_limits is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._file_limits)
+            self._file_limits = None
 
 
 def _damage(path: Path, kind: str) -> None:

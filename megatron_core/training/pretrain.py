@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend
 from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world
-from megatron_core.parallel.meter import METER
 from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.compatibility import (
     model_and_tokenizer,
     settings_folder,
@@ -31,7 +31,7 @@ from megatron_core.training.compatibility import (
     with_stored_schedule,
 )
 from megatron_core.training.data import DatasetsProvider
-from megatron_core.training.loop import evaluate_splits, train
+from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -40,11 +40,10 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 def read_settings(
     prog: str, args: list[str] | None = None, *, stored_schedule: bool = True
 ) -> tuple[RunConfig, DryRun]:
-    """The configuration of the command line, or of ``args``, over that of the checkpoint or of the model of Hugging
-    Face if it asks for that; and whether to describe a rank instead of training.
+    """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
-    Without ``stored_schedule`` ``use_checkpoint_opt_param_scheduler`` is left to the caller, whose checkpoints have no
-    configuration.
+    With ``use_checkpoint_args`` or ``load_hf``, defaults come from the checkpoint or the Hugging Face model.
+    ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
     """
     config, dry = _read_settings(prog, args)
     note_unread_flags(config, args)
@@ -70,11 +69,12 @@ def pretrain(
     world: World,
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Validate, set up, train; on a spare rank wait until the others have done so.
+    """Validate, set up and train; a spare rank waits until the others have finished.
 
-    ``datasets_provider`` makes the data sets of ``dataloader_type=external``; ``layer_specs`` says what each layer is
-    made of.
+    ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
+    each layer; ``callbacks`` run at fixed points of the training (``Callback``).
     """
     if config.resilience.elastic:
         world.use(largest_world_size(config, world.size))
@@ -95,19 +95,18 @@ def pretrain(
             )
         sinks = [LenientSink(sink) for sink in sinks]
         try:
-            (evaluate_splits if config.training.skip_train else train)(run, sinks)
+            (evaluate_only if config.training.skip_train else train)(run, sinks, callbacks)
         finally:
-            METER.stop()
             run.saver.leave()
             for sink in sinks:
                 sink.close()
 
 
 def introduce(run: Run) -> None:
-    """Say what is about to run, and keep the configuration beside the checkpoints."""
+    """Print a description of the run, and write its configuration beside the checkpoints."""
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
-    spare = f", and {run.world.spares} that wait" if run.world.spares else ""
+    spare = f", and {run.world.spares} spare" if run.world.spares else ""
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
@@ -122,7 +121,7 @@ def introduce(run: Run) -> None:
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
-        print(f"goes on from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
+        print(f"resuming from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()
     if run.config.checkpoint.save and not run.config.training.skip_train:
         run.saver.keep_config()
@@ -131,17 +130,17 @@ def introduce(run: Run) -> None:
 def describe_offload(optimizer: OptimizerConfig) -> str:
     """Where ``optimizer_offload_dir`` keeps the optimizer state."""
     share = f"{optimizer.optimizer_offload_fraction:.0%}"
-    return f"{share} in files of {optimizer.optimizer_offload_dir}, which have no names and end with the process"
+    return f"{share} in unnamed files of {optimizer.optimizer_offload_dir}, which are deleted with the process"
 
 
 def kernels(run: Run) -> str:
-    """The backends of the fused operations, and if the native one is unavailable, why."""
+    """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype = getattr(torch, run.config.training.compute_dtype)
     return backend.describe(run.config.model.kernel_backend, run.world.device.type, dtype)
 
 
 def notes(run: Run) -> Iterator[str]:
-    """What a user should know before the training starts."""
+    """Notes for the user before training starts."""
     settings, iteration = run.config.checkpoint, run.state.iteration
     if run.config.training.eval_iters:
         yield from run.splits.notes
@@ -150,24 +149,24 @@ def notes(run: Run) -> Iterator[str]:
         yield f"fp8_recipe={fp8.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: {reason}"
     if run.config.resilience.elastic and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield (
-            "elastic=True: nodes that come later would wait in vain for torchrun's store; start torchrun on all nodes "
-            "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            "elastic=True: nodes that join later cannot connect to torchrun's store; start torchrun on all nodes with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
     if run.fp8 is not None and fp8.fp64:
         yield (
-            f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes all "
-            "else in float64; use both only to compare layouts, and otherwise remove one of them"
+            f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes "
+            "everything else in float64; use both only to compare layouts, and otherwise remove one of them"
         )
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not Path(template).is_file():
-        yield f"chat_template={template!r} is no regular file: checkpoints have no copy of it"
+        yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"
     length, positions = run.config.data.seq_length, run.config.model.max_position_embeddings or 0
     if settings.load_hf is not None and length == DataConfig().seq_length < positions:
         yield (
             f"seq_length={length} is the default, and the model of load_hf={settings.load_hf!r} has {positions:,} "
-            "positions; give the length of your sequences with --seq-length"
+            "positions; set the length of your sequences with --seq-length"
         )
     model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
     exact_gelu = not (model.swiglu or model.squared_relu or model.openai_gelu)
@@ -181,4 +180,4 @@ def notes(run: Run) -> Iterator[str]:
     if settings.save_interval is not None and settings.save is None:
         yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: NOTHING IS SAVED"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
-        yield f"nothing to train: the {run.total_iterations} iterations that were asked for are done already"
+        yield f"nothing to train: all {run.total_iterations} iterations are done"

@@ -65,6 +65,11 @@ class Run(Trainable):
     """Whether a checkpoint was loaded."""
     total_iterations: int
     """Steps of the whole training, including the steps before a resume."""
+    bad_steps: list[int] = field(default_factory=list)
+    """Iterations of the bad steps since the last good one; no checkpoint is written until a step is good again."""
+    stop_reason: str = ""
+    """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
+    after the next one if it is given between steps."""
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 

@@ -1,47 +1,79 @@
-"""Early stop of a run by a signal or a time limit, with a checkpoint."""
+"""Early stop of a run by a signal or a time limit, with a checkpoint, and the end of an elastic run."""
 
 import signal
 import time
 from types import FrameType
+from typing import Any
+
+from megatron_core.parallel.launch import RestartNeeded
+from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.training.callbacks import Callback
+from megatron_core.training.setup import Run
 
 # torchrun forwards a Ctrl-C that the terminal also sends to the processes: two within this time count as one.
 SAME_SIGNAL_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-class StopRequest:
-    """This rank's request to save and stop, after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, or after ``minutes``.
+class StopRequests(Callback):
+    """Requests a stop with a checkpoint after SIGTERM, SIGHUP, SIGUSR1, Ctrl-C, or ``exit_duration_in_mins``.
 
-    ``train_step`` combines the requests, so that all ranks stop together at the end of a step. Another Ctrl-C, later
+    ``train_step`` combines the requests of all ranks, which therefore stop after the same step. Another Ctrl-C, later
     than ``SAME_SIGNAL_SECONDS``, interrupts immediately. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
 
-    def __init__(self, minutes: float | None = None) -> None:
-        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+    priority = 700
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._deadline: float | None = None
         self._signalled_at: float | None = None
-        self._signal = ""
-        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._on_signal) for number in heeded}
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def before_run(self) -> None:
+        """Start the time limit and install the signal handlers."""
+        minutes = self.run.config.training.exit_duration_in_mins
+        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
+
+    def before_step(self) -> None:
+        """Request a stop after this step if the time limit is over."""
+        if self._deadline is not None and time.monotonic() > self._deadline and not self.run.stop_reason:
+            self.run.stop_reason = "time limit"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
-            self._signalled_at, self._signal = now, signal.Signals(number).name
+            self._signalled_at, self.run.stop_reason = now, signal.Signals(number).name
         elif number == signal.SIGINT and now - self._signalled_at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
-    @property
-    def reason(self) -> str:
-        """The name of the signal, or ``time limit``; empty if this rank requests no stop."""
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        return self._signal or ("time limit" if late else "")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether this rank requests a stop."""
-        return bool(self.reason)
-
-    def restore(self) -> None:
+    def close(self) -> None:
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class ElasticEnd(Callback):
+    """Ends an elastic run: releases the spare ranks, or restarts the job without the ranks that received SIGTERM."""
+
+    priority = -200
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def after_run(self) -> None:
+        """Release the spare ranks, unless the launchers sent SIGTERM to all ranks: they then end the spare ranks, too.
+
+        Errors: ``RestartNeeded`` on all ranks if only some ranks received SIGTERM: the run continues without them.
+        """
+        run = self.run
+        if not run.config.resilience.elastic:
+            return
+        reasons = tell_all(run.stop_reason, run.world.device)
+        left = [rank for rank, reason in enumerate(reasons) if reason == "SIGTERM"]
+        if run.state.iteration == run.total_iterations or {*reasons} - {""} != {"SIGTERM"}:
+            run.world.release_spares()
+        elif len(left) < len(reasons):
+            raise RestartNeeded(f"SIGTERM reached only rank {listed(left)}; the job restarts with the other ranks")

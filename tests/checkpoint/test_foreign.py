@@ -32,7 +32,9 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import make_folder
 from megatron_core.parallel import World
-from megatron_core.training import loop, pretrain
+from megatron_core.training import Callback, pretrain
+from megatron_core.training.reports import Reports
+from megatron_core.training.step import StepResult
 from tests.checkpoint.runs import SMALL
 from tests.checkpoint.test_damage import piece, write
 
@@ -51,9 +53,9 @@ def _no_layout_stays() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def job(**settings: object) -> None:
+def job(*callbacks: Callback, **settings: object) -> None:
     try:
-        pretrain(RunConfig.from_flat(JOB | settings), World(0, 1, 0, torch.device("cpu")))
+        pretrain(RunConfig.from_flat(JOB | settings), World(0, 1, 0, torch.device("cpu")), callbacks=callbacks)
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -294,24 +296,26 @@ def test_folders_of_others_in_shared_places_are_refused(
 # --- A folder that is deleted during training.
 
 
-def delete_after(step: int, delete: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    report = loop.report_step
+class DeleteAfter(Callback):
+    """Deletes files directly after the reports of a step."""
 
-    def reporting(run: object, *arguments: object) -> None:
-        report(run, *arguments)
-        if run.state.iteration == step:
-            delete()
+    priority = Reports.priority - 1
 
-    monkeypatch.setattr(loop, "report_step", reporting)
+    def __init__(self, step: int, delete: Callable[[], None]) -> None:
+        self.step, self.delete = step, delete
+
+    def after_step(self, result: StepResult) -> None:
+        if self.run.state.iteration == self.step:
+            self.delete()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_deleted_folder_is_made_again(
-    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = tmp_path / "save"
-    delete_after(3, lambda: shutil.rmtree(save), monkeypatch)
-    job(save=str(save), save_interval=2, train_iters=6, async_save=in_background, **FAST)
+    deleting = DeleteAfter(3, lambda: shutil.rmtree(save))
+    job(deleting, save=str(save), save_interval=2, train_iters=6, async_save=in_background, **FAST)
     said = [line for line in capsys.readouterr().out.splitlines() if "was deleted" in line]
     assert said == [f"note: {save} was deleted or renamed during training; it was created again"]
     assert complete_iterations(save) == [4, 6] and (save / TRACKER).read_text() == "6"
@@ -322,20 +326,15 @@ def test_a_deleted_folder_is_made_again(
     job(load=str(save), save=str(save), train_iters=7)
 
 
-def test_a_deleted_file_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deleted_file_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("config.yaml", "metrics.jsonl", LOCK)
-    delete_after(1, lambda: [(tmp_path / name).unlink() for name in names], monkeypatch)
-    job(save=str(tmp_path))
+    job(DeleteAfter(1, lambda: [(tmp_path / name).unlink() for name in names]), save=str(tmp_path))
     assert all((tmp_path / name).stat().st_size for name in names)
     assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [2, 3]
     assert f"note: {tmp_path / LOCK} was deleted" in capsys.readouterr().out
 
 
-def test_a_folder_that_another_run_has_taken_since_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_run_has_taken_since_is_left_to_it(tmp_path: Path) -> None:
     """The training ends by an error at its last save."""
     save, others = tmp_path / "save", list[subprocess.Popen[bytes]]()
     lock = "import fcntl; f = open('.lock', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
@@ -346,10 +345,9 @@ def test_a_folder_that_another_run_has_taken_since_is_left_to_it(
         others.append(subprocess.Popen([sys.executable, "-c", lock], cwd=save, stdin=PIPE, stdout=PIPE))
         assert others[0].stdout.readline()
 
-    delete_after(1, replace, monkeypatch)
     try:
         with pytest.raises(CheckpointError, match="another run writes its checkpoints there"):
-            job(save=str(save))
+            job(DeleteAfter(1, replace), save=str(save))
     finally:
         others[0].communicate(b"\n")
     assert complete_iterations(save) == []

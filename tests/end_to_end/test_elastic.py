@@ -67,7 +67,7 @@ class Node:
 
         def trains() -> bool:
             banner, _, steps = self.log.read_text().rpartition(" parameters on rank 0")
-            with_others = "on 2 ranks, and 1 that wait" in banner.rpartition("\n")[2]
+            with_others = "on 2 ranks, and 1 spare" in banner.rpartition("\n")[2]
             return bool(banner) and with_others != alone and len(re.findall(r"iteration +\d+/", steps)) > 2
 
         deadline = time.monotonic() + 300
@@ -128,7 +128,8 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path) -> None: 
     output = node.log.read_text()
     assert "injected fault: kill in step 4" in output
     assert (
-        "goes on from iteration 2" in output and "collectives: shared memory" in output[output.index("goes on") - 400 :]
+        "resuming from iteration 2" in output
+        and "collectives: shared memory" in output[output.index("resuming") - 400 :]
     )
     assert undisturbed(tmp_path / "run", 1e-9) == 6
 
@@ -178,7 +179,7 @@ def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], 
             rank.join(300)
         found = [rank.exitcode for rank in ranks]
     assert found == statuses, [log.read_text() for log in logs]
-    assert "on 2 ranks, and 1 that wait" in logs[0].read_text()
+    assert "on 2 ranks, and 1 spare" in logs[0].read_text()
 
 
 @needs_proc
@@ -187,7 +188,7 @@ def test_nodes_go_and_come(tmp_path: Path) -> None:  # C31
     node dies, the first goes on alone, and the second comes back."""
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
     output = _go_and_come(tmp_path, lambda node: meeting, lambda node: [])
-    assert "SIGTERM came to rank 1 alone" in output
+    assert "SIGTERM reached only rank 1" in output
 
 
 def _go_and_come(

@@ -51,7 +51,7 @@ def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     assert "pipeline rank 0: embedding | layers 2-3\npipeline rank 1: layers 0-1 | output\n" in result.stdout
     result = _pretrain(2, *schedule, 8, "--use-distributed-optimizer", "--save", split, "--load", split)
     assert result.returncode == 0, result.stderr
-    assert "goes on from iteration 5, 40 samples" in result.stdout
+    assert "resuming from iteration 5, 40 samples" in result.stdout
     assert "layout changed from pp2 v2 to dp2 zero1" in result.stdout
     found, expected = _steps(split), _steps(alone)
     assert sorted(found) == list(range(1, 9))
@@ -117,7 +117,7 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert 3 <= saved < 100000
     result = _pretrain(0, *TINY, "--train-iters", saved + 2, "--load", tmp_path)
-    assert f"goes on from iteration {saved}" in result.stdout
+    assert f"resuming from iteration {saved}" in result.stdout
     assert result.returncode == 0
 
 
@@ -142,7 +142,7 @@ def test_notes_before_the_training(tmp_path: Path) -> None:
     assert again.returncode == 1
     assert f"go on with --load {tmp_path}" in again.stderr
     done = _pretrain(0, *TINY, "--train-iters", 2, "--load", tmp_path)
-    assert "nothing to train: the 2 iterations" in done.stdout
+    assert "nothing to train: all 2 iterations" in done.stdout
     blocked = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path / "config.yaml")
     assert blocked.returncode == 1
     assert "cannot be written" in blocked.stderr

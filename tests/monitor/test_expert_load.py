@@ -12,7 +12,7 @@ from megatron_core.monitor.expert_load import STARVED_STEPS, ExpertLoad, Starved
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.plot_experts import expert_loads, plot_expert_load
 from megatron_core.training.checks import RunChecks
-from megatron_core.training.loop import report_step
+from megatron_core.training.reports import Measurements, Reports
 from megatron_core.training.step import train_step
 from tests.monitor.examples import step
 from tests.runs import tiny_run
@@ -41,9 +41,10 @@ def test_a_run_reports_the_load_of_every_layer(tmp_path: Path, capsys: pytest.Ca
     for stage in run.stages.values():
         stage.decoder.layers["1"].mlp.router.expert_bias.data[0] = 100.0
     sink, checks = JsonLinesSink(tmp_path / "metrics.jsonl"), RunChecks(run)
+    reports = Reports(run, [sink], Measurements(run))
     for _ in range(STARVED_STEPS):
         result = train_step(run)
-        report_step(run, [sink], result, 1.0)
+        reports.send(result, 1.0)
         checks.after_step(result)
     sink.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
@@ -64,7 +65,7 @@ def test_the_note_names_layer_and_expert(capsys: pytest.CaptureFixture) -> None:
     checks = RunChecks(run)
     for _ in range(STARVED_STEPS):
         checks.after_step(train_step(run))
-    assert "layer 0: experts 2, 3. They learn next to nothing" in capsys.readouterr().out
+    assert "layer 0: experts 2, 3. They are hardly trained" in capsys.readouterr().out
 
 
 def test_heat_map(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, st
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
-from megatron_core.training import watch
+from megatron_core.training import reports
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
@@ -78,10 +78,7 @@ def test_collectives_are_counted_by_group() -> None:
 def _trained(folder: str, settings: dict) -> list[float]:
     run = tiny_run(**settings, save=folder)
     sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if run.world.rank == 0 else []
-    try:
-        train(run, sinks)
-    finally:
-        METER.stop()
+    train(run, sinks)
     return [float(p.sum()) for stage in run.stages.values() for p in stage.parameters()]
 
 
@@ -116,7 +113,7 @@ def test_a_restart_keeps_the_rate_that_utilisation_is_against(
 ) -> None:
     """A machine that is busy at one of the starts is not measured anew; another precision is another rate."""
     rates = iter([1e9, 4e9, 8e9])
-    monkeypatch.setattr(watch, "measure_product_rate", lambda device, dtype: next(rates))
+    monkeypatch.setattr(reports, "measure_product_rate", lambda device, dtype: next(rates))
     settings = {"eval_iters": 0, "save_interval": 1, "load": str(tmp_path)}
     _trained(str(tmp_path), settings | {"train_iters": 1})
     _trained(str(tmp_path), settings | {"train_iters": 2})

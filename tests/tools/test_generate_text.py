@@ -19,9 +19,8 @@ from megatron_core.inference.generator import GenerationLayout
 from megatron_core.inference.kv_cache import KVCache
 from megatron_core.parallel import World
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.training.checks import RunChecks
 from megatron_core.training.compatibility import stored_config
-from megatron_core.training.loop import save
+from tests.checkpoint.runs import save_run
 from tests.runs import tiny_config, tiny_run
 from tests.tokenizers.corpus import write_tokenizer_json
 from tools.generate_text import Settings, generate_text
@@ -49,7 +48,7 @@ def saved_model(folder: Path) -> Path:
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(files), "vocab_size": None}
     run = tiny_run(save=str(saved), init_method_std=0.4, **tokenizer)
-    save(run, RunChecks(run))
+    save_run(run)
     shutil.rmtree(files)
     return saved
 

@@ -24,7 +24,7 @@ from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
-UNMOVED = "still are what they were when this process began"
+UNMOVED = "since this process started"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OVERLAP = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
 NOTHING: Callable[[Run], object] = lambda run: None  # noqa: E731
@@ -44,7 +44,7 @@ def _watch(run: Run, steps: int, before_look: Callable[[int], object] = lambda s
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         checks = RunChecks(run)
-        checks.start()
+        checks.before_run()
         for step in range(1, steps + 1):
             result = train_step(run)
             before_look(step)
@@ -141,7 +141,7 @@ def test_detached_parameters_are_named_by_rank_0(settings: dict) -> None:  # C52
     said, silent = run_ranks(2, _noted, settings, _detach)
     no_gradient, unmoved = said.splitlines()
     assert no_gradient.startswith(f"note: parameters without a gradient in step 1, the first one: {FINAL_NORM}. ")
-    assert unmoved.startswith(f"note: parameters that at iteration 2 {UNMOVED}: {FINAL_NORM}. ")
+    assert unmoved.startswith(f"note: parameters unchanged at iteration 2 {UNMOVED}: {FINAL_NORM}. ")
     assert silent == ""
 
 
@@ -220,5 +220,5 @@ def test_no_interval_no_comparison() -> None:
     _detach(run)
     checks = RunChecks(run)
     checks.replicas.hashes = lambda: pytest.fail("compared")
-    checks.start()
+    checks.before_run()
     checks.after_step(train_step(run))

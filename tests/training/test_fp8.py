@@ -10,8 +10,8 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_fp8 import describe_fp8
-from megatron_core.training.loop import report_fp8
 from megatron_core.training.pretrain import notes
+from megatron_core.training.reports import Fp8Statistics
 from megatron_core.training.state import load_state, open_checkpoint
 from megatron_core.training.step import evaluate
 from megatron_core.verify.gpt import RaggedDataset
@@ -142,7 +142,7 @@ def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> Non
     assert found["decoder.layers.1.mlp.linear_fc2", "input"] == pytest.approx((0.0, 1.0), abs=1e-3)
     assert found["decoder.layers.1.mlp.linear_fc2", "grad"] == (0.0, 1.0)
     assert found["decoder.layers.0.self_attention.linear_qkv", "weight"] == pytest.approx((0.0, 0.0), abs=0.05)
-    report_fp8(run)
+    Fp8Statistics(run).print()
     assert "  decoder.layers.1.mlp.linear_fc2 grad: 0.0000%, 100.0000%\n" in capsys.readouterr().out
 
 

@@ -10,10 +10,8 @@ import torch
 from megatron_core.config.cli import write_config
 from megatron_core.parallel import launch
 from megatron_core.training import read_settings
-from megatron_core.training.checks import RunChecks
-from megatron_core.training.loop import save
 from megatron_core.training.step import train_step
-from tests.checkpoint.runs import start
+from tests.checkpoint.runs import save_run, start
 from tests.runs import tiny_run
 
 
@@ -47,10 +45,10 @@ def test_deterministic_mode_turns_on_torchs_switch():
 def test_checkpoints_between_retained_ones_are_deleted(tmp_path: Path):
     """Every step is saved, of which multiples of 2 and the newest stay."""
     run = start({"save": str(tmp_path), "save_retain_interval": 2, "num_layers": 1})
-    checks, left = RunChecks(run), []
+    left = []
     for _ in range(4):
         train_step(run)
-        save(run, checks)
+        save_run(run)
         left.append(sorted(int(folder.name[-1]) for folder in tmp_path.glob("iter_*")))
     assert left == [[1], [2], [2, 3], [2, 4]]
 
@@ -58,7 +56,7 @@ def test_checkpoints_between_retained_ones_are_deleted(tmp_path: Path):
 def test_the_schedule_may_come_from_the_checkpoint(tmp_path: Path):
     run = start({"save": str(tmp_path), "lr": 0.5, "weight_decay": 0.3, "lr_decay_iters": 7, "num_layers": 1})
     train_step(run)
-    save(run, RunChecks(run))
+    save_run(run)
     write_config(run.config, tmp_path / "run.yaml")
     flags = ["--config", str(tmp_path / "run.yaml"), "--load", str(tmp_path), "--lr", "0.1", "--adam-beta1", "0.8"]
     ours = read_settings("x", flags)[0].optimizer

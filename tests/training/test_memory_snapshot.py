@@ -16,10 +16,10 @@ from megatron_core.errors import MegatronError
 from megatron_core.parallel.launch import allocation_that_failed
 from megatron_core.planner.search import with_settings
 from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
-from megatron_core.training import memory_snapshot
+from megatron_core.training import memory_report
 from megatron_core.training.dry_run import RankEstimate
 from megatron_core.training.loop import train
-from megatron_core.training.memory_snapshot import KeptForBackward, MemorySnapshots, largest_tensors
+from megatron_core.training.memory_report import KeptForBackward, MemorySnapshots, largest_tensors
 from megatron_core.training.step import train_step
 from tests.runs import tiny_run
 
@@ -48,18 +48,15 @@ def test_watching_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run = tiny_run(**SIZES)
         snapshots = MemorySnapshots(run)
         snapshots._wanted = watched
-        try:
-            with snapshots.around_step():
-                train_step(run)
-        finally:
-            snapshots.restore()
+        snapshots.before_step()
+        snapshots.after_step(train_step(run))
         losses.append(train_step(run).loss)
     assert losses[0] == losses[1]
 
 
 def test_a_signal_asks_for_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(memory_snapshot, "LARGEST", 10**6)  # other tests of this process may keep larger ones
+    monkeypatch.setattr(memory_report, "LARGEST", 10**6)  # other tests of this process may keep larger ones
     run = tiny_run(**SIZES, train_iters=3, eval_iters=0)
     before = signal.getsignal(signal.SIGUSR2)
     stage = run.stages[0]
@@ -76,7 +73,7 @@ def test_a_signal_asks_for_the_next_step(tmp_path: Path, monkeypatch: pytest.Mon
     whats = " ".join(each["what"] for each in found["tensors"])
     assert all(f"{kind} of " in whats for kind in ("weights", "gradients", "exp_avg"))
     monkeypatch.undo()
-    assert len(largest_tensors(run)) == memory_snapshot.LARGEST
+    assert len(largest_tensors(run)) == memory_report.LARGEST
     assert f"memory of rank 0 in {path.relative_to(tmp_path)}" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
-"""The times and the memory of a run's steps: written by each rank, told to the sinks, printed as Megatron's timers."""
+"""Reports of a run: times and memory of its steps, events for the sinks, Megatron's timers, FP8 statistics."""
 
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.config.flops import flops_per_token, forward_flops_per_token
 from megatron_core.monitor.build import metrics_path
+from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.product_rate import MEASURED, ReferenceRate, measure_product_rate
@@ -19,14 +21,17 @@ from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes
 from megatron_core.parallel.texts import gather_texts
+from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.memory_report import found_bytes
 from megatron_core.training.profile import Profile
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
 
-class Watch:
-    """Takes the times of a run's steps from ``METER``; every rank has one and calls ``after_step`` after each step."""
+class Measurements(Callback):
+    """Measures times and memory of a run's steps on each rank, and writes them to this rank's file."""
+
+    priority = 200
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.config.monitor
@@ -36,6 +41,10 @@ class Watch:
         self._first = run.state.iteration + 1
         self._steps = self._skipped = 0
         self._stretch, self._interval = StepTimes(), StepTimes()
+
+    def before_run(self) -> None:
+        """Find the reference of utilisation, open this rank's file, and start ``METER``."""
+        run = self.run
         if not self.settings.record_times:
             return
         metrics = metrics_path(self.settings, run.config.checkpoint.save)
@@ -51,11 +60,11 @@ class Watch:
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
-        METER.start(run.groups, run.world.device)
         self.profile = Profile(run)
+        METER.start(run.groups, run.world.device)
 
-    def after_step(self, result: StepResult) -> dict[str, Any]:
-        """Take the times of the last step; return the fields of its event."""
+    def of_step(self, result: StepResult) -> dict[str, Any]:
+        """Take the times of the last step; return fields of its event."""
         if not self.settings.record_times:
             return {}
         times, iteration = METER.take(), self.run.state.iteration
@@ -78,28 +87,34 @@ class Watch:
             "product_rate": self.product_rate,
         }
 
-    def close(self) -> None:
+    def after_run(self) -> None:
         """Write the record of the time since the last one: the last evaluation and checkpoint."""
         if METER.on:
             self.profile.finish()
             self._stretch.add(METER.take())
-            METER.stop()
             iteration = self.run.state.iteration
             self._write(iteration, self.memory(), complete=iteration == self.run.total_iterations)
         if self._writer is not None:
             self._writer.close()
 
+    def close(self) -> None:
+        """Stop ``METER``."""
+        METER.stop()
+
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank by kind. ``activations and buffers`` are what the peak has above the present; ``process``
-        is the rest: of the present on a CPU, where libraries and data are a part of it."""
+        """Bytes of this rank by kind.
+
+        ``activations and buffers``: peak minus current memory. ``process``: current memory minus the training state;
+        on a CPU this includes libraries and data.
+        """
         state, now, peak = found_bytes(self.run), current_memory_bytes(), peak_memory_bytes()
         known = sum(size for kind, size in state.items() if kind != "units whole")
         rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
         return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
 
     def _reference(self, earlier: Sequence[Mapping[str, Any]]) -> ReferenceRate:
-        """The rate of products that utilisation is given against: that of the run's first start on such a device, so
-        that a restart does not change it, else one that is measured now."""
+        """The matrix product rate to which utilisation refers: of the run's first start on this kind of device, so that
+        a restart does not change it, otherwise measured now."""
         dtype, device = self.run.config.training.compute_dtype, self.run.world.device
         threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
         name = f"{_device_name(self.run)}{threads}, {self.run.world.size} ranks"
@@ -113,7 +128,7 @@ class Watch:
         return ReferenceRate(rate, name, dtype, f"{MEASURED}{self.run.state.iteration}")
 
     def _about(self) -> dict[str, Any]:
-        """The first line of this process's records."""
+        """The header of this process's records."""
         run = self.run
         about = {
             "world_size": run.world.size,
@@ -151,6 +166,90 @@ class Watch:
             if settings.log_straggler:
                 lines += slowest_ranks(ranks, settings.straggler_minmax_count)
             print("\n".join(lines), flush=True)
+
+
+class Reports(Callback):
+    """Sends an event for each step and each evaluation to the sinks."""
+
+    priority = 600
+
+    def __init__(self, run: Run, sinks: Sequence[Sink], measurements: Measurements) -> None:
+        self.run, self._sinks, self._measurements = run, sinks, measurements
+        self._began = 0.0
+
+    def before_step(self) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def after_step(self, result: StepResult) -> None:
+        """Send the event of the step; folders of reports that were deleted are created again before."""
+        self.run.saver.restore_folders()
+        seconds = time.perf_counter() - self._began
+        self.send(result, seconds, self._measurements.of_step(result))
+
+    def send(self, result: StepResult, seconds: float, measured: Mapping[str, Any] | None = None) -> None:
+        """Send the event of a step that took ``seconds``; ``measured``: the result of ``Measurements.of_step``."""
+        run, size = self.run, result.size
+        flops = size.tokens * flops_per_token(run.config.model, size.sequence_length, run.vocab_size)
+        event = StepEvent(
+            iteration=run.state.iteration,
+            total_iterations=run.total_iterations,
+            consumed_samples=run.state.consumed_samples,
+            consumed_tokens=run.state.consumed_tokens,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            global_batch_size=size.batch_size,
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm,
+            elapsed_ms=1000.0 * seconds,
+            tokens_per_second=size.tokens / seconds,
+            model_flops_per_second=flops / seconds / run.world.size,
+            memory_bytes=peak_memory_bytes(),
+            auxiliary_losses=result.auxiliary_losses,
+            expert_load=result.expert_load,
+            breakdown=result.breakdown,
+            skipped=result.skipped,
+            params_norm=math.sqrt(result.statistics[0]) if run.config.monitor.log_params_norm else None,
+            num_zeros_in_grad=round(result.statistics[1]) if run.config.monitor.log_num_zeros_in_grad else None,
+            layout=run.layout,
+            **(measured or {}),
+        )
+        for sink in self._sinks:
+            sink.on_step(event)
+
+    def after_evaluation(self, event: ValidationEvent) -> None:
+        """Send the event of an evaluation."""
+        for sink in self._sinks:
+            sink.on_validation(event)
+
+
+class Fp8Statistics(Callback):
+    """Prints the shares of elements that FP8 clamps or rounds to 0, every ``fp8_statistics_interval`` steps."""
+
+    priority = 500
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._interval = run, run.config.training.fp8_statistics_interval
+
+    def before_step(self) -> None:
+        """Count the elements in this step if its statistics are due."""
+        if self.run.fp8 is not None:
+            self.run.fp8.count(wanted=is_due(self.run.state.iteration + 1, self._interval))
+
+    def after_step(self, result: StepResult) -> None:
+        """Print the statistics if they are due."""
+        if is_due(self.run.state.iteration, self._interval):
+            self.print()
+
+    def print(self) -> None:
+        """Print the shares by layer, over all ranks; all ranks call this together."""
+        run = self.run
+        assert run.fp8 is not None, "fp8_statistics_interval needs fp8_format"
+        own = [f"  {loss.layer} {loss.role}: {loss.saturated:.4%}, {loss.underflown:.4%}" for loss in run.fp8.losses()]
+        stages = gather_texts("\n".join(own), run.groups.group("pp"), run.world.device)
+        if run.world.rank == 0:
+            print(f"fp8 at iteration {run.state.iteration}: elements clamped, and elements that became 0")
+            print("\n".join(text for text in stages if text), flush=True)
 
 
 def _work(run: Run) -> float:

@@ -1,0 +1,154 @@
+"""Callbacks: code that runs at fixed points of a training run, in the order of priorities."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.events import ValidationEvent
+from megatron_core.parallel.launch import RESTART, explained
+from megatron_core.training.driver import StepHooks
+from megatron_core.training.setup import Run
+from megatron_core.training.step import StepResult
+
+
+class Callback:
+    """Base class of callbacks; override the methods you need.
+
+    ``train`` calls the methods of all callbacks on every rank, by descending ``priority`` and for equal priorities in
+    the order of adding::
+
+        before_run
+        for each step: before_step, before_update, is_bad, after_step
+            after an evaluation: after_evaluation
+            around a checkpoint: before_save, after_save
+        after_run, or on_failure after an exception
+        close
+
+    ``on_failure``, ``after_run`` and ``close`` are called only if ``before_run`` of the same callback succeeded. All
+    methods except ``on_failure`` and ``close`` may call collectives. With ``skip_train`` there are no steps and saves.
+    """
+
+    priority: int = 0
+    """Callbacks of higher priority are called first; ``built_in_callbacks`` in ``loop.py`` lists the built-in ones."""
+    run: Run
+    """The run: its configuration, model, optimizer, data and counters; set before ``before_run``."""
+
+    def before_run(self) -> None:
+        """Called once, after the checkpoint is loaded and before the first step."""
+
+    def before_step(self) -> None:
+        """Called before each step; ``run.state.iteration`` is the number of steps taken so far."""
+
+    def before_update(self) -> None:
+        """Called when the gradients of a step are summed over all ranks, before they are clipped."""
+
+    def is_bad(self, loss: float, grad_norm: float) -> bool:
+        """Return whether to skip the update of this step; the result must be equal on all ranks."""
+        return False
+
+    def after_step(self, result: StepResult) -> None:
+        """Called after each step; after a rollback ``run.state.iteration`` is that of the loaded checkpoint."""
+
+    def after_evaluation(self, event: ValidationEvent) -> None:
+        """Called after each evaluation."""
+
+    def before_save(self, temporary: bool) -> None:
+        """Called before each checkpoint; ``temporary``: it is only for a fast restart."""
+
+    def after_save(self, temporary: bool, saved: bool) -> None:
+        """Called after each checkpoint; ``saved``: it is written, or with ``async_save`` being written."""
+
+    def after_run(self) -> None:
+        """Called once, after the last step, evaluation and checkpoint of a run without errors."""
+
+    def on_failure(self, error: Exception) -> None:
+        """Called when a rank fails, only on this rank; an exception raised here replaces ``error``."""
+
+    def close(self) -> None:
+        """Called last, also after a failure or an interrupt, in reverse order: restore what ``before_run`` changed."""
+
+
+class Callbacks:
+    """Calls the callbacks of a run in the order of their priorities.
+
+    A message on standard error names the callback and the method in which an exception was raised.
+    """
+
+    def __init__(self, run: Run, callbacks: Iterable[Callback]) -> None:
+        self._run = run
+        self._callbacks = sorted(callbacks, key=lambda callback: -_checked(callback).priority)
+        self._begun: list[Callback] = []
+        """Callbacks whose ``before_run`` succeeded."""
+        for callback in self._callbacks:
+            callback.run = run
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Call ``before_run``; after the context ``after_run`` or, if it raised, ``on_failure``; finally ``close``."""
+        with ExitStack() as stack:
+            try:
+                for callback in self._callbacks:
+                    with self._naming(callback, "before_run"):
+                        callback.before_run()
+                    self._begun.append(callback)
+                    stack.callback(callback.close)
+                yield
+            except Exception as error:
+                self._on_failure(error)
+                raise
+            self.call("after_run")
+
+    def call(self, method: str, *arguments: object) -> None:
+        """Call ``method`` of all callbacks."""
+        for callback in self._begun:
+            with self._naming(callback, method):
+                getattr(callback, method)(*arguments)
+
+    @property
+    def step_hooks(self) -> StepHooks:
+        """The methods that the driver calls within a step."""
+
+        def is_bad(loss: float, grad_norm: float) -> bool:
+            return any([callback.is_bad(loss, grad_norm) for callback in self._begun])
+
+        return StepHooks(before_update=lambda: self.call("before_update"), is_bad=is_bad)
+
+    def _on_failure(self, error: Exception) -> None:
+        first = error
+        for callback in self._begun:
+            try:
+                with self._naming(callback, "on_failure"):
+                    callback.on_failure(error)
+            except Exception as other:
+                error = other
+        if error is not first:
+            raise error
+
+    @contextmanager
+    def _naming(self, callback: Callback, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            known = explained(error)
+            if isinstance(error, MegatronError) or (known is not None and known[0] == RESTART):
+                raise  # the message is complete, or another rank has failed
+            where = f"{type(callback).__name__}.{method} (priority {callback.priority})"
+            text = (
+                f"callback {where} failed after iteration {self._run.state.iteration}: {type(error).__name__}: {error}"
+            )
+            print(f"{self._run.world.prefix} {text}".lstrip(), file=sys.stderr, flush=True)
+            raise
+
+
+def _checked(callback: object) -> Callback:
+    if not isinstance(callback, Callback):
+        raise TypeError(
+            f"callbacks={callback!r} must be objects of classes derived from megatron_core.training.Callback"
+        )
+    return callback
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Whether an action with period ``interval`` is due at ``iteration``; never with None."""
+    return interval is not None and iteration % interval == 0

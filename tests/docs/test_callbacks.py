@@ -1,0 +1,43 @@
+"""docs/extend.md is right: its callback runs, its table and order are those of the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_core.training import Callback
+from megatron_core.training.loop import built_in_callbacks
+from tests.runs import TINY, tiny_run
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+
+
+def test_the_callback_stops_a_run(tmp_path: Path) -> None:
+    (program,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "StopAtLoss" in code)
+    (command,) = re.findall(r"^torchrun (.*my_training\.py) --config run.yaml --save checkpoints$", PAGE, flags=re.M)
+    (tmp_path / "my_training.py").write_text(program.replace("StopAtLoss(2.0)", "StopAtLoss(100.0)"))
+    settings = TINY | {"save": str(tmp_path / "checkpoints"), "eval_iters": 0}
+    (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
+    result = subprocess.run(
+        [*words, "--config", "run.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    ending = rf"ends early, after iteration 2 \(loss \d\.\d{{3}}\); saved in {tmp_path / 'checkpoints'}"
+    assert re.search(ending, result.stdout), result.stdout
+    assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
+
+
+def test_the_order_of_methods_is_that_of_the_docstring() -> None:
+    (order,) = re.findall(r"```\n(before_run\n.*?)```", PAGE, flags=re.DOTALL)
+    assert "\n".join("    " + line for line in order.splitlines()) in inspect.getdoc(Callback)
+
+
+def test_the_table_lists_the_built_in_callbacks() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (-?\d+) \|", PAGE, flags=re.M)
+    callbacks = built_in_callbacks(tiny_run(), [])
+    assert rows == [(type(callback).__name__, str(callback.priority)) for callback in callbacks]
