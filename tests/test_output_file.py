@@ -189,7 +189,7 @@ def test_a_deleted_file_of_metrics_is_written_again(tmp_path: Path, capsys: pyte
     file.close()
     assert (tmp_path / "old").read_text() == '{"kind": "start"}\n2\n3\n'
     assert path.read_text() == '{"kind": "start"}\n4\n'
-    assert capsys.readouterr().out == 2 * f"note: {path} was deleted or renamed during training; it is made again\n"
+    assert capsys.readouterr().out == 2 * f"note: {path} was deleted or renamed during training; it is created again\n"
 
 
 # --- The mechanism.

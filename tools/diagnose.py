@@ -23,7 +23,7 @@ from pathlib import Path
 import tyro
 
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.monitor.diagnosis import diagnose
+from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.output_file import json_with, prepare_output

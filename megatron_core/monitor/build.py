@@ -1,4 +1,4 @@
-"""Sinks from a run's settings."""
+"""Create the sinks of a run from its settings."""
 
 import os.path
 from collections.abc import Mapping
@@ -19,11 +19,10 @@ def build_sinks(
     start_iteration: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
-    """Console; a metrics file where one is named or checkpoints are saved; Prometheus and
-    TensorBoard where they have a file or a folder; Weights &
-    Biases and MLflow where a project or an experiment is named, with the ``settings`` of the run.
+    """Create the console, the metrics file (if it is set or checkpoints are saved), and the other configured sinks.
 
-    Call it on the rank that reports. ``start_iteration`` is the iteration from which the run continues.
+    Call it on the reporting rank. ``start_iteration``: the iteration from which the run continues. ``settings``: the
+    settings of the run, for Weights & Biases and MLflow.
     """
     sinks: list[Sink] = [ConsoleSink(config.log_interval, progress=config.progress)]
     path = metrics_path(config, save_dir)
@@ -31,7 +30,7 @@ def build_sinks(
         sinks.append(JsonLinesSink(path))
     if config.prometheus_file is not None:
         if path is not None and os.path.realpath(path) == os.path.realpath(config.prometheus_file):
-            raise ConfigError(f"prometheus_file={config.prometheus_file!r} is the metrics file, too; give another file")
+            raise ConfigError(f"prometheus_file={config.prometheus_file!r} is also the metrics file; give another file")
         from megatron_core.monitor.prometheus import PrometheusSink
 
         sinks.append(PrometheusSink(config.prometheus_file))
@@ -51,7 +50,7 @@ def build_sinks(
 
 
 def metrics_path(config: MonitorConfig, save_dir: str | Path | None) -> Path | None:
-    """Where the metrics file is, after defaults."""
+    """Path of the metrics file: ``metrics_file``, or ``metrics.jsonl`` in ``save_dir``."""
     if config.metrics_file is not None:
         return Path(config.metrics_file)
     return None if save_dir is None else Path(save_dir) / "metrics.jsonl"

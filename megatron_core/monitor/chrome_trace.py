@@ -1,7 +1,7 @@
 """Traces of all ranks as one file for Perfetto (ui.perfetto.dev) or chrome://tracing, in Chrome's trace event format.
 
-Each rank is a process with a track of what its time was charged to: pipeline actions, collectives, phases. Events of
-torch.profiler stand below it, with its threads and streams. Times are the hosts' clocks in microseconds.
+Each rank is a process with a track of pipeline actions, collectives and phases. Below it are the events of
+torch.profiler with its threads and streams. Times are in microseconds of the hosts' clocks.
 """
 
 import json
@@ -14,11 +14,11 @@ from megatron_core.parallel.meter import Span
 
 Event = dict[str, Any]
 PIDS = 1000
-"""Numbers of processes that each rank has."""
+"""Number of process identifiers reserved for each rank."""
 
 
 def events_of(spans: Iterable[Span], rank: int, began: float) -> list[Event]:
-    """Complete events of the spans of a step that began at the Unix time ``began``."""
+    """Return complete events for the spans of a step that started at the Unix time ``began``."""
     return [
         {
             "ph": "X", "pid": rank * PIDS, "tid": 0, "cat": "step", "ts": 1e6 * (began + span.start),
@@ -30,7 +30,7 @@ def events_of(spans: Iterable[Span], rank: int, began: float) -> list[Event]:
 
 
 def profiler_events(exported: dict[str, Any], rank: int) -> list[Event]:
-    """The events of what torch.profiler exports, their processes renumbered for this rank, on the hosts' clock."""
+    """Events exported by torch.profiler, with process identifiers of this rank and times of the host's clock."""
     base = exported.get("baseTimeNanoseconds", 0) / 1e3
     pids: dict[Any, int] = {}
     found = []
@@ -46,12 +46,12 @@ def profiler_events(exported: dict[str, Any], rank: int) -> list[Event]:
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
-    """Where a rank's own events are."""
+    """Path of the file of a rank's events."""
     return folder / f"rank{rank:05d}.json"
 
 
 def write_events(path: Path, events: Sequence[Event]) -> None:
-    """Write one rank's events, or all."""
+    """Write events to a file."""
     make_folder(path.parent)
     refuse_other_file(f"{path} cannot be written", path, TRACE)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
@@ -59,7 +59,10 @@ def write_events(path: Path, events: Sequence[Event]) -> None:
 
 
 def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
-    """Put the ranks' files into ``trace.json``, times after the first event; its path, and ranks without a file."""
+    """Merge the ranks' files into ``trace.json``, with time 0 at the first event.
+
+    Returns its path and the ranks without a file.
+    """
     events, missing = list[Event](), []
     for rank in ranks:
         path = rank_trace(folder, rank)

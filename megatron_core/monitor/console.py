@@ -13,14 +13,15 @@ from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.terminal import exact
 
 LARGEST_SHARES = 4
-"""Phases of a step that its line names."""
+"""Maximum number of phases in a line."""
 
 
 def step_line(events: Sequence[StepEvent], now: datetime) -> str:
-    """Megatron-LM's line for the steps since the last one; other values are the last step's.
+    """Megatron-LM's line for the steps since the last line.
 
-    Unlike Megatron-LM's it shows a loss that is NaN or negative, tokens per second, and throughput below 1 TFLOP/s in
-    GFLOP/s. The loss is the mean over the steps that were not skipped, or over all where every one was.
+    Loss and times are means over these steps; the loss is the mean over steps that were not skipped, or over all steps
+    if all were skipped. Other values are of the last step. Unlike Megatron-LM's line, it shows a NaN or negative loss,
+    tokens per second, and throughput below 1 TFLOP/s in GFLOP/s.
     """
     last = events[-1]
     losses = [event.loss for event in events if not event.skipped] or [event.loss for event in events]
@@ -60,7 +61,7 @@ def validation_block(event: ValidationEvent) -> str:
 class ConsoleSink:
     """Prints a line every ``log_interval`` steps and keeps a progress bar on a terminal.
 
-    The first and the last step of the training have lines too, so that a short run prints something.
+    The first and the last step also have lines, so that a short run prints something.
     """
 
     setting = "standard output"
@@ -68,7 +69,7 @@ class ConsoleSink:
     def __init__(
         self, log_interval: int, *, progress: bool = True, out: TextIO | None = None, err: TextIO | None = None
     ) -> None:
-        """Log every ``log_interval`` steps to ``out`` and ``err``, by default the process's own streams."""
+        """``out`` and ``err``: streams of lines and bar, by default those of the process."""
         self._interval = log_interval
         self._out = out or sys.stdout
         self._err = err or sys.stderr
@@ -77,7 +78,7 @@ class ConsoleSink:
         self._pending: list[StepEvent] = []
 
     def on_step(self, event: StepEvent) -> None:
-        """Move the bar on, and print where a line is due."""
+        """Advance the bar, and print a line if it is due."""
         self._pending.append(event)
         if self._shows_bar:
             self._advance_bar(event)
@@ -89,7 +90,7 @@ class ConsoleSink:
         self._print(validation_block(event))
 
     def close(self) -> None:
-        """Print the steps that have no line yet, and leave the bar as it stands."""
+        """Print the steps without a line, and stop the bar."""
         self._print_pending()
         if self._bar is not None:
             self._bar.close()
@@ -107,13 +108,13 @@ class ConsoleSink:
             self._bar.refresh()
 
     def _advance_bar(self, event: StepEvent) -> None:
-        if self._bar is None:  # at the first step, where it is known how many came before this run
+        if self._bar is None:  # created at the first step, which has the number of earlier steps
             self._bar = tqdm(
                 total=event.total_iterations,
                 initial=event.iteration - 1,
                 file=exact(self._err),
                 unit="step",
-                # A terminal that does not know its width says 0, and tqdm would draw nothing.
+                # For a terminal of unknown width, reported as 0, tqdm would draw nothing.
                 ncols=shutil.get_terminal_size(fallback=(100, 24)).columns,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}  [{remaining} left]",
             )
@@ -125,7 +126,7 @@ class ConsoleSink:
 
 
 def _shares(events: Sequence[StepEvent]) -> list[str]:
-    """Utilisation, goodput, and the largest shares of the reporting rank's time, as far as they are known."""
+    """Utilisation, goodput, and the largest shares of the reporting rank's time, if known."""
     last, fields = events[-1], []
     if last.product_rate:
         rate = _mean([event.model_flops_per_second for event in events]) / last.product_rate
@@ -144,21 +145,21 @@ def _shares(events: Sequence[StepEvent]) -> list[str]:
 
 
 def _throughput(flops: float) -> str:
-    """Model FLOPs per second of a rank, in the unit that shows three digits."""
+    """Model FLOP/s of a rank in TFLOP/s, or GFLOP/s below 1 TFLOP/s."""
     unit, size = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
     return f"throughput per GPU ({unit}/GPU): {_digits(flops / size)}"
 
 
 def _digits(value: float) -> str:
-    """At least three digits, none of them an exponent."""
+    """Format with at least three significant digits and no exponent."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0.00"
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean; NaN where any is NaN."""
+    """The mean; NaN if any value is NaN."""
     return sum(values) / len(values)
 
 
 def _scientific(value: float) -> str:
-    """Megatron-LM's format of a loss; what is not finite in small letters."""
+    """Megatron-LM's format of a loss; ``nan`` and ``inf`` in lower case."""
     return f"{value:.6E}" if math.isfinite(value) else str(value)

@@ -1,22 +1,53 @@
-"""What holds a run back, with evidence, a share of time, and what to change, by the rules of ``diagnosis_rules``."""
+"""Records of a diagnosis: causes of lost time, with evidence and proposed changes."""
 
-from dataclasses import asdict, dataclass
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_core.monitor.diagnosis_rules import RULES, compute_bound
-from megatron_core.monitor.findings import Finding
-from megatron_core.monitor.summary import Summary
+from megatron_core.planner.explain import flag_of
+
+
+@dataclass(frozen=True)
+class Change:
+    """A proposed change, and the share of a step's time that it is predicted to save."""
+
+    text: str
+    gain: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """New values of settings; empty if the change is not a setting, for example hardware."""
+
+    def __str__(self) -> str:
+        """The text, with the predicted gain if there is one."""
+        return f"{self.text} (predicted gain {self.gain:.1%})" if self.gain else self.text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause of lost time."""
+
+    cause: str
+    share: float
+    evidence: str
+    changes: tuple[Change, ...]
+
+
+def flags(text: str, gain: float, **settings: Any) -> Change:
+    """Create a change of settings; its text ends with the flags."""
+    words = (word for setting in settings.items() for word in flag_of(*setting))
+    return Change(f"{text}: {' '.join(words)}", gain, settings)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All causes, the largest first."""
+    """All causes, the largest share first."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return lines for a terminal."""
         lines = [f"note: {note}" for note in self.notes]
         for number, finding in enumerate(self.findings, 1):
             lines.append(f"{number}. {finding.cause}: {finding.share:.1%} of the time. {finding.evidence}")
@@ -24,20 +55,5 @@ class Diagnosis:
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the fields as JSON values."""
         return asdict(self)
-
-
-def diagnose(summary: Summary) -> Diagnosis:
-    """Apply every rule; without any other cause the run is compute-bound."""
-    found = [finding for rule in RULES if summary.ranks for finding in rule(summary)]
-    found.sort(key=lambda finding: -finding.share)
-    findings = [
-        Finding(f.cause, f.share, f.evidence, tuple(sorted(f.changes, key=lambda change: -change.gain))) for f in found
-    ]
-    if summary.ranks:
-        findings.append(compute_bound(summary))
-    notes = list(summary.records.notes)
-    if not summary.ranks:
-        notes.append("no step has times: nothing can be said about the bottleneck")
-    return Diagnosis(tuple(findings), tuple(notes))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
+from megatron_core.monitor.diagnosis import Change, Diagnosis, Finding, flags
 from megatron_core.monitor.expert_load import STARVED_SHARE
-from megatron_core.monitor.findings import Change, Finding, flags
 from megatron_core.monitor.prediction import predicted_gain
 from megatron_core.monitor.summary import Summary
 
@@ -375,3 +375,18 @@ RULES: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
     unfused, recomputation, memory_pressure, unequal_experts, lost_time,
 )  # fmt: skip
 """Every rule gives the causes that it finds."""
+
+
+def diagnose(summary: Summary) -> Diagnosis:
+    """Apply every rule; without any other cause the run is compute-bound."""
+    found = [finding for rule in RULES if summary.ranks for finding in rule(summary)]
+    found.sort(key=lambda finding: -finding.share)
+    findings = [
+        Finding(f.cause, f.share, f.evidence, tuple(sorted(f.changes, key=lambda change: -change.gain))) for f in found
+    ]
+    if summary.ranks:
+        findings.append(compute_bound(summary))
+    notes = list(summary.records.notes)
+    if not summary.ranks:
+        notes.append("no step has times: nothing can be said about the bottleneck")
+    return Diagnosis(tuple(findings), tuple(notes))

@@ -1,4 +1,4 @@
-"""What a run reports: an event for each step and each validation, and the interface of their receivers."""
+"""Events of a run, one for each step and each evaluation, and the interface of their receivers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,61 +8,61 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One optimizer step, taken or skipped. Numbers are of the whole job unless stated otherwise."""
+    """One optimizer step, taken or skipped. Values are of the whole job unless stated otherwise."""
 
     iteration: int
-    """Optimizer step, counted from 1 over the whole training, resumed runs included."""
+    """Number of the optimizer step, from 1, counted over the whole training with all resumed runs."""
     total_iterations: int
     """Optimizer steps of the whole training."""
     consumed_samples: int
-    """Sequences read so far, this step's included."""
+    """Sequences read so far, including this step."""
     consumed_tokens: int
-    """Tokens read so far, this step's included."""
+    """Tokens read so far, including this step."""
     loss: float
-    """Mean loss over this global batch's tokens; NaN and infinity are legal and are shown."""
+    """Mean loss over the tokens of this global batch; may be NaN or infinite."""
     learning_rate: float
     """Learning rate of this step."""
     global_batch_size: int
     """Sequences in this step."""
     loss_scale: float = 1.0
-    """What the loss was multiplied by before backward."""
+    """Factor of the loss before backward."""
     grad_norm: float | None = None
-    """Global gradient norm before clipping; ``None`` where it was not computed."""
+    """Global gradient norm before clipping; ``None`` if it was not computed."""
     params_norm: float | None = None
-    """Norm of the weights that the step began with, if asked for."""
+    """Norm of the weights at the start of the step, if requested."""
     num_zeros_in_grad: int | None = None
-    """Elements of the gradient that are 0, if asked for."""
+    """Number of gradient elements equal to 0, if requested."""
     elapsed_ms: float
     """Wall-clock milliseconds of this step."""
     tokens_per_second: float
-    """Tokens of this step by its time, over all ranks."""
+    """Tokens of this step / its time, over all ranks."""
     model_flops_per_second: float
-    """Model FLOPs by time, of one rank on average."""
+    """Mean model FLOP/s of a rank."""
     memory_bytes: int = 0
     """Peak memory of the reporting rank."""
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
-    """Means of the losses that layers add, over this global batch, by name."""
+    """Means of the auxiliary losses of layers over this global batch, by name."""
     expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By layer with experts: how often each of them was chosen in this global batch, and, last, how many choices were
-    dropped (``monitor.expert_load``)."""
+    """By layer with experts: how often each expert was chosen in this global batch, followed by the number of dropped
+    choices (``monitor.expert_load``)."""
     breakdown: Mapping[str, float] = field(default_factory=dict)
-    """By metric and part, as ``grad-norm by layer/head``, ``params-norm by layer/head``, ``lm loss by source/web``."""
+    """By metric and part, such as ``grad-norm by layer/head`` or ``lm loss by source/web``."""
     skipped: bool = False
-    """Whether the weights were left as they were because gradients were not finite."""
+    """Whether the update was skipped, for example because gradients were not finite."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the reporting rank in this step by phase and by kind of collective (``parallel.meter``)."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the reporting rank by kind."""
     goodput: float | None = None
-    """Share of the time since the first start in which training went forward."""
+    """Share of the time since the first start in which training made progress."""
     product_rate: float | None = None
-    """FLOP/s of matrix products on the reporting rank, given or measured."""
+    """FLOP/s of matrix products on the reporting rank, from ``--peak-tflops`` or measured."""
     layout: str | None = None
     """The layout, such as ``tp2 pp2 dp1``; plots mark where it changes."""
 
     @property
     def utilisation(self) -> float | None:
-        """Model FLOP/s over the rate of matrix products (Chowdhery et al. 2022, appendix B), if that is known."""
+        """Model FLOP/s / FLOP/s of matrix products (Chowdhery et al. 2022, appendix B), if known."""
         return self.model_flops_per_second / self.product_rate if self.product_rate else None
 
     @property
@@ -76,7 +76,7 @@ class ValidationEvent:
     """One evaluation."""
 
     iteration: int
-    """Optimizer steps taken before it."""
+    """Number of optimizer steps before it."""
     loss: float
     """Mean loss over all evaluated tokens."""
     consumed_samples: int = 0
@@ -84,25 +84,25 @@ class ValidationEvent:
     consumed_tokens: int = 0
     """Training tokens read so far."""
     split: str = "validation"
-    """Which split was read: ``validation`` or ``test``."""
+    """The evaluated split: ``validation`` or ``test``."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), with the loss cut at 20 as in Megatron-LM so that it stays printable."""
+        """exp(min(loss, 20)), as in Megatron-LM, which limits the number of digits."""
         return math.nan if math.isnan(self.loss) else math.exp(min(self.loss, 20.0))
 
 
 class Sink(Protocol):
-    """Takes the events of a run; only the rank that reports has any."""
+    """Receives the events of a run; only the reporting rank has sinks."""
 
     setting: str
-    """The setting that names where it writes."""
+    """Name of the setting with the destination."""
 
     def on_step(self, event: StepEvent) -> None:
-        """Take one step."""
+        """Receive one step."""
 
     def on_validation(self, event: ValidationEvent) -> None:
-        """Take one evaluation."""
+        """Receive one evaluation."""
 
     def close(self) -> None:
-        """Write what is left and close files; no event follows."""
+        """Write pending events and close files; no event follows."""

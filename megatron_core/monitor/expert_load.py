@@ -1,4 +1,4 @@
-"""How the tokens of a step are spread over the experts of a layer."""
+"""Distribution of the tokens of a step over the experts of a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STARVED_SHARE, STARVED_STEPS = 0.05, 20
-"""An expert starves if it has less than this share of the mean load for so many steps in a row."""
+"""An expert starves if its load is below this share of the mean load in this number of consecutive steps."""
 
 
 @dataclass(frozen=True)
@@ -16,35 +16,35 @@ class ExpertLoad:
     """The load of one layer in one step, over the whole global batch."""
 
     tokens: tuple[int, ...]
-    """How often each expert was chosen; of T tokens with k choices each the sum is T k."""
+    """Number of times each expert was chosen; the sum is T k for T tokens with k choices each."""
     dropped: int
-    """Choices that the experts had no room for."""
+    """Number of choices dropped because the expert was at capacity."""
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> ExpertLoad:
-        """From the number for each expert and, last, the dropped ones."""
+        """Create from the number for each expert, followed by the number of dropped choices."""
         return cls(tuple(numbers[:-1]), numbers[-1])
 
     @property
     def mean(self) -> float:
-        """Tokens of an expert on average."""
+        """Mean number of tokens of an expert."""
         return sum(self.tokens) / len(self.tokens)
 
     @property
     def max_over_mean(self) -> float:
-        """The largest load over the mean one: 1 if all are equal, the number of experts if one gets everything."""
+        """Largest load / mean load: 1 if all are equal, the number of experts if one expert gets all tokens."""
         return max(self.tokens) / self.mean if self.mean else 1.0
 
     @property
     def entropy(self) -> float:
-        """Entropy of the shares over that of equal ones: 1 if all are equal, 0 if one expert gets everything."""
+        """Entropy of the shares / entropy of equal shares: 1 if all are equal, 0 if one expert gets all tokens."""
         shares = [n / sum(self.tokens) for n in self.tokens if n]
         if not shares or len(self.tokens) == 1:
             return 1.0
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens))
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields of the JSON record."""
         return {
             "tokens": list(self.tokens),
             "dropped": self.dropped,
@@ -54,21 +54,23 @@ class ExpertLoad:
 
 
 def recorded_loads(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    """Of each step's record the load by layer, as far as steps have the layers and experts of the last one: a run may
-    be continued with others."""
+    """Return the load by layer of each step with the same layers and experts as the last step.
+
+    A run may be continued with other layers or experts.
+    """
     found = [step["experts"] for step in steps if step.get("experts")]
     shapes = [{layer: len(load["tokens"]) for layer, load in loads.items()} for loads in found]
     return [loads for loads, shape in zip(found, shapes, strict=True) if shape == shapes[-1]]
 
 
 class StarvedExperts:
-    """Watches for experts that get all but no tokens for many steps; each is named once, until it recovers."""
+    """Detects experts with almost no tokens in many consecutive steps; each is reported once until it recovers."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], int] = {}
 
     def after_step(self, loads: Mapping[int, Sequence[int]]) -> list[str]:
-        """The experts that have just been starved for ``STARVED_STEPS`` steps, as ``layer 3: experts 5, 17``."""
+        """Return experts that starved for ``STARVED_STEPS`` steps up to this one, as ``layer 3: experts 5, 17``."""
         return list(self._sentences(loads))
 
     def _sentences(self, loads: Mapping[int, Sequence[int]]) -> Iterator[str]:

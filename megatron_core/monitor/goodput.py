@@ -1,8 +1,8 @@
-"""Goodput: the share of the time since the first start in which training went forward.
+"""Goodput: the share of the time since the first start in which training made progress.
 
-What a run loses: the start of each process until its first step, the time between a process's end and the start of
-the next, steps that a resumed run repeats, steps that were skipped, saves and evaluations. The rest is ``useful``. The
-time between a run that did all its iterations and its continuation with more of them counts neither as lost nor useful.
+Lost time: the start of each process until its first step, the time between the end of a process and the start of the
+next, repeated steps after a resume, skipped steps, saves and evaluations. The rest is ``useful``. The time between a
+completed run and its continuation with more iterations is neither lost nor useful.
 """
 
 from typing import Any
@@ -11,34 +11,34 @@ LOST = ("start", "restart", "repeated", "skipped", "checkpoint", "evaluation")
 
 
 class Goodput:
-    """Adds up the lines of one rank's file, in their order; while a run trains and when it is read again."""
+    """Sums the lines of one rank's file in order, during training and when reading records."""
 
     def __init__(self) -> None:
         self.lost = dict.fromkeys(LOST, 0.0)
         self._began: float | None = None
         self._at = 0.0
         self._useful: list[tuple[int, int, float]] = []
-        """First and last step of each stretch, and its useful seconds."""
+        """First step, last step and useful seconds of each range of steps."""
         self._total_useful = 0.0
         self._fresh = self._complete = False
 
     @property
     def seconds(self) -> float:
-        """Since the first start."""
+        """Seconds since the first start."""
         return 0.0 if self._began is None else self._at - self._began
 
     @property
     def useful(self) -> float:
-        """Seconds of steps that count."""
+        """Useful seconds."""
         return self._total_useful
 
     @property
     def share(self) -> float:
-        """Useful over all; 1 before the first step."""
+        """Useful time / whole time; 1 before the first step."""
         return min(self.useful / self.seconds, 1.0) if self.seconds > 0 else 1.0
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take the next line."""
+        """Add the next line."""
         (self._start if record["kind"] == "start" else self._stretch)(record)
 
     def _start(self, record: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Goodput:
         self._at, self._fresh = max(began, self._at), True
 
     def _repeat_after(self, iteration: int) -> None:
-        """What was done after the checkpoint that a process resumes from was done for nothing."""
+        """Count steps after the loaded checkpoint of ``iteration`` as repeated."""
         while self._useful and self._useful[-1][1] > iteration:
             first, last, seconds = self._useful.pop()
             kept = max(iteration - first + 1, 0) / max(last - first + 1, 1)
@@ -64,7 +64,7 @@ class Goodput:
                 self._useful.append((first, iteration, seconds * kept))
 
     def _stretch(self, record: dict[str, Any]) -> None:
-        phases, steps = record["phases"], max(record["last"] - record["first"] + 1, 1)  # none: what follows the last
+        phases, steps = record["phases"], max(record["last"] - record["first"] + 1, 1)  # no steps after the last step
         if self._fresh:
             self.lost["start"] += max(record["at"] - record["seconds"] - self._at, 0.0)
             self._fresh = False

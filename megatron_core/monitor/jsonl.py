@@ -1,7 +1,7 @@
-"""Metrics as JSON Lines: one object a line, appended and flushed, so that a killed run loses nothing.
+"""Metrics as JSON Lines: one object per line, flushed after each line, so that a killed run loses nothing.
 
-JSON has no NaN and no infinity. Such a number is ``null`` under its name, and ``"non_finite"`` says which
-it was: ``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"loss": "nan"}}``.
+JSON has no NaN and no infinity. The value of such a field is ``null``, and ``"non_finite"`` has the actual value:
+``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"loss": "nan"}}``.
 """
 
 import json
@@ -53,14 +53,16 @@ class JsonLinesSink:
 
 
 class LineFile:
-    """A file to which lines are appended, flushed one by one. One that is deleted meanwhile is made again."""
+    """A file to which lines are appended, each flushed; if the file is deleted, it is created again."""
 
-    def __init__(self, path: str | Path, setting: str, kind: Kind, *, first: str = "", says: bool = True) -> None:
-        """``first`` is the first line of each process. ``says``: print a note if the file is made again.
+    def __init__(
+        self, path: str | Path, setting: str, kind: Kind, *, first: str = "", prints_note: bool = True
+    ) -> None:
+        """``first``: the first line of each process. ``prints_note``: print a note if the file is created again.
 
         Errors: ``ConfigError`` for a file of another kind, or one that cannot be written.
         """
-        self._path, self._first, self._says = Path(path), first, says
+        self._path, self._first, self._prints_note = Path(path), first, prints_note
         named = f"{setting}={str(path)!r}"
         try:
             refuse_other_file(named, path, kind)
@@ -69,12 +71,14 @@ class LineFile:
             raise ConfigError(f"{named} cannot be written: {error}; give another file") from None
 
     def write(self, line: str) -> None:
-        """Append a line. After an error, as on a full disk, the next one is tried anew."""
+        """Append a line. After an error, such as a full disk, the next call tries again."""
         if self._file.closed:
             self._file = self._open()
         elif not is_still_at(self._file.fileno(), self._path):
-            if self._says and (not self._path.parent.exists() or self._path.parent.stat().st_ino == self._folder):
-                print(f"note: {self._path} was deleted or renamed during training; it is made again", flush=True)
+            if self._prints_note and (
+                not self._path.parent.exists() or self._path.parent.stat().st_ino == self._folder
+            ):
+                print(f"note: {self._path} was deleted or renamed during training; it is created again", flush=True)
             self._file.close()
             self._file = self._open()
         self._append(line)
@@ -84,7 +88,7 @@ class LineFile:
         self._file.close()
 
     def _open(self) -> TextIO:
-        """The file for appending; a line that was cut off when a run was killed is ended first."""
+        """Open the file for appending; first end a line cut off by a kill."""
         make_folder(self._path.parent)
         incomplete = _ends_within_line(self._path)
         self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (open during the run)
@@ -100,16 +104,16 @@ class LineFile:
             self._file.write(f"{line}\n")
             self._file.flush()
         except OSError:
-            with suppress(OSError):  # it tries to write once more
+            with suppress(OSError):  # closing tries to write again
                 self._file.close()
             raise
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of one training in order, without what was repeated later.
+    """Return the records of one training in order, without superseded records.
 
-    A run that resumes from a checkpoint repeats the steps after it: of each iteration the last record stays,
-    and what the lost run recorded after the checkpoint goes. A line cut off when a run was killed is ignored.
+    A run that resumes from a checkpoint repeats the steps after it: the last record of each iteration is kept, and
+    earlier records after the checkpoint are removed. A line cut off by a kill is ignored.
     """
     kept: list[dict[str, Any]] = []
     for record in _records(Path(path)):
@@ -120,7 +124,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _is_superseded(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether ``new`` repeats ``old`` or goes back before it."""
+    """Whether ``new`` is at or before the iteration of ``old``."""
     if new["kind"] == "step":
         return old["iteration"] >= new["iteration"]
     same_kind = old["kind"] == "validation" and old["split"] == new["split"]
@@ -128,10 +132,10 @@ def _is_superseded(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one file as they stand."""
+    """Read all records of a file in order."""
     try:
         if os.path.exists(path) and not path.is_file():
-            raise OSError(0, "it is not a file")
+            raise OSError(0, "it is not a regular file")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", error)
@@ -149,12 +153,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 names = ["non_finite"]
             if names:
                 shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-                raise DataError(f"{path}, line {number} is no record of a run: missing or out of range: {shown}")
+                raise DataError(f"{path}, line {number} is not a record of a run: missing or out of range: {shown}")
             yield record
 
 
 def _as_json(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with ``null`` for numbers that JSON lacks."""
+    """Replace values that are not finite by ``null``, and add ``non_finite``."""
     odd = {name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     if not odd:
         return record
@@ -168,7 +172,7 @@ def _from_json(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends_within_line(path: Path) -> bool:
-    """Whether the file's last line has no end."""
+    """Whether the file's last line has no line break."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

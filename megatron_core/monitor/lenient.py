@@ -1,4 +1,4 @@
-"""Reports that cannot be written any more, as on a full disk: one warning, and the training goes on without them."""
+"""Reports whose destination fails, for example a full disk: print one warning and continue training."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,36 +10,36 @@ from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 
 
 class LenientSink:
-    """Passes events on to ``sink``; warns once when it cannot write, and tries again with each event."""
+    """Passes events to ``sink``; warns at the first failed write, and tries again with each event."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink, self._is_told = sink, False
+        self._sink, self._has_warned = sink, False
         self.setting = sink.setting
 
     def on_step(self, event: StepEvent) -> None:
-        """Pass on one step."""
+        """Pass one step."""
         self._try(lambda: self._sink.on_step(event))
 
     def on_validation(self, event: ValidationEvent) -> None:
-        """Pass on one evaluation."""
+        """Pass one evaluation."""
         self._try(lambda: self._sink.on_validation(event))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the sink."""
         self._try(self._sink.close)
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
-            if not self._is_told:
-                tell_unwritable(self.setting, error)
-            self._is_told = True
+            if not self._has_warned:
+                warn_unwritable(self.setting, error)
+            self._has_warned = True
 
 
 @contextmanager
 def lenient_output() -> Iterator[None]:
-    """Standard output for a training, which it survives if that becomes full or is closed."""
+    """Let training continue in this context if standard output is full or closed."""
     strict = sys.stdout
     sys.stdout = cast(TextIO, _Stream(strict))
     try:
@@ -49,7 +49,7 @@ def lenient_output() -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream that swallows what cannot be written."""
+    """A text stream that discards output after a failed write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ class _Stream:
         return len(text)
 
     def flush(self) -> None:
-        """Bring it to where it belongs."""
+        """Flush the stream."""
         self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,10 +71,10 @@ class _Stream:
             action()
         except OSError as error:
             discard(self._stream)
-            tell_unwritable("standard output", error)
+            warn_unwritable("standard output", error)
 
 
-def tell_unwritable(what: str, error: OSError) -> None:
-    """Warn on standard error that ``what`` is not written."""
+def warn_unwritable(name: str, error: OSError) -> None:
+    """Warn on standard error that ``name`` is not written."""
     with suppress(OSError):
-        print(f"note: {what} CANNOT BE WRITTEN: {error.strerror}; the training goes on", file=sys.stderr, flush=True)
+        print(f"note: {name} CANNOT BE WRITTEN: {error.strerror}; training continues", file=sys.stderr, flush=True)

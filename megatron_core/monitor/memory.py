@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_bytes() -> int:
-    """Peak bytes so far: of the current GPU's tensors where CUDA is in use, else of the whole process."""
+    """Peak bytes so far: of the tensors of the current GPU if CUDA is in use, otherwise of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -17,7 +17,7 @@ def peak_memory_bytes() -> int:
 
 
 def current_memory_bytes() -> int:
-    """Bytes now: as ``peak_memory_bytes``; where the system does not tell of a process, its peak."""
+    """Current bytes, as ``peak_memory_bytes``; the peak if the system does not report the current size."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
     counts = Path("/proc/self/statm")
@@ -27,7 +27,7 @@ def current_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Bytes that this rank's device has, which on a CPU all ranks of the host share; 0 if that is unknown."""
+    """Bytes of this rank's device, on a CPU shared by all ranks of the host; 0 if unknown."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if "SC_PHYS_PAGES" not in os.sysconf_names:

@@ -1,4 +1,4 @@
-"""Metrics for MLflow under the same names as for TensorBoard."""
+"""Metrics for MLflow with the tags of TensorBoard."""
 
 import errno
 import importlib
@@ -15,10 +15,10 @@ from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import make_folder
 
 MOST_PARAMETERS, LONGEST = 100, 500
-"""Parameters of one call, and characters of one, that every store of MLflow takes."""
+"""Maximum number of parameters per call and of characters per parameter that all stores of MLflow accept."""
 
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Defaults for a server that does not answer; MLflow's own let the training wait for several minutes."""
+"""Defaults for a server that does not answer; MLflow's defaults would block training for several minutes."""
 
 
 class MlflowSink:
@@ -27,8 +27,7 @@ class MlflowSink:
     setting = "mlflow_experiment"
 
     def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
-        """Start a run with the ``settings`` of the training; by default in ``mlflow.db`` beside the checkpoints, or in
-        the current folder."""
+        """Start a run with ``settings``; by default in ``mlflow.db`` in ``save_dir`` or the current folder."""
         try:
             mlflow = importlib.import_module("mlflow")
         except ImportError as error:
@@ -45,15 +44,15 @@ class MlflowSink:
         try:
             self._client = mlflow.MlflowClient(tracking_uri=store)
             self._run = self._start(config, settings)
-        except Exception as error:  # of many kinds: no such store, no answer, a name it refuses
+        except Exception as error:  # various types: no such store, no answer, an illegal name
             raise ConfigError(
                 f"mlflow_tracking_uri={config.mlflow_tracking_uri} and mlflow_experiment={config.mlflow_experiment}: "
                 f"MLflow cannot start a run ({first_line(error)}); give a store such as sqlite:///mlflow.db or the "
-                "http address of a server that runs, or remove the flags"
+                "http address of a running server, or remove the flags"
             ) from error
 
     def _start(self, config: MonitorConfig, settings: Mapping[str, Any]) -> str:
-        """Start a run with the ``settings``; returns its identifier."""
+        """Start a run with ``settings``; return its identifier."""
         known = self._client.get_experiment_by_name(config.mlflow_experiment)
         experiment = self._client.create_experiment(config.mlflow_experiment) if known is None else known.experiment_id
         run: str = self._client.create_run(experiment, run_name=config.mlflow_run_name).info.run_id
@@ -73,15 +72,15 @@ class MlflowSink:
 
     def close(self) -> None:
         """End the run."""
-        self._told(self._client.set_terminated)
+        self._send(self._client.set_terminated)
 
     def _log(self, values: Mapping[str, float | None], step: int) -> None:
         now = round(1000 * time.time())
         metrics = [self._entities.Metric(name, float(v), now, step) for name, v in values.items() if v is not None]
-        self._told(self._client.log_batch, metrics=metrics)
+        self._send(self._client.log_batch, metrics=metrics)
 
-    def _told(self, call: Callable[..., object], **given: Any) -> None:
-        """Tell the store about the run. Errors: ``OSError``, which a training survives, where it does not answer."""
+    def _send(self, call: Callable[..., object], **given: Any) -> None:
+        """Send data of the run to the store. Errors: ``OSError``, which training survives, if it does not answer."""
         try:
             call(self._run, **given)
         except self._failure as error:

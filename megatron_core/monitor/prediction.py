@@ -1,4 +1,4 @@
-"""The planner's prediction of how much faster a run would be in another layout."""
+"""Predict with the planner how much faster a run would be in another layout."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from megatron_core.planner.hardware import Hardware, Link, known_hardware, read_
 from megatron_core.planner.search import Candidate, Search, with_settings
 
 COMPUTED = ("products", "attention", "elements", "launches")
-"""The planner's kinds of time that make up forward and backward."""
+"""Kinds of time of the planner that sum to forward and backward."""
 
 
 def predicted_gain(summary: Summary, settings: Mapping[str, Any], kind: str, sending: float) -> float | None:
-    """The share of a step's time that ``settings`` save, per token: 1 - (tokens/s now) / (tokens/s then), both by the
-    planner's cost model.
+    """Predicted share of a step's time saved by ``settings``: 1 - (tokens/s now) / (tokens/s then).
 
-    The model's machine is scaled so that it takes as long as the run for forward and backward, and for the collectives
-    of ``kind`` (the planner's name), which take the share ``sending`` of the time. None: the records lack what the
-    model needs, or the layout is not legal or does not fit into memory.
+    Both rates are of the planner's cost model. Its hardware is scaled so that predicted and measured times agree for
+    forward and backward, and for the collectives of ``kind`` (the planner's name) with the share ``sending`` of the
+    time. Returns None if the records are incomplete, or if the layout is illegal or does not fit into memory.
     """
     found = _config(summary)
     if found is None:
@@ -38,13 +37,13 @@ def predicted_gain(summary: Summary, settings: Mapping[str, Any], kind: str, sen
         return None
     if summary.records.header().get("device") == "cuda" and not search.fits(then.memory):
         return None
-    rest = max(summary.step_seconds - now.seconds, 0.0)  # what the model does not know stays as it is
+    rest = max(summary.step_seconds - now.seconds, 0.0)  # time outside the model is assumed constant
     rates = [each.cost.tokens / (each.seconds + rest) for each in (now, then)]
     return 1 - rates[0] / rates[1]
 
 
 def _config(summary: Summary) -> tuple[RunConfig, int] | None:
-    """The settings of the run, with the batch of its last step, and the size of its vocabulary."""
+    """Settings of the run, with the batch size of its last step, and vocabulary size."""
     known, stored = RunConfig().flat(), summary.config
     vocab_size = summary.records.header(0).get("environment", {}).get("vocab_size") or stored.get("vocab_size")
     steps = summary.records.steps()
@@ -55,7 +54,7 @@ def _config(summary: Summary) -> tuple[RunConfig, int] | None:
 
 
 def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, kind: str, sending: float) -> Hardware:
-    """``hardware`` on which the model takes as long as the run; ``ZeroDivisionError`` if one of them takes no time."""
+    """Scale ``hardware`` to the measured times. ``ZeroDivisionError`` if a predicted or measured time is 0."""
     compute = median(times.typical_compute for times in summary.ranks.values())
     faster = sum(seen.cost.by_kind.get(each, 0.0) for each in COMPUTED) / compute
     wider = seen.cost.by_kind.get(kind, 0.0) / (sending * summary.step_seconds)
@@ -75,7 +74,7 @@ def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, kind: str
 
 
 def machine_of(summary: Summary) -> Hardware:
-    """The machine that a run's records name; an H100 for other GPUs, of which the run's own times set the rates."""
+    """The machine in a run's records; for an unknown GPU an H100, whose rates are then scaled to the measured times."""
     header = summary.records.header(0)
     hosts = {summary.records.header(rank).get("host") for rank in summary.ranks}
     per_node = max(len(summary.ranks) // len(hosts), 1)

@@ -1,4 +1,4 @@
-"""The rate at which this rank multiplies matrices, against which utilisation is measured."""
+"""FLOP/s of matrix products on this rank, the reference of utilisation."""
 
 import time
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 MEASURED = "measured at the start from iteration "
-"""What the source of a measured rate begins with."""
+"""Prefix of the source of a measured rate."""
 
 
 @dataclass(frozen=True)
 class ReferenceRate:
-    """The rate that utilisation is given against; a run stores it, and its restarts use it again.
+    """The reference rate of utilisation; a run stores it, and its restarts use it again.
 
-    flops: FLOP/s of a rank. device: its name, and how many ranks measured together. source: where the rate is from.
+    flops: FLOP/s of a rank. device: its name and the number of ranks. source: origin of the rate.
     """
 
     flops: float
@@ -24,7 +24,7 @@ class ReferenceRate:
 
     @classmethod
     def of(cls, record: Any) -> "ReferenceRate | None":
-        """The inverse of ``asdict``; None for anything else, as in the records of earlier releases."""
+        """Inverse of ``asdict``; None for other values, such as records of earlier releases."""
         try:
             found = cls(**record)
         except TypeError:
@@ -35,7 +35,7 @@ class ReferenceRate:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rate is not one that was given."""
+        """Whether the rate was measured, not set with ``--peak-tflops``."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:
@@ -43,15 +43,15 @@ class ReferenceRate:
 
 
 def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.03) -> float:
-    """FLOP/s of the fastest of several products of square matrices, at least two, within ``seconds``.
+    """Measure FLOP/s: the fastest of at least two products of square matrices within ``seconds``.
 
-    Side 8192 on a GPU, 512 on a CPU. All ranks of a job measure together: those who share cores share them
-    here, too.
+    Matrices have 8192 rows on a GPU, 512 on a CPU. All ranks of a job measure at the same time, so that ranks on the
+    same cores share them as they do in training.
     """
     side = 8192 if device.type == "cuda" else 512
     a = torch.ones(side, side, dtype=dtype, device=device)
     out = torch.empty_like(a)
-    torch.mm(a, a, out=out)  # libraries load and choose their kernels
+    torch.mm(a, a, out=out)  # loads libraries and selects kernels
     fastest, end = float("inf"), time.perf_counter() + seconds
     while fastest == float("inf") or time.perf_counter() < end:
         _wait(device)

@@ -1,4 +1,4 @@
-"""The last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
+"""Metrics of the last step in Prometheus's text format, for the textfile collector of the node exporter."""
 
 import math
 import re
@@ -10,13 +10,13 @@ from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import Kind, make_folder, no_follow_new, refuse_other_file
 
 _METRICS = Kind(
-    "file of metrics that a run wrote",
+    "metrics file written by a run",
     lambda data: all(line.startswith(b"megatron_") for line in data.removesuffix(b"\n").split(b"\n")),
 )
 
 
 class PrometheusSink:
-    """Rewrites its file after each step; a reader finds the old or the new one, never a part."""
+    """Replaces its file atomically after each step."""
 
     setting = "prometheus_file"
 
@@ -25,7 +25,7 @@ class PrometheusSink:
         try:
             make_folder(self._path.parent)
             if self._path.exists() and not self._path.is_file():
-                raise OSError("it is there, and no file that could be replaced")
+                raise OSError("it exists and is not a regular file")
             refuse_other_file(f"prometheus_file={str(path)!r}", path, _METRICS)
             self._write()
         except OSError as error:
@@ -43,7 +43,7 @@ class PrometheusSink:
         self._write()
 
     def close(self) -> None:
-        """Leave the last values in the file."""
+        """Keep the last values in the file."""
 
     def _write(self) -> None:
         lines = [f"{metric_name(name)} {_number(value)}" for name, value in self._values.items()]
@@ -55,7 +55,7 @@ class PrometheusSink:
 
 
 def metric_name(name: str) -> str:
-    """A legal name: letters, digits and underscores, as ``megatron_lm_loss``."""
+    """Convert to a legal name of letters, digits and underscores, such as ``megatron_lm_loss``."""
     return "megatron_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
 
 

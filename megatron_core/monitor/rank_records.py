@@ -1,17 +1,16 @@
-"""What each rank writes of its own time and memory, and how the records of a run are read again.
+"""Records of each rank's time and memory: writing, and reading the records of a run.
 
-Beside ``metrics.jsonl`` lies the folder ``metrics.ranks`` with a file for each rank, ``rank00003.jsonl``. Every process
-that starts appends a line that says who it is, and then one line for each stretch of steps:
+Beside ``metrics.jsonl`` is the folder ``metrics.ranks`` with a file for each rank, ``rank00003.jsonl``. Every process
+appends a header when it starts, and then one line for each range of steps:
 
     {"kind": "start", "version": 1, "rank": 3, "world_size": 4, "coordinates": {"tp": 1, ...}, "host": "node0", ...}
     {"kind": "times", "first": 1, "last": 1, "at": 1.7e9, "seconds": 0.041, "phases": {"forward": 0.012, ...},
      "traffic": {"tp all_reduce": {"calls": 8, "bytes": 65536.0, "exposed": 0.003, "in_flight": 0.003}},
      "memory": {"weights": 1048576, ...}, "skipped": 0}
 
-``at`` is Unix time at the end of the stretch. The first ``DETAILED`` steps of a process have a line each, later ones
-share one for every ``log_interval`` steps, so that a long run's files stay small. The last line of a run that did all
-its iterations says ``"complete": true``. Ranks write without asking others, so that the files of a run that was killed,
-or of some ranks alone, still say what they know.
+``at`` is Unix time at the end of the range. Each of the first ``DETAILED`` steps of a process has its own line; later
+lines cover ``log_interval`` steps, which keeps the files of a long run small. The last line of a completed run has
+``"complete": true``. Ranks write independently, so that the files of a killed run, or of only some ranks, are usable.
 """
 
 import json
@@ -23,24 +22,24 @@ from typing import Any
 
 from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
-from megatron_core.monitor.lenient import tell_unwritable
+from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.monitor.record_schema import checked_line
 from megatron_core.parallel.meter import StepTimes
 
 VERSION = 1
 DETAILED = 100
-"""Steps of a process that have a line each."""
+"""Number of steps of a process with a line of their own."""
 Record = dict[str, Any]
 
 
 class RankWriter:
-    """Appends this rank's lines."""
+    """Appends lines to this rank's file."""
 
     def __init__(self, metrics: Path, rank: int, about: Mapping[str, Any]) -> None:
-        """``metrics`` is the run's metrics file, ``about`` what the first line says besides."""
+        """``metrics``: the run's metrics file. ``about``: further fields of the header."""
         first = json.dumps({"kind": "start", "version": VERSION, "rank": rank, **about})
-        self._file = LineFile(rank_file(metrics, rank), "metrics_file", METRICS, first=first, says=False)
-        self._is_told = False
+        self._file = LineFile(rank_file(metrics, rank), "metrics_file", METRICS, first=first, prints_note=False)
+        self._has_warned = False
 
     def write(
         self,
@@ -52,7 +51,7 @@ class RankWriter:
         skipped: int,
         complete: bool = False,
     ) -> Record:
-        """Append the stretch of steps ``first`` to ``last``; returns its record."""
+        """Append the range of steps ``first`` to ``last``; return its record."""
         record: Record = {
             "kind": "times", "first": first, "last": last, "at": round(at, 3), "seconds": _short(times.seconds),
             "phases": {name: _short(seconds) for name, seconds in times.phases.items()},
@@ -62,9 +61,9 @@ class RankWriter:
         try:
             self._file.write(json.dumps(record))
         except OSError as error:
-            if not self._is_told:
-                tell_unwritable("record_times", error)
-            self._is_told = True
+            if not self._has_warned:
+                warn_unwritable("record_times", error)
+            self._has_warned = True
         return record
 
     def close(self) -> None:
@@ -74,32 +73,32 @@ class RankWriter:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """All that a run has left."""
+    """All records of a run."""
 
     metrics: list[Record]
-    """Steps and evaluations, as ``read_metrics`` gives them."""
+    """Steps and evaluations, as returned by ``read_metrics``."""
     ranks: dict[int, list[Record]]
-    """Lines of each rank's file in the order in which they were written, those of repeated steps included."""
+    """Lines of each rank's file in the order of writing, including repeated steps."""
     notes: list[str] = field(default_factory=list)
-    """What is missing or could not be read."""
+    """Missing or unreadable records."""
 
     def steps(self) -> list[Record]:
         """The records of steps."""
         return [record for record in self.metrics if record["kind"] == "step"]
 
     def header(self, rank: int | None = None) -> Record:
-        """What the last process of a rank, by default the lowest there is, said of itself; empty if nothing."""
+        """Header of the last process of ``rank``, by default the lowest recorded rank; empty without records."""
         lines = self.ranks.get(min(self.ranks, default=0) if rank is None else rank, [])
         return next((line for line in reversed(lines) if line["kind"] == "start"), {})
 
 
 def rank_file(metrics: Path, rank: int) -> Path:
-    """Where a rank's lines are."""
+    """Path of a rank's file."""
     return metrics.with_suffix(".ranks") / f"rank{rank:05d}.jsonl"
 
 
 def find_metrics(run: str | Path) -> Path:
-    """The metrics file of a run that is named by its file or by its folder. ``DataError`` if there is none."""
+    """Find the metrics file of a run from its path or its folder. ``DataError`` if there is none."""
     path = Path(run)
     found = path / "metrics.jsonl" if path.is_dir() else path
     if not found.is_file() and not found.with_suffix(".ranks").is_dir():
@@ -108,7 +107,7 @@ def find_metrics(run: str | Path) -> Path:
 
 
 def read_run(run: str | Path) -> RunRecords:
-    """The records of a run, as far as they go; what is missing is in the notes."""
+    """Read all available records of a run; missing records are described in the notes."""
     path, notes = find_metrics(run), []
     metrics: list[Record] = []
     if path.is_file():
@@ -118,7 +117,7 @@ def read_run(run: str | Path) -> RunRecords:
     ranks: dict[int, list[Record]] = {}
     for file in sorted(path.with_suffix(".ranks").glob("*.jsonl")):
         if not re.fullmatch("rank[0-9]{5,7}", file.stem):
-            notes.append(f"{visible(file.name)} is not named as a rank's file, such as rank00000.jsonl; left out")
+            notes.append(f"{visible(file.name)} is not named as a rank's file, such as rank00000.jsonl; ignored")
         elif lines := read_rank_file(file, notes):
             ranks[int(file.stem.removeprefix("rank"))] = lines
     if not metrics and not ranks and path.is_file() and path.stat().st_size:
@@ -128,20 +127,20 @@ def read_run(run: str | Path) -> RunRecords:
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        notes.append(f"records of {len(missing)} of {world} ranks are missing ({shown}): what they did is unknown")
+        notes.append(f"records of {len(missing)} of {world} ranks are missing ({shown})")
     if not ranks:
-        notes.append("no rank has recorded its times (--no-record-times): where they went is unknown")
+        notes.append("no rank recorded its times (--no-record-times): there is no breakdown of time")
     return records
 
 
 def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
-    """The lines of one file that can be read; a sentence about the others is added to ``notes``."""
+    """Return the readable lines of one file; add a sentence about the other lines to ``notes``."""
     found, damaged, other = [], 0, set()
     version: Any = VERSION
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        notes.append(f"{file.name} cannot be read ({error.strerror}); left out")
+        notes.append(f"{file.name} cannot be read ({error.strerror}); ignored")
         return []
     for line in lines:
         try:
@@ -158,13 +157,15 @@ def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
             damaged += 1
     if damaged:
         plural = "s are" if damaged > 1 else " is"
-        notes.append(f"{file.name}: {damaged} line{plural} damaged or cut off, as when a process is killed; left out")
+        notes.append(
+            f"{file.name}: {damaged} line{plural} damaged or cut off, for example because a process was killed; ignored"
+        )
     if other:
         names = ", ".join(sorted(other)[:8])
-        notes.append(f"{file.name} has records of version {names}, this program reads {VERSION}; those are left out")
+        notes.append(f"{file.name} has records of version {names}, this program reads {VERSION}; ignored")
     return found
 
 
 def _short(number: float) -> float:
-    """Seven digits are enough."""
+    """Round to seven digits."""
     return float(f"{number:.7g}")

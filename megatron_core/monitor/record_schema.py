@@ -1,4 +1,4 @@
-"""Fields of a run's records. Every reader checks them when it reads, so that programs can rely on types and ranges."""
+"""Fields of a run's records; readers check them, so that programs can rely on types and ranges."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ TIMES_OPTIONAL = {"memory": mapping(whole()), "skipped": whole(), "complete": fl
 
 
 def wrong_metrics(record: dict[str, Any]) -> list[str]:
-    """Names of the fields of a step or an evaluation that are missing or have other types or ranges."""
+    """Names of missing fields of a step or an evaluation, and of fields with a wrong type or range."""
     if record["kind"] == "validation":
         return wrong(record, VALIDATION, VALIDATION_OPTIONAL)
     others = set(record) - set(STEP) - set(STEP_OPTIONAL) - {"kind", "experts"}  # auxiliary losses, parts of metrics
@@ -43,7 +43,7 @@ def wrong_metrics(record: dict[str, Any]) -> list[str]:
 
 
 def checked_line(record: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a line of a rank's file that its readers use; None for another or a damaged line."""
+    """Known fields of a line of a rank's file; None for another kind of line or a damaged one."""
     kind = record.get("kind")
     if kind not in ("start", "times"):
         return None
@@ -55,13 +55,13 @@ def checked_line(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_stretch(record: dict[str, Any]) -> bool:
-    """Whether the steps of a stretch have a time and are at least as many as the skipped ones; it may have no steps."""
+    """Whether the numbers of steps and skipped steps and the time of a record are consistent; it may have no steps."""
     steps = record["last"] - record["first"] + 1
     return steps == 0 or (steps > 0 and record["seconds"] > 0 and record.get("skipped", 0) <= steps)
 
 
 def _is_load(value: Any) -> bool:
-    """Whether ``value`` is the load of layers with the same number of experts, by layer."""
+    """Whether ``value`` is the load by layer, with equal numbers of experts in all layers."""
     return (
         mapping(LOAD)(value)
         and all(layer.isascii() and layer.isdigit() and len(layer) < 8 for layer in value)
@@ -70,7 +70,7 @@ def _is_load(value: Any) -> bool:
 
 
 def _is_config(value: Any) -> bool:
-    """Whether the settings that this version knows have legal values."""
+    """Whether the settings known to this version have legal values."""
     try:
         return not any(range_problems(RunConfig.from_flat(RunConfig().flat() | {"lr": 1.0} | _settings(value))))
     except (AttributeError, TypeError, ValueError, OverflowError, ConfigError):
@@ -78,7 +78,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that this version knows, in their types."""
+    """Settings known to this version, converted to their types."""
     kinds = field_types()
     return {name: convert(value, kinds[name]) for name, value in config.items() if name in kinds}
 

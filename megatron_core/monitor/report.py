@@ -1,21 +1,22 @@
-"""One HTML page about a run, from its records alone."""
+"""An HTML page about a run, made from its records alone."""
 
 import math
 import os
 import tempfile
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.diagnosis import Diagnosis, diagnose
+from megatron_core.monitor.diagnosis import Diagnosis
+from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
 from megatron_core.monitor.goodput import LOST
-from megatron_core.monitor.page import GENERATOR, bars, chart, digits, page, paragraph, picture, table, tiles
+from megatron_core.monitor.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
 from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.monitor.plot_pipeline import plot_timelines
 from megatron_core.monitor.product_rate import ReferenceRate
@@ -27,18 +28,18 @@ from megatron_core.schedules.trace import measured_costs, read_trace
 
 _REPORT = Kind("report of this program", lambda data: GENERATOR.encode() in data[:1000])
 MOST_RANKS = 64
-"""Ranks that are shown one by one; of more, those that compute longest and shortest."""
+"""Maximum number of ranks shown; of more ranks, half are the slowest and half the fastest in forward and backward."""
 
 
 def write_report(run: str | Path, out: str | Path, other: str | Path | None = None) -> None:
-    """Write the page about ``run``, beside the run ``other`` if it is given, to the file ``out``."""
+    """Write the page about ``run`` to the file ``out``; ``other``: a run to compare with."""
     prepare_output({"out": out, "run": run, "compare": other}, "out", _REPORT)
     # Names of files may have bytes that are not UTF-8.
     Path(out).write_text(report(run, other), encoding="utf-8", errors="backslashreplace")
 
 
 def report(run: str | Path, other: str | Path | None = None) -> str:
-    """The page as text."""
+    """Return the page as text."""
     summary = Summary.of(read_run(run))
     compared = None if other is None else Summary.of(read_run(other))
     diagnosis = diagnose(summary)
@@ -63,7 +64,7 @@ def report(run: str | Path, other: str | Path | None = None) -> str:
     return page(f"Training run {name}", sections)
 
 
-def _summary(summary: Summary, diagnosis: Diagnosis) -> str:
+def _summary(summary: Summary, diagnosis: Diagnosis) -> Markup:
     steps, header = summary.records.steps(), summary.records.header()
     values: dict[str, str] = {}
     if steps:
@@ -79,19 +80,17 @@ def _summary(summary: Summary, diagnosis: Diagnosis) -> str:
     if diagnosis.findings:
         first = diagnosis.findings[0]
         values["bottleneck"] = f"{first.cause} ({first.share:.0%})"
-    return tiles(values) + "".join(paragraph(f"Note: {note}", "note") for note in diagnosis.notes)
+    return BLOCKS.tiles(values) + _paragraphs((f"Note: {note}" for note in diagnosis.notes), "note")
 
 
-def _diagnosis(diagnosis: Diagnosis) -> str:
+def _paragraphs(texts: Iterable[str], style: str) -> Markup:
+    return Markup().join(BLOCKS.paragraph(text, style) for text in texts)
+
+
+def _diagnosis(diagnosis: Diagnosis) -> Markup:
     if not diagnosis.findings:
-        return paragraph("Without times of steps nothing can be said.", "soft")
-    items = []
-    for finding in diagnosis.findings:
-        changes = "".join(f"<li>{escape(str(c))}</li>" for c in finding.changes)
-        listed = f"<ul>{changes}</ul>" if changes else ""
-        head = f"<b>{escape(finding.cause)}: {finding.share:.1%} of the time.</b>"
-        items.append(f"<li>{head} {escape(finding.evidence)}{listed}</li>")
-    return f"<ol>{''.join(items)}</ol>"
+        return BLOCKS.paragraph("Without times of steps there is no diagnosis.", "soft")
+    return BLOCKS.findings(diagnosis.findings)
 
 
 def _curve(summary: Summary, field: str, kind: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
@@ -101,30 +100,30 @@ def _curve(summary: Summary, field: str, kind: str = "step", scale: float = 1.0)
     return [(float(r["iteration"]), scale * float(r[field])) for r in chosen[::stride]]
 
 
-def _loss(summary: Summary, other: Summary | None) -> str:
+def _loss(summary: Summary, other: Summary | None) -> Markup:
     curves = {"training": _curve(summary, "loss"), "validation": _curve(summary, "loss", "validation")}
     if other is not None:
         curves |= {"training of the other run": _curve(other, "loss")}
-    rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
-    norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     shown = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
-    by_source = chart(sources, "iteration", "loss per token by source of data") if sources else ""
-    more = f"<details><summary>More</summary>{rates}{norms}{_norms_by_layer(summary)}</details>"
+    by_source = chart(sources, "iteration", "loss per token by source of data") if sources else Markup()
+    rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
+    norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
+    more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
     return chart(shown, "iteration", "loss per token") + by_source + more
 
 
 def _names(summary: Summary, metric: str) -> list[str]:
-    """The fields that break a metric down, as steps have them."""
+    """Names of the fields of steps that break ``metric`` down."""
     found = (name for step in summary.records.steps() for name in step if name.startswith(f"{metric}/"))
     return list(dict.fromkeys(found))
 
 
-def _norms_by_layer(summary: Summary) -> str:
+def _norms_by_layer(summary: Summary) -> Markup:
     metric = "grad-norm by layer"
     steps = [step for step in summary.records.steps() if f"{metric}/head" in step]
     if not steps:
-        return paragraph("Norms by layer are recorded with --log-norms-by-layer.", "soft")
+        return BLOCKS.paragraph("Norms by layer are recorded with --log-norms-by-layer.", "soft")
     last, rows = steps[-1], []
     for name in _names(summary, metric):
         grad, weights = (last.get(each) for each in (name, name.replace("grad", "params", 1)))
@@ -133,17 +132,17 @@ def _norms_by_layer(summary: Summary) -> str:
     return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
-def _throughput(summary: Summary, other: Summary | None) -> str:
+def _throughput(summary: Summary, other: Summary | None) -> Markup:
     curves = {"tokens/s": _curve(summary, "tokens_per_second")}
     if other is not None:
         curves["the other run"] = _curve(other, "tokens_per_second")
     used = {"utilisation": _curve(summary, "utilisation"), "goodput": _curve(summary, "goodput")}
     shown = chart(curves, "iteration", "tokens per second") + chart(used, "iteration", "utilisation and goodput")
-    return shown + "".join(paragraph(line, "soft") for line in _references(summary))
+    return shown + _paragraphs(_references(summary), "soft")
 
 
 def _references(summary: Summary) -> Iterator[str]:
-    """What utilisation is compared with; several lines where restarts changed it."""
+    """Describe the reference of utilisation; several lines if restarts changed it."""
     lines = summary.records.ranks.get(min(summary.records.ranks, default=0), [])
     before = None
     for line in (line for line in lines if line["kind"] == "start" and line.get("product_rate")):
@@ -162,19 +161,19 @@ def _shown_ranks(summary: Summary) -> list[int]:
     return sorted(by_time[: MOST_RANKS // 2] + by_time[-MOST_RANKS // 2 :])
 
 
-def _time(summary: Summary) -> str:
+def _time(summary: Summary) -> Markup:
     if not summary.ranks:
-        return paragraph("No rank has recorded its times.", "soft")
+        return BLOCKS.paragraph("No rank has recorded its times.", "soft")
     rows = {}
     for rank in _shown_ranks(summary):
         times = summary.ranks[rank]
         parts = times.phases | {name: traffic["exposed"] for name, traffic in times.traffic.items()}
         rows[summary.name(rank)] = {name: 1000 * s / times.steps for name, s in parts.items() if s}
-    text = "Milliseconds of a step by rank; waiting for collectives is named by group and kind."
-    return paragraph(text, "soft") + bars(rows, "ms")
+    text = "Milliseconds per step by rank; time spent waiting for collectives is listed by group and kind."
+    return BLOCKS.paragraph(text, "soft") + bars(rows, "ms")
 
 
-def _memory(summary: Summary) -> str:
+def _memory(summary: Summary) -> Markup:
     rows, peaks = {}, []
     for rank in _shown_ranks(summary):
         kinds = dict(summary.records.ranks[rank][-1].get("memory", {}))
@@ -182,49 +181,49 @@ def _memory(summary: Summary) -> str:
         peaks.append((summary.name(rank), now / 2**20, peak / 2**20))
         rows[summary.name(rank)] = {kind: size / 2**20 for kind, size in kinds.items() if size}
     if not any(rows.values()):
-        return paragraph("No memory was recorded.", "soft")
+        return BLOCKS.paragraph("No memory was recorded.", "soft")
     return bars(rows, "MiB") + table(("rank", "now (MiB)", "peak (MiB)"), peaks)
 
 
-def _collectives(summary: Summary) -> str:
+def _collectives(summary: Summary) -> Markup:
     rows = []
     for kind, (sending, waiting) in summary.communication().items():
         own = [t for t in (times.traffic.get(kind) for times in summary.ranks.values()) if t]
         steps = next(iter(summary.ranks.values())).steps
         rates = summary.rates(kind)
-        rate = f"{median(rates.values()) / 1e9:.3g}" if rates else "not waited for here"
+        rate = f"{median(rates.values()) / 1e9:.3g}" if rates else "not exposed"
         sent = float(median(t["bytes"] for t in own)) / steps / 1e6
         rows.append((kind, round(own[0]["calls"] / steps, 1), sent, rate, f"{sending:.1%}", f"{waiting:.1%}"))
     if not rows:
-        return paragraph("One rank alone: there are none.", "soft")
-    head = ("group and kind", "calls a step", "MB sent a step and rank", "GB/s", "exposed", "waiting for others")
-    note = "Bytes are those of a ring; exposed and waiting are shares of all ranks' time."
-    return table(head, rows) + paragraph(note, "soft")
+        return BLOCKS.paragraph("A single rank has no collectives.", "soft")
+    head = ("group and kind", "calls per step", "MB sent per step and rank", "GB/s", "exposed", "waiting for others")
+    note = "Bytes are those of a ring algorithm; exposed and waiting are shares of the time of all ranks."
+    return table(head, rows) + BLOCKS.paragraph(note, "soft")
 
 
-def _imbalance(summary: Summary) -> str:
+def _imbalance(summary: Summary) -> Markup:
     ranks = _shown_ranks(summary)
     if not ranks:
-        return paragraph("No rank has recorded its times.", "soft")
+        return BLOCKS.paragraph("No rank has recorded its times.", "soft")
     times = {rank: 1000 * summary.ranks[rank].compute / summary.ranks[rank].steps for rank in ranks}
     middle = median(times.values())
     slowest = max(times, key=lambda rank: times[rank])
     share = times[slowest] / middle if middle else 1.0
-    text = f"Slowest: {summary.name(slowest)}, {digits(times[slowest])} ms a step, {share:.2f} times the median."
+    text = f"Slowest: {summary.name(slowest)}, {digits(times[slowest])} ms per step, {share:.2f} times the median."
     rows = [(summary.name(rank), time, time / middle if middle else 1.0) for rank, time in times.items()]
-    return paragraph(text) + table(("rank", "forward and backward (ms a step)", "over the median"), rows)
+    return BLOCKS.paragraph(text) + table(("rank", "forward and backward (ms per step)", "over the median"), rows)
 
 
-def _pipeline(summary: Summary) -> str:
+def _pipeline(summary: Summary) -> Markup:
     folder = summary.config.get("trace_pipeline")
     if (summary.config.get("pipeline_model_parallel_size") or 1) == 1:
-        return paragraph("One stage: there is no pipeline.", "soft")
+        return BLOCKS.paragraph("A single stage is not a pipeline.", "soft")
     if folder is None:
-        return paragraph("Not traced; record the first 20 steps with --trace-pipeline FOLDER.", "soft")
+        return BLOCKS.paragraph("Not traced; record the first 20 steps with --trace-pipeline FOLDER.", "soft")
     try:
         measured = read_trace(folder)
     except MegatronError as error:
-        return paragraph(str(error), "note")
+        return BLOCKS.paragraph(str(error), "note")
     timeline = measured.timelines[measured.typical]
     planned = simulate(timeline.plan, measured_costs(timeline))
     with tempfile.TemporaryDirectory() as place:
@@ -232,13 +231,13 @@ def _pipeline(summary: Summary) -> str:
         plot_timelines([("measured", timeline), (f"planned: {measured.schedule}", planned)], png, unit="ms")
         shown = picture(png, "timelines of the pipeline, measured and planned")
     text = f"Step {measured.typical}: idle {timeline.idle:.1%} measured, {planned.idle:.1%} planned."
-    return paragraph(text) + shown
+    return BLOCKS.paragraph(text) + shown
 
 
-def _experts(summary: Summary, metrics: Path) -> str:
+def _experts(summary: Summary, metrics: Path) -> Markup:
     steps = recorded_loads(summary.records.steps())
     if not steps:
-        return paragraph("No layer has experts.", "soft")
+        return BLOCKS.paragraph("No layer has experts.", "soft")
     rows = []
     for layer, numbers in steps[-1].items():
         load = ExpertLoad(tuple(numbers["tokens"]), numbers["dropped"])
@@ -250,16 +249,16 @@ def _experts(summary: Summary, metrics: Path) -> str:
     return shown + table(("last step", "busiest over mean", "entropy", "dropped"), rows)
 
 
-def _goodput(summary: Summary) -> str:
+def _goodput(summary: Summary) -> Markup:
     good = summary.goodput
     if not good.seconds:
-        return paragraph("No rank has recorded its times.", "soft")
+        return BLOCKS.paragraph("No rank has recorded its times.", "soft")
     parts = {"useful": good.useful} | {name: good.lost[name] for name in LOST if good.lost[name]}
     text = f"{digits(good.seconds)} s since the first start, {good.share:.1%} of them useful."
-    return paragraph(text) + bars({"since the first start": parts}, "s")
+    return BLOCKS.paragraph(text) + bars({"since the first start": parts}, "s")
 
 
-def _comparison(summary: Summary, other: Summary) -> str:
+def _comparison(summary: Summary, other: Summary) -> Markup:
     rows: list[tuple[str, Any, Any, Any]] = []
     for label, field in (
         ("step (ms)", "elapsed_ms"), ("tokens per second", "tokens_per_second"), ("utilisation", "utilisation"),
@@ -270,7 +269,8 @@ def _comparison(summary: Summary, other: Summary) -> str:
         a, b = summary.share(phase), other.share(phase)
         rows.append((f"{phase} (share)", f"{a:.1%}", f"{b:.1%}", a / b if b else "-"))
     changed = list(_differences(summary.config, other.config))
-    settings = table(("setting", "this run", "the other run"), changed) if changed else paragraph("The same settings.")
+    head = ("setting", "this run", "the other run")
+    settings = table(head, changed) if changed else BLOCKS.paragraph("The same settings.")
     return table(("", "this run", "the other run", "ratio"), rows) + settings
 
 
@@ -280,9 +280,9 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, st
             yield name, str(a.get(name)), str(b.get(name))
 
 
-def _config(summary: Summary) -> str:
+def _config(summary: Summary) -> Markup:
     header = summary.records.header(0)
     environment = {**header.get("environment", {}), "host": header.get("host", "unknown")}
-    text = yaml.safe_dump(summary.config, sort_keys=True) if summary.config else "unknown: rank 0 has left no records"
-    shown = f"<details><summary>All settings</summary><pre>{escape(text)}</pre></details>"
-    return table(("environment", ""), [(name, str(value)) for name, value in environment.items()]) + shown
+    text = yaml.safe_dump(summary.config, sort_keys=True) if summary.config else "unknown: rank 0 left no records"
+    settings = BLOCKS.details("All settings", BLOCKS.preformatted(text))
+    return table(("environment", ""), [(name, str(value)) for name, value in environment.items()]) + settings

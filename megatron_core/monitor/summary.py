@@ -1,4 +1,4 @@
-"""A run's records in numbers: each rank's time by phase, waiting told from sending, and how far the run came."""
+"""Summary of a run's records: time of each rank by phase, with waiting and sending separated, and goodput."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_core.monitor.timers import COMPUTE
 from megatron_core.planner.hardware import Hardware
 
 WARM_UP = 2
-"""Steps after a start that are left out where more follow: libraries load and memory is touched for the first time."""
+"""Steps after a start that are ignored if more follow: they include loading libraries and first use of memory."""
 OUTSIDE = ("checkpoint", "evaluation")
 """Phases between steps."""
 
@@ -28,20 +28,20 @@ class RankTimes:
     phases: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     each_compute: list[float] = field(default_factory=list)
-    """Forward and backward of a step, stretch by stretch."""
+    """Seconds of forward and backward per step, for each record."""
 
     @property
     def compute(self) -> float:
-        """Forward and backward, without waiting for collectives."""
+        """Seconds of forward and backward, without exposed collectives."""
         return sum(self.phases.get(name, 0.0) for name in COMPUTE)
 
     @property
     def typical_compute(self) -> float:
-        """The same of a step: the median over stretches, which no single disturbance moves."""
+        """Seconds of forward and backward per step: the median over records, which is robust to outliers."""
         return median(self.each_compute) if self.each_compute else 0.0
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a stretch."""
+        """Add a record."""
         steps = record["last"] - record["first"] + 1
         self.steps += steps
         self.each_compute.append(sum(record["phases"].get(name, 0.0) for name in COMPUTE) / steps)
@@ -56,18 +56,18 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the rules of a diagnosis and a report read."""
+    """Input of the rules of a diagnosis and of the report."""
 
     records: RunRecords
     ranks: dict[int, RankTimes]
-    """Times after the warm-up, by rank, in the last layout that the run had."""
+    """Times after the warm-up in the last layout of the run, by rank."""
     goodput: Goodput
     machine: Hardware | None = None
-    """The machine, for predictions; None: the one that the records name."""
+    """The machine, for predictions; None: the machine in the records."""
 
     @classmethod
     def of(cls, records: RunRecords, machine: Hardware | None = None) -> Summary:
-        """The numbers of a run."""
+        """Summarize the records of a run."""
         goodput = Goodput()
         for line in records.ranks.get(min(records.ranks, default=0), []):
             goodput.add(line)
@@ -77,42 +77,42 @@ class Summary:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings, as rank 0 wrote them; empty without its records."""
+        """The settings in the records of rank 0; empty without these records."""
         return self.records.header(0).get("config", {})
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step, with what happens between steps."""
+        """Mean time of a step, including evaluations and saves."""
         times = list(self.ranks.values())
         return sum(t.seconds for t in times) / max(sum(t.steps for t in times), 1)
 
     def share(self, phase: str) -> float:
-        """The share of a phase in the time of all ranks."""
+        """Share of a phase in the time of all ranks."""
         return self._part(times.phases.get(phase, 0.0) for times in self.ranks.values())
 
     @property
     def compute_share(self) -> float:
-        """The share of forward and backward."""
+        """Share of forward and backward in the time of all ranks."""
         return self._part(times.compute for times in self.ranks.values())
 
     def worst_share(self, phase: str) -> tuple[float, int]:
-        """The largest share of a phase in one rank's time, and that rank: others wait for it."""
+        """Largest share of a phase in a rank's time, and this rank, for which the others wait."""
         shares = {rank: t.phases.get(phase, 0.0) / t.seconds for rank, t in self.ranks.items() if t.seconds}
         worst = max(shares, key=lambda rank: shares[rank], default=0)
         return shares.get(worst, 0.0), worst
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """The index of a rank on an axis."""
+        """Index of a rank on an axis."""
         return self.records.header(rank).get("coordinates", {}).get(axis, 0)
 
     def name(self, rank: int) -> str:
-        """A rank as messages name it."""
+        """Name of a rank in messages."""
         header = self.records.header(rank)
         axes = " ".join(f"{axis}{at}" for axis, at in header.get("coordinates", {}).items() if axis in "pp dp cp tp")
         return f"rank {rank} [{axes}] on {header.get('host', 'an unknown host')}"
 
     def groups(self, traffic: str) -> Iterator[list[int]]:
-        """The ranks of each group that has collectives of a kind, as ``tp all_reduce``, as far as records are there."""
+        """Yield the recorded ranks of each group with collectives of a kind such as ``tp all_reduce``."""
         axes = set(traffic.split(" ")[0].split("-"))
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, times in self.ranks.items():
@@ -125,10 +125,11 @@ class Summary:
         yield from found.values()
 
     def communication(self) -> dict[str, tuple[float, float]]:
-        """By kind of collective the shares of all ranks' time in which they exchange data, and in which they wait.
+        """Shares of all ranks' time spent exchanging data and waiting for other ranks, by kind of collective.
 
-        A collective ends for all members together: the one that came last waits for the data alone, and what others
-        take longer is waiting for it. Over many collectives with changing last ranks that share of waiting is too low.
+        A collective ends at the same time on all its ranks. Its shortest time, on the last rank that joins, is the
+        exchange of data; the additional time on other ranks is waiting. If the last rank changes from collective to
+        collective, waiting is underestimated.
         """
         found = {}
         for kind in dict.fromkeys(name for times in self.ranks.values() for name in times.traffic):
@@ -141,7 +142,7 @@ class Summary:
         return found
 
     def rates(self, kind: str) -> dict[tuple[int, ...], float]:
-        """Bytes a second that a rank sends while collectives of a kind are on their way, by group."""
+        """Bytes per second sent by a rank during collectives of a kind, by group."""
         found = {}
         for group in self.groups(kind):
             quickest = min(self.ranks[rank].traffic[kind]["in_flight"] for rank in group)
@@ -151,7 +152,7 @@ class Summary:
         return found
 
     def unequal_layers(self) -> dict[str, tuple[float, list[int]]]:
-        """By layer with unequal loads of late: the largest over the mean one, and the experts that starve."""
+        """Layers with unequal expert loads in the last 20 steps: largest / mean load, and starved experts."""
         loads = recorded_loads(self.records.steps()[-20:])
         found = {}
         for layer in loads[-1] if loads else ():
@@ -163,7 +164,7 @@ class Summary:
         return found
 
     def mean(self, name: str) -> float | None:
-        """The mean of a number in the steps after the warm-up; None if none has it."""
+        """Mean of a field over the steps after the warm-up; None if no step has it."""
         steps = self.records.steps()
         values = [step[name] for step in (steps[WARM_UP:] or steps) if step.get(name) is not None]
         return sum(values) / len(values) if values else None
@@ -174,7 +175,7 @@ class Summary:
 
 
 def _last_of_others(lines: list[dict[str, Any]]) -> float:
-    """When a rank last wrote as part of another layout than its present one."""
+    """Time of a rank's last record in a layout other than its last layout."""
     found, layout = [0.0], None
     for line in reversed(lines):
         if line["kind"] == "start":
@@ -189,14 +190,14 @@ def _last_of_others(lines: list[dict[str, Any]]) -> float:
 
 
 def _times(lines: list[dict[str, Any]], change: float) -> RankTimes:
-    """The stretches of one rank after the last change of layout, without warm-ups unless there is nothing else."""
+    """Sum one rank's records after the last change of layout, without warm-up unless there are no other records."""
     warm, cold, since, other = RankTimes(), RankTimes(), 0, False
     for line in lines:
         if line["kind"] == "start":
             since, other = 0, line.get("began", change) < change
             continue
         if other or line["last"] < line["first"]:
-            continue  # the last save and evaluation: no part of a step, and much of a short run
+            continue  # the final save and evaluation, which dominate a short run
         (cold if since < WARM_UP else warm).add(line)
         since += line["last"] - line["first"] + 1
     return warm if warm.steps else cold

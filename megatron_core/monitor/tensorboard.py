@@ -8,12 +8,12 @@ from megatron_core.output_file import make_folder
 
 
 class TensorBoardSink:
-    """Writes every step's scalars; the package is imported only when there is one of these."""
+    """Writes the scalars of every step; the tensorboard package is imported only when a sink is created."""
 
     setting = "tensorboard_dir"
 
     def __init__(self, folder: str | Path, *, start_iteration: int = 0) -> None:
-        """Open ``folder``; what an earlier run wrote after ``start_iteration`` is hidden."""
+        """Open ``folder``; events of an earlier run after ``start_iteration`` are hidden."""
         self._folder = Path(folder)
         try:
             self._open(start_iteration + 1 if start_iteration else None)
@@ -27,7 +27,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge_step)
 
     def on_step(self, event: StepEvent) -> None:
-        """Write one step; NaN is written too, and TensorBoard marks it."""
+        """Write one step, including NaN, which TensorBoard marks."""
         if not self._folder.is_dir():
             self._open()  # it was deleted
         for tag, value in scalars(event).items():
@@ -48,7 +48,7 @@ class TensorBoardSink:
 
 
 def scalars(event: StepEvent) -> dict[str, float | None]:
-    """The numbers of a step by Megatron-LM's tags."""
+    """Scalars of a step by Megatron-LM's tags; None if absent."""
     return {
         "learning-rate": event.learning_rate,
         "batch-size": event.global_batch_size,

@@ -1,4 +1,4 @@
-"""Times of all ranks as lines: Megatron-LM's timers, and its report of stragglers."""
+"""Lines with the times of all ranks: Megatron-LM's timers and its straggler report."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,8 +8,10 @@ COMPUTE = ("forward", "backward", "weight gradients")
 
 
 def timer_lines(ranks: Sequence[dict[str, Any]], level: int, option: Literal["max", "minmax", "all"]) -> list[str]:
-    """The lines of ``--timing-log-level`` in milliseconds since the last ones: phases from level 1 on, waiting for
-    each kind of collective from 2 on. ``ranks`` have ``phases`` and ``exposed`` in seconds, by name."""
+    """Lines of ``--timing-log-level``, in milliseconds: phases at level 1, and exposed collectives at level 2.
+
+    ``ranks`` have ``phases`` and ``exposed`` in seconds, by name.
+    """
     if level == 0:
         return []
     parts = ("phases", "exposed") if level > 1 else ("phases",)
@@ -30,10 +32,9 @@ def timer_lines(ranks: Sequence[dict[str, Any]], level: int, option: Literal["ma
 
 
 def slowest_ranks(ranks: Sequence[dict[str, Any]], count: int) -> list[str]:
-    """The report of ``--log-straggler``: the ``count`` ranks that compute longest and shortest.
+    """Lines of ``--log-straggler``: the ``count`` slowest and fastest ranks in forward and backward.
 
-    Computing is what a rank does by itself: it does not wait for others meanwhile, so that the rank that all wait
-    for is the one that computes longest.
+    These times do not include waiting for other ranks, so that the slowest rank is the one the others wait for.
     """
     times = [sum(rank["phases"].get(name, 0.0) for name in COMPUTE) for rank in ranks]
     order, middle = sorted(range(len(ranks)), key=lambda rank: -times[rank]), median(times)

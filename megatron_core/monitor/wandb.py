@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases under the same names as for TensorBoard."""
+"""Metrics for Weights & Biases with the tags of TensorBoard."""
 
 import importlib
 from collections.abc import Mapping
@@ -18,8 +18,7 @@ class WandbSink:
     setting = "wandb_project"
 
     def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
-        """Start a run with the ``settings`` of the training; its files go to ``--wandb-save-dir``, by default the
-        folder ``wandb`` beside the checkpoints."""
+        """Start a run with ``settings``; its files are in ``wandb_save_dir``, by default ``wandb`` in ``save_dir``."""
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -32,7 +31,7 @@ class WandbSink:
         names = {"project": config.wandb_project, "name": config.wandb_exp_name, "entity": config.wandb_entity}
         try:
             self._run = wandb.init(**names, dir=folder, config=dict(settings))
-        except Exception as error:  # of many kinds: no login, no network, a name it refuses
+        except Exception as error:  # various types: no login, no network, an illegal name
             raise ConfigError(
                 f"wandb_project={config.wandb_project}: Weights & Biases cannot start a run ({first_line(error)}); log "
                 "in with wandb login, set WANDB_MODE=offline to keep the run on this machine, or remove the flag"
@@ -49,5 +48,5 @@ class WandbSink:
         self._run.log(values, step=event.iteration)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload pending data and end the run."""
         self._run.finish()

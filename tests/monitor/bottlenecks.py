@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from megatron_core.monitor.diagnosis import Diagnosis, diagnose
+from megatron_core.monitor.diagnosis import Diagnosis
+from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
@@ -177,10 +178,7 @@ def _train(folder: str, fault: str, settings: dict[str, Any]) -> None:
     run = tiny_run(**settings, save=folder)
     plant(run, fault)
     sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if run.world.rank == 0 else []
-    try:
-        train(run, sinks)
-    finally:
-        METER.stop()
+    train(run, sinks)
 
 
 def diagnosed(planted: Bottleneck, folder: Path, steps: int = 12) -> Diagnosis:

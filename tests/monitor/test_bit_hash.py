@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_core.monitor.bit_hash import CHUNK, hash_tensors
+from megatron_core.monitor.replicas import CHUNK, hash_tensors
 
 CPU = torch.device("cpu")
 

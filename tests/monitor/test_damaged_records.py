@@ -191,4 +191,4 @@ def test_a_damaged_step_is_named_with_its_line(tmp_path: Path, capsys: pytest.Ca
     metrics = write_run(tmp_path)
     metrics.write_text(metrics.read_text().replace('"consumed_tokens": 128', '"consumed_tokens": -128'))
     assert plot_metrics.main((str(metrics),), out=str(tmp_path / "a.png")) == 1
-    assert "line 2 is no record of a run: missing or out of range: consumed_tokens" in capsys.readouterr().err
+    assert "line 2 is not a record of a run: missing or out of range: consumed_tokens" in capsys.readouterr().err

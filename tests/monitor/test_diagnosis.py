@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.diagnosis import Diagnosis, diagnose
-from megatron_core.monitor.findings import Change
+from megatron_core.monitor.diagnosis import Change, Diagnosis
+from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.rank_records import rank_file, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import Traffic

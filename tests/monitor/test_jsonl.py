@@ -92,5 +92,5 @@ def test_a_record_of_wrong_types_is_named(line, tmp_path):
     """Other lines, such as those that were cut off or nested without end, are no records."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "st\n' + "[" * 100_000 + '\n{"a": ' + "9" * 5000 + "}\n" + line + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 4 is no record of a run: missing or out of range: "):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 4 is not a record of a run: missing or out of range: "):
         read_metrics(path)

@@ -50,7 +50,7 @@ def _fill(folder: Path, name: str) -> str:
 
 def test_prometheus_replaces_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.prom")
-    with pytest.raises(ConfigError, match=r"prometheus_file=.*it is there, and no file"):
+    with pytest.raises(ConfigError, match=r"prometheus_file=.*it exists and is not a regular file"):
         PrometheusSink(tmp_path / "run.prom")
     assert (tmp_path / "run.prom").is_fifo()
 
@@ -58,7 +58,7 @@ def test_prometheus_replaces_no_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SINKS)
 def test_a_full_disk(name: str, tmp_path: Path) -> None:
     (said,) = run_ranks(1, _fill, tmp_path, name)
-    assert said == f"note: {name} CANNOT BE WRITTEN: File too large; the training goes on\n"
+    assert said == f"note: {name} CANNOT BE WRITTEN: File too large; training continues\n"
     if name == "metrics_file":  # with room again, it goes on there
         assert [record["iteration"] for record in read_metrics(tmp_path / "reports/metrics.jsonl")] == [1, 6]
     if name == "prometheus_file":
