@@ -1,4 +1,4 @@
-"""Connections of the server that cannot be held open by clients that send or read too slowly."""
+"""Server connections with time limits, so that slow clients cannot hold them open."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-"""Longest time for the head of a request, from the opening of a connection or from its first byte."""
+"""Time limit for the head of a request, from the opening of the connection or the first byte."""
 WRITE_SECONDS = 30.0
-"""Longest time for which a client may leave a full buffer of an answer unread."""
+"""Time limit for a client to read from a full output buffer."""
 
 
 class BoundedConnection(H11Protocol):
@@ -33,7 +33,7 @@ class BoundedConnection(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time for a request's head; make room if there are too many connections."""
+        """Start the time limit of a request's head; close a connection if there are too many."""
         super().connection_made(transport)
         self._limit_head()
         if len(self.connections) <= self.most:
@@ -49,11 +49,11 @@ class BoundedConnection(H11Protocol):
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether no whole request has arrived that is not answered yet."""
+        """Whether there is no complete request to answer."""
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def data_received(self, data: bytes) -> None:
-        """Handle data; a head that has begun has to be complete in time."""
+        """Handle data; start or stop the time limit of the head."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_head_timer()
@@ -68,12 +68,12 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start the time for a client to read."""
+        """Start the time limit for the client to read."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop the time limit: the client has read."""
         self._stop_write_timer()
         super().resume_writing()
 
@@ -92,12 +92,12 @@ class BoundedConnection(H11Protocol):
 
 
 def bounded(most: int) -> type[BoundedConnection]:
-    """The class of connections of a server with at most ``most`` of them."""
+    """Create the connection class of a server with at most ``most`` connections."""
     return type("BoundedConnection", (BoundedConnection,), {"most": most})
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer that there are too many connections."""
+    """Answer with status 503."""
     error = {"message": "the server has too many connections; try again later", "type": "server_error"}
     body = json.dumps({"error": {**error, "param": None, "code": "too_many_connections"}}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "retry-after": "1"}

@@ -17,7 +17,7 @@ from megatron_core.inference.sampling import Sampling, choose, log_probabilities
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how it is continued."""
+    """A prompt and the settings of its continuation."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -26,14 +26,14 @@ class Request:
     ends: frozenset[int] = frozenset()
     """Tokens that end the text."""
     logprobs: int | None = None
-    """Report the logarithm of each new token's probability, and of so many of the most likely ones."""
+    """Report the log probability of each new token and of this number of most likely tokens; None: neither."""
     score_prompt: bool = False
-    """Report them for the prompt's tokens, too; needs ``logprobs``."""
+    """Also report log probabilities of the prompt's tokens; requires ``logprobs``."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The logarithm of a token's probability, before temperature, and the most likely tokens with theirs."""
+    """Log probability of a token, before temperature, and the most likely tokens with their log probabilities."""
 
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()
@@ -41,17 +41,17 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step has done for a request."""
+    """Result of a step for one request."""
 
     number: int
-    """The request's, as ``submit`` returned it."""
+    """Number of the request, as returned by ``submit``."""
     token: int | None
     """The new token; None for a request without new tokens."""
     score: TokenScore | None = None
     finished: Literal["stop", "length"] | None = None
-    """stop: ``token`` is one of the ends. length: it is the last one that was asked for."""
+    """stop: ``token`` is one of ``ends``. length: it is the last requested token."""
     prompt_scores: tuple[TokenScore, ...] = ()
-    """Of the prompt's tokens from the second one on, with the first progress of a request that asks for them."""
+    """Scores of the prompt's tokens after the first, in the first progress of a request with ``score_prompt``."""
 
 
 @dataclass
@@ -68,8 +68,8 @@ class _Running:
 class Engine:
     """Generates for all submitted requests, at most ``max_batch_size`` at a time; every rank calls the same methods.
 
-    A step computes the prompts of requests that join, at most ``max_prompt_tokens`` together unless one alone is
-    longer, or else one token for each request of the batch. Results do not depend on what else is in the batch.
+    A step computes the prompts of joining requests, with at most ``max_prompt_tokens`` tokens unless a single prompt is
+    longer, or otherwise one token for each request in the batch. Results do not depend on other requests in the batch.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Engine:
         self.max_batch_size, self.max_prompt_tokens = max_batch_size, max_prompt_tokens
         limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]
         self.max_length = min(limits, default=None)
-        """Largest number of tokens of a prompt and its continuation; None: any."""
+        """Maximum number of tokens of a prompt and its continuation; None: unlimited."""
         self._waiting: deque[_Running] = deque()
         self._rows: list[_Running] = []
         self._cache = KVCache(generator.device)
@@ -95,23 +95,23 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not joined the batch."""
+        """Number of requests waiting to join the batch."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests in the batch."""
+        """Number of requests in the batch."""
         return len(self._rows)
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there are requests."""
         return bool(self._rows or self._waiting)
 
     def submit(self, request: Request) -> int:
-        """Queue a request, its ``max_new_tokens`` limited to the model's positions; -> its number.
+        """Queue a request, with ``max_new_tokens`` limited to the model's positions; return its number.
 
-        ``ConfigError`` for a prompt without tokens, with tokens that the model does not have, or that is too long.
+        ``ConfigError`` for a prompt that is empty, too long, or has tokens outside of the vocabulary.
         """
         request = self.checked(request)
         number = next(self._numbers)
@@ -120,7 +120,7 @@ class Engine:
         return number
 
     def checked(self, request: Request) -> Request:
-        """The request as it will be run, or ``ConfigError``."""
+        """Return the request with ``max_new_tokens`` limited, or raise ``ConfigError``."""
         length, limit = len(request.prompt), self.max_length
         if not length:
             raise ConfigError("the prompt has no token; give at least one character")
@@ -140,7 +140,7 @@ class Engine:
         return replace(request, max_new_tokens=min(request.max_new_tokens, limit - length))
 
     def cancel(self, number: int) -> None:
-        """Forget a request; nothing happens if it is finished."""
+        """Remove a request; a finished request is ignored."""
         self._waiting = deque(each for each in self._waiting if each.number != number)
         for row, each in enumerate(self._rows):
             if each.number == number:
@@ -148,7 +148,7 @@ class Engine:
                 return
 
     def step(self) -> list[Progress]:
-        """Advance the requests that join, or all in the batch; -> what is new."""
+        """Advance the joining requests, or all requests in the batch; return their progress."""
         joining = self._joining()
         first, rows = (len(self._rows), joining) if joining else (0, self._rows)
         if not rows:
@@ -167,7 +167,7 @@ class Engine:
         return found
 
     def _joining(self) -> list[_Running]:
-        """Requests whose prompts are computed together now."""
+        """Take the requests whose prompts are computed in this step from the queue."""
         found: list[_Running] = []
         tokens = 0
         while self._waiting and len(self._rows) + len(found) < self.max_batch_size:
@@ -190,7 +190,7 @@ class Engine:
         """
         counts = [len(each.request.prompt) if whole else 1 for each in rows]
         most = max((each.request.logprobs for each in rows if each.request.logprobs is not None), default=None)
-        # For each row of logits: the token behind it, its logprob, the alternatives and their logprobs.
+        # For each row of logits: the next token, its log probability, the alternatives and their log probabilities.
         columns = 1 if most is None else 2 + 2 * most
         table = torch.zeros(sum(counts), columns, dtype=torch.float64, device=self.generator.device)
         if logits is not None:

@@ -1,4 +1,4 @@
-"""A trained model that is split over tensor and pipeline ranks, run on new tokens of several sequences; its loading."""
+"""A trained model split over tensor and pipeline ranks: loading, and forward of new tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Generator:
         device: torch.device,
     ) -> Generator:
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
-        # In FP8 scales would depend on how many positions pass at a time; weights are stored in more bits.
+        # With FP8, scales would depend on the number of positions per forward; stored weights have more bits.
         config = replace(config, training=replace(config.training, fp8_format=None))
         validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
         vocab_size = reader.state["vocab_size"]
@@ -65,7 +65,7 @@ class Generator:
 
     @property
     def learned_positions(self) -> int | None:
-        """The number of positions that the model has; None if positions are not learned."""
+        """Number of learned positions; None if positions are not learned."""
         learned = self.config.model.position_embedding_type == "learned_absolute"
         return self.config.max_positions if learned else None
 
@@ -74,8 +74,8 @@ class Generator:
     ) -> Tensor | None:
         """Run prompts through all stages and add them to ``cache`` as new sequences.
 
-        -> logits ``[prompts, vocabulary]`` behind the last token of each, or ``[tokens, vocabulary]`` behind every
-        token of all prompts in a row; None on ranks without the last stage.
+        Returns logits after the last token of each prompt ``[prompts, vocabulary]``, or with ``all_logits`` after every
+        token of all prompts ``[tokens, vocabulary]``; None on ranks without the last stage.
         """
         counts = [len(prompt) for prompt in prompts]
         positions = cache.begin_prompts(counts)
@@ -85,8 +85,10 @@ class Generator:
         return None if logits is None else logits[0]
 
     def extend_sequences(self, tokens: Sequence[int], cache: KVCache) -> Tensor | None:
-        """Run one new token of each sequence of ``cache`` through all stages -> logits ``[sequences, vocabulary]``
-        behind it; None on ranks without the last stage."""
+        """Run one new token of each sequence of ``cache`` through all stages.
+
+        Returns logits after this token ``[sequences, vocabulary]``; None on ranks without the last stage.
+        """
         positions = cache.begin_tokens()
         logits = self._run(torch.tensor(tokens, device=self.device)[:, None], positions, cache, None, None)
         return None if logits is None else logits[:, 0]
@@ -100,7 +102,7 @@ class Generator:
         document_lengths: Sequence[Sequence[int]] | None,
         logit_positions: Tensor | None,
     ) -> Tensor | None:
-        """Run ``ids`` through this rank's stages -> logits, None on ranks without the last stage."""
+        """Run ``ids`` through this rank's stages; return logits, or None on ranks without the last stage."""
         own, hidden, logits = self._p2p.index, None, None
         for stage, rank in enumerate(self._stage_to_rank):
             if rank != own:
@@ -125,7 +127,7 @@ class Generator:
         return logits
 
     def share_result(self, result: Tensor) -> Tensor:
-        """``result``, filled on ranks with the last stage, on all ranks of the pipeline."""
+        """Broadcast ``result`` from the rank with the last stage to all ranks of the pipeline."""
         broadcast_(result, self.groups.ranks("pp")[self._stage_to_rank[-1]], self.groups.group("pp"))
         return result
 
@@ -139,15 +141,15 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """How the model is split for generation."""
+    """Layout of the model for generation."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks over which the matrices of each layer are split."""
+    """Number of ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = 1
-    """Ranks over which the layers are split."""
+    """Number of ranks over which the layers are split."""
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """The configuration of the training run in this layout."""
+        """Return the configuration of the training run with this layout."""
         balanced: dict[str, Any] = BALANCED_STAGES
         parallel = replace(
             config.parallel,
@@ -159,7 +161,7 @@ class GenerationLayout:
             context_parallel_size=1,
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=None,
-            sequence_parallel=False,  # one new position cannot be split
+            sequence_parallel=False,  # a single new position cannot be split
         )
         return replace(config, parallel=parallel)
 
@@ -172,17 +174,17 @@ def start_generator(
     *,
     timeout_minutes: float = 10.0,
 ) -> tuple[Generator, Tokenizer]:
-    """Join the ranks and load the model of ``reader``, which was trained as ``trained``; closes ``reader``.
+    """Join the ranks and load the model of ``reader``, trained with the configuration ``trained``; close ``reader``.
 
-    ``ConfigError`` if it has no tokenizer, or cannot be split in this layout.
+    ``ConfigError`` if the checkpoint has no tokenizer, or the layout is illegal.
     """
     with reader:
         config = layout.applied(trained)
         tokenizer = tokenizer_of(config.data)
         if tokenizer is None:
             raise ConfigError(
-                f"{reader.folder} has no tokenizer, which the prompt needs; train with --tokenizer-type, or add the "
-                "tokenizer.json of the model of Hugging Face"
+                f"{reader.folder} has no tokenizer, which is required for prompts; train with --tokenizer-type, or add "
+                "the tokenizer.json of the Hugging Face model"
             )
         found = list(parallel_problems(config, world.size))
         if found:

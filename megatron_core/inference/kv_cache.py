@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, for sequences of different lengths that are generated together."""
+"""Cache of keys and values, for sequences of different lengths in one batch."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 STEP = 256
-"""Positions by which the memory grows at least, so that short texts are never moved."""
+"""Minimum growth in positions, so that short sequences are never copied."""
 
 
 class KVCache:
     """Keys and values of each layer of this rank, ``[sequences, heads, positions, channels]``.
 
-    ``lengths`` are the numbers of stored positions. A step adds either whole prompts as new sequences
-    (``begin_prompts``) or one token to every sequence (``begin_tokens``); it consists of one of the two, the model's
-    forward, and ``end``. Full memory grows by half. Values behind a sequence's length are finite and never seen.
+    ``lengths``: the number of stored positions of each sequence. A step adds either whole prompts as new sequences
+    (``begin_prompts``) or one token to every sequence (``begin_tokens``), followed by the model's forward and ``end``.
+    Full memory grows by half. Values after the end of a sequence are finite and masked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class KVCache:
 
     @torch.inference_mode()
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; the last one takes its number."""
+        """Remove a sequence; the last sequence gets its number."""
         last = len(self.lengths) - 1
         for stored in (tensor for pair in self._layers.values() for tensor in pair if sequence != last):
             positions = stored.movedim(-2, 1)[:, : self.lengths[last]]
@@ -35,18 +35,20 @@ class KVCache:
         self.lengths.pop()
 
     def begin_prompts(self, counts: Sequence[int]) -> Tensor:
-        """Begin a step of new sequences of ``counts`` tokens, one behind the other in one row -> their positions
-        ``[1, sum of counts]``."""
+        """Begin a step of new sequences with ``counts`` tokens, concatenated into one row.
+
+        Returns their positions ``[1, sum of counts]``.
+        """
         first, self._after = len(self.lengths), [*self.lengths, *counts]
         self._packed, self._ragged = True, False
         positions = torch.cat([torch.arange(count) for count in counts])
         rows = torch.arange(first, first + len(counts)).repeat_interleave(torch.tensor(counts))
-        # Indices from the host: a mask would be waited for on a GPU, in every layer.
+        # Indices come from the host: a mask would synchronize with the GPU in every layer.
         self._at = rows.to(self._device), positions.to(self._device)
         return self._at[1][None]
 
     def begin_tokens(self) -> Tensor:
-        """Begin a step of one token for every sequence -> their positions ``[sequences, 1]``."""
+        """Begin a step of one token for every sequence; return their positions ``[sequences, 1]``."""
         self._after = [length + 1 for length in self.lengths]
         self._packed, self._ragged = False, len(set(self.lengths)) > 1
         self._hidden.clear()
@@ -60,8 +62,10 @@ class KVCache:
         self.lengths = self._after
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the step's ``[s, b, ...]`` of a layer, and return all positions of its sequences ``[t, b, ...]``; of
-        prompts, which have no earlier positions, the same tensors."""
+        """Store keys and values ``[s, b, ...]`` of a layer; return all positions of the sequences ``[t, b, ...]``.
+
+        Prompts have no earlier positions: the same tensors are returned.
+        """
         longest = max(self._after)
         stored = self._layers.get(layer)
         if stored is None or stored[0].shape[0] < len(self._after) or stored[0].shape[-2] < longest:
@@ -75,8 +79,10 @@ class KVCache:
         return (key, value) if self._packed else (found[0], found[1])
 
     def masked(self, window: int | None) -> Tensor | None:
-        """``[b, 1, 1, positions]``, True for keys that a query does not see: those behind its own and those before the
-        last ``window``. None if all sequences have the same length, and for prompts."""
+        """Mask ``[b, 1, 1, positions]``, True for keys after the query or before its last ``window`` positions.
+
+        None for prompts, and if all sequences have the same length.
+        """
         if not self._ragged:
             return None
         if window not in self._hidden:
@@ -86,7 +92,7 @@ class KVCache:
         return self._hidden[window]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``masked`` as a term of the scores: -inf for keys that a query does not see, 0 for the others."""
+        """``masked`` as an additive bias of the attention scores: -inf for masked keys, otherwise 0."""
         hidden = self.masked(window)
         if hidden is None:
             return None
@@ -96,9 +102,9 @@ class KVCache:
         return self._biases[window, dtype]
 
     def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
-        """Memory with room for the step, with the content of ``old``."""
+        """Allocate memory for the step, and copy ``old`` into it."""
         held = (0, 0) if old is None else (old.shape[0], old.shape[-2])
-        # Half as much again, so that moving costs a constant number of copies for each token.
+        # Growing by half limits copying to a constant number of copies per token.
         wanted = (len(self._after), -(-max(self._after) // STEP) * STEP)
         room = [size if size >= need else max(need, size * 3 // 2) for size, need in zip(held, wanted, strict=True)]
         memory = like.new_zeros(room[0], *like.shape[2:-1], room[1], like.shape[-1])

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: what a request asks for, and how its results are written."""
+"""OpenAI's completions and chat completions: from a request to the engine, and from results to JSON."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ from megatron_core.tokenizers.chat import ChatTemplate
 
 Json = dict[str, Any]
 COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions."""
+"""Default of max_tokens for completions, as in OpenAI's interface."""
 TEMPLATE_SECONDS = 5.0
-"""Longest time in which a chat template writes a prompt."""
+"""Time limit for rendering a chat template."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     max_length: int
-    """Tokens of a prompt and its continuation."""
+    """Maximum number of tokens of a prompt and its continuation."""
     max_choices: int = 64
-    """Prompts times ``n``."""
+    """Maximum number of prompts times ``n``."""
 
 
 @dataclass
 class Choice:
-    """One continuation and what it has become so far."""
+    """One continuation and its state."""
 
     index: int
     request: Request
     stream: TextStream
     echo: str = ""
     scores: list[tuple[int, TokenScore | None]] = field(default_factory=list)
-    """The tokens that are reported with their scores: the prompt's, too, if it is scored."""
+    """Tokens and scores to report, including the prompt's tokens if they are scored."""
     reported: int = 0
-    """Characters of the tokens whose scores were reported."""
+    """Number of characters of the tokens with reported scores."""
     written: int = 0
     finished: str | None = None
 
     def add(self, progress: Progress) -> str:
-        """The text that the engine's next progress adds."""
+        """Add the engine's next progress; return the new text."""
         request = self.request
         if request.score_prompt and not self.scores:
             self.scores = list(zip(request.prompt, (None, *progress.prompt_scores), strict=True))
         text = ""
         if progress.token is not None:
             self.written += 1
-            self.scores.append((progress.token, progress.score))  # the end's too: clients count on one for each token
+            self.scores.append(
+                (progress.token, progress.score)
+            )  # also the end token: clients expect a score for each token
             if progress.finished != "stop":
                 text = self.stream.add(progress.token)
         self.finished = "stop" if self.stream.stopped else progress.finished
@@ -72,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Job:
-    """A web request in the engine's terms."""
+    """A web request as requests of the engine."""
 
     chat: bool
     choices: list[Choice]
@@ -88,7 +90,7 @@ class Job:
 
 
 class Protocol:
-    """Reads requests for a model and writes its results."""
+    """Converts requests for a model and its results."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, model: str, vocab_size: int
@@ -98,7 +100,7 @@ class Protocol:
         self._ends = end_ids(tokenizer)
 
     def job(self, body: bytes, *, chat: bool) -> Job:
-        """The job of a request's JSON; ``RequestError`` for what is wrong or not supported."""
+        """Parse the JSON of a request; ``RequestError`` if it is illegal or not supported."""
         if chat:
             asked: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
         else:
@@ -134,13 +136,13 @@ class Protocol:
         return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
 
     def choice_json(self, job: Job, choice: Choice) -> Json:
-        """A finished choice."""
+        """JSON of a finished choice."""
         text = choice.echo + choice.stream.text
         content: Json = {"message": {"role": "assistant", "content": text}} if job.chat else {"text": text}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, 0), **_reason(choice)}
 
     def delta_json(self, job: Job, choice: Choice, text: str, first: int) -> Json:
-        """What a streamed choice has gained; ``first``: how many of its tokens were reported before."""
+        """JSON of new text of a streamed choice; ``first``: number of its tokens reported before."""
         content: Json = {"delta": {"content": text}} if job.chat else {"text": text}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, first), **_reason(choice)}
 
@@ -163,7 +165,7 @@ class Protocol:
         }
 
     def _chat_score(self, token: int, score: TokenScore | None) -> Json:
-        assert score is not None, "of a prompt's first token, which chats do not score"
+        assert score is not None, "only the first token of a prompt has no score, and chats do not score prompts"
         pairs = [(token, score.logprob), *score.alternatives]
         own, *others = ({"token": self._text(i), "logprob": value, "bytes": None} for i, value in pairs)
         return {**own, "top_logprobs": others}
@@ -172,7 +174,7 @@ class Protocol:
         return self.tokenizer.detokenize([token])
 
     def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat."""
+        """Tokens of a chat."""
         if self.template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start with --chat-template FILE"
@@ -185,7 +187,7 @@ class Protocol:
         return self._tokens_of([text])[0]
 
     def _tokens_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts; as a batch, because the tokenizers of Hugging Face release Python's lock only then."""
+        """Tokens of texts, tokenized as a batch: only then do Hugging Face tokenizers release Python's lock."""
         return self.tokenizer.tokenize_batch(texts)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -196,7 +198,7 @@ class Protocol:
             raise RequestError(str(error), "messages") from None
 
     def _prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
-        """The tokens of prompts."""
+        """Tokens of prompts."""
         texts = iter(self._tokens_of([each for each in given if isinstance(each, str)]))
         found = [next(texts) if isinstance(each, str) else each for each in given]
         for each in found:
@@ -208,7 +210,7 @@ class Protocol:
         return found
 
     def _new_tokens(self, asked: ChatRequest | CompletionRequest, length: int) -> int:
-        """The largest number of new tokens; ``RequestError`` if prompt and new tokens exceed the context."""
+        """Maximum number of new tokens; ``RequestError`` if prompt and new tokens exceed the context."""
         chat, context = isinstance(asked, ChatRequest), self.limits.max_length
         name, wanted = "max_tokens", asked.max_tokens
         if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:

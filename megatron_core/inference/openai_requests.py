@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's completions and chat completions, as pydantic models; what is not supported is refused."""
+"""Requests of OpenAI's completions and chat completions as pydantic models; unsupported parameters are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_core.errors import DataError
 
 MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 20, 4, 1000
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Parameters that do not change the text."""
+"""Accepted parameters without effect on the text."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -23,11 +23,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Parameters that are not supported -> the values, beside null, that have no effect."""
+"""Unsupported parameters, with their accepted values besides null, which have no effect."""
 
 
 class RequestError(DataError):
-    """A wrong request: one sentence, the parameter, and OpenAI's code of the error if it has one."""
+    """An illegal request: message, parameter, and OpenAI's error code if there is one."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class StreamOptions(_Model):
 
 
 class GenerationRequest(_Model):
-    """The parameters that both kinds of requests have."""
+    """Parameters common to both kinds of requests."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
@@ -68,7 +68,7 @@ class GenerationRequest(_Model):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, given: Any) -> Any:
-        """Drop parameters without effect, and refuse those that are not supported."""
+        """Remove parameters without effect, and refuse unsupported parameters."""
         if not isinstance(given, dict):
             return given
         for name, values in NEUTRAL.items():
@@ -129,7 +129,7 @@ class Message(_Model):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, given: Any) -> Any:
-        """Drop empty parameters: clients send earlier answers back with ``tool_calls: []``."""
+        """Remove empty parameters: clients return earlier answers with ``tool_calls: []``."""
         if not isinstance(given, dict):
             return given
         return {key: value for key, value in given.items() if value or key in ("role", "content")}
@@ -137,7 +137,7 @@ class Message(_Model):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, content: Any) -> Any:
-        """The text of a list of text parts."""
+        """Join a list of text parts."""
         if not isinstance(content, list):
             return content
         if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in content) or not all(
@@ -167,7 +167,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def read_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """The request in ``body``; ``RequestError`` for the first fault."""
+    """Parse ``body``; ``RequestError`` for the first fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -194,7 +194,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def shown(value: Any, most: int = 40) -> str:
-    """A value for a message, shortened."""
+    """Format a value for a message, shortened."""
     text = value if isinstance(value, str) else repr(value)
     text = text if len(text) <= most else text[:most] + "..."
     return repr(text) if isinstance(value, str) else text

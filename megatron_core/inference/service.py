@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, fed by the threads of a server; the other ranks of the model follow it."""
+"""An engine in a separate thread, with requests from the threads of a server; the other ranks follow rank 0."""
 
 import json
 import threading
@@ -13,19 +13,19 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_texts
 
 HEARTBEAT = 1.0
-"""Seconds after which ranks without work meet again, so that no collective waits for long."""
+"""Seconds between synchronizations of idle ranks, so that no collective waits long."""
 
 
 Listener = Callable[[Progress | None], object]
 
 
 class QueueFullError(MegatronError):
-    """There are too many waiting requests."""
+    """Too many requests are waiting."""
 
 
 @dataclass(frozen=True)
 class _Command:
-    """What all ranks do between two steps: cancel the request of a ticket, submit one, or, without a ticket, stop."""
+    """An action of all ranks between two steps: cancel a ticket, submit a request, or stop (without a ticket)."""
 
     ticket: int | None
     request: Request | None = None
@@ -34,15 +34,15 @@ class _Command:
 class GenerationService:
     """Submits and cancels requests of other threads between the engine's steps.
 
-    On rank 0 ``submit`` and ``cancel`` may be called from any thread, and ``listener`` gets every ``Progress`` in the
-    service's own thread, or None when the engine has failed. The other ranks only ``run``, and do the same. At most
-    ``max_waiting`` requests wait.
+    On rank 0, ``submit`` and ``cancel`` may be called from any thread; a listener is called with every ``Progress`` in
+    the thread of the service, or with None if the engine fails. The other ranks only call ``run``, and repeat the
+    actions of rank 0. At most ``max_waiting`` requests wait.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 64) -> None:
         self.engine, self.max_waiting = engine, max_waiting
         self.failure: BaseException | None = None
-        """What has ended ``run``."""
+        """The exception that ended ``run``."""
         self._group = engine.generator.groups.group(WORLD)
         self._changed = threading.Condition()
         self._commands: list[_Command] = []
@@ -53,16 +53,16 @@ class GenerationService:
         self._stopped = False
 
     def submit(self, requests: Sequence[Request], listeners: Sequence[Listener]) -> list[int]:
-        """Queue all of ``requests`` or none; -> tickets to cancel them.
+        """Queue all of ``requests`` or none; return tickets for ``cancel``.
 
-        ``ConfigError`` for one that the engine refuses, ``QueueFullError`` if they do not fit.
+        ``ConfigError`` for an illegal request, ``QueueFullError`` if there is no room in the queue.
         """
         checked = [self.engine.checked(request) for request in requests]
         with self._changed:
             waiting = self.engine.waiting + sum(command.request is not None for command in self._commands)
             if self._stopped or waiting + len(checked) > self.max_waiting:
-                reason = "the server is ending" if self._stopped else f"{waiting} requests are waiting"
-                raise QueueFullError(f"{reason} and there is room for {self.max_waiting}; try again later")
+                reason = "the server is stopping" if self._stopped else f"{waiting} requests are waiting"
+                raise QueueFullError(f"{reason}; at most {self.max_waiting} can wait; try again later")
             tickets = list(range(self._next_ticket, self._next_ticket + len(checked)))
             self._next_ticket += len(checked)
             self._commands += [_Command(ticket, each) for ticket, each in zip(tickets, checked, strict=True)]
@@ -71,7 +71,7 @@ class GenerationService:
         return tickets
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        """Forget requests; nothing happens to those that are finished."""
+        """Cancel requests; finished requests are ignored."""
         with self._changed:
             for ticket in tickets:
                 if self._listeners.pop(ticket, None) is not None:
@@ -86,7 +86,7 @@ class GenerationService:
             self._changed.notify()
 
     def start(self, when_ended: Callable[[], None]) -> threading.Thread:
-        """``run`` in a thread; what ends it is in ``failure``, and ``when_ended`` is called."""
+        """Call ``run`` in a thread, then ``when_ended``; an exception is stored in ``failure``."""
         thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name="generation", daemon=True)
         thread.start()
         return thread
@@ -115,7 +115,7 @@ class GenerationService:
     def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
         try:
             self.run()
-        except BaseException as error:  # raised again by the thread that started this one
+        except BaseException as error:  # the starting thread raises it again
             self.failure = error
         finally:
             with self._changed:
@@ -127,7 +127,7 @@ class GenerationService:
             when_ended()
 
     def _next_commands(self) -> list[_Command]:
-        """Rank 0's commands, on all ranks; rank 0 waits for them if there is nothing else to do."""
+        """Return rank 0's commands on all ranks; an idle rank 0 waits for commands."""
         mine: list[_Command] = []
         if self._group.rank() == 0:
             with self._changed:

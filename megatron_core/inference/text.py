@@ -1,4 +1,4 @@
-"""From generated tokens to text that can be shown while it is generated."""
+"""Conversion of generated tokens to text during generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from megatron_core.tokenizers import Tokenizer
 
 MOST_UNSETTLED, OF_A_CHARACTER = 12, 3
-"""Tokens without a complete character after which the text of all but the last three, which may begin one, is shown."""
+"""After this number of tokens without a complete character, all but the last three are converted as they are."""
 
 
 def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The part of ``text`` that can be printed now, and whether one of ``stops`` ends it there.
+    """Return the part of ``text`` that can be shown now, and whether one of ``stops`` ends it.
 
-    The beginning of a possible stop string is not printed yet.
+    The beginning of a possible stop string is held back.
     """
     found = [text.index(stop) for stop in stops if stop in text]
     if found:
@@ -21,7 +21,7 @@ def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def _begin_of(stop: str, text: str) -> int:
-    """Where the end of ``text`` is the beginning of ``stop``; the length of ``text`` if nowhere."""
+    """Start of the suffix of ``text`` that is a prefix of ``stop``; the length of ``text`` if there is none."""
     at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while at >= 0:
         if stop.startswith(text[at:]):
@@ -32,31 +32,31 @@ def _begin_of(stop: str, text: str) -> int:
 
 @dataclass
 class TextStream:
-    """The text of new tokens, piece by piece, up to the first of ``stops``.
+    """Incremental text of new tokens, up to the first of ``stops``.
 
-    The work for a token does not depend on how many came before it.
+    The work per token does not depend on the number of earlier tokens.
     """
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
     stopped: bool = False
-    """Whether a stop string has ended the text."""
+    """Whether a stop string ended the text."""
     _shown: list[str] = field(default_factory=list)
-    """What has been returned."""
+    """Text returned so far."""
     _held: str = ""
-    """Complete characters that are not shown yet, as they may begin a stop string."""
+    """Complete characters held back because they may begin a stop string."""
     _known: list[int] = field(default_factory=list)
-    """The last tokens of complete characters: a token's text may depend on those before it."""
+    """The last tokens with complete characters: the text of a token may depend on tokens before it."""
     _new: list[int] = field(default_factory=list)
-    """The tokens behind them."""
+    """The tokens after ``_known``."""
 
     @property
     def text(self) -> str:
-        """What has been returned."""
+        """Text returned so far."""
         return "".join(self._shown)
 
     def add(self, token: int) -> str:
-        """What can be shown after one more token."""
+        """Add a token; return the text that can now be shown."""
         self._new.append(token)
         gained = self._gained()
         if not gained.endswith("\ufffd"):
@@ -68,16 +68,16 @@ class TextStream:
         return self._show(shown)
 
     def finish(self) -> str:
-        """What was held back, when no further token comes."""
+        """Return the text held back; no further token follows."""
         return "" if self.stopped else self._show(self._held + self._gained())
 
     def _settle(self, gained: str, count: int) -> None:
-        """Take ``gained`` as the text of the first ``count`` new tokens."""
+        """Record ``gained`` as the text of the first ``count`` new tokens."""
         self._held += gained
         self._known, self._new = self._new[:count], self._new[count:]
 
     def _gained(self, count: int | None = None) -> str:
-        """The text of the first ``count`` new tokens, by default of all."""
+        """Text of the first ``count`` new tokens, by default of all new tokens."""
         if not self._new:
             return ""
         known = len(self.tokenizer.detokenize(self._known))

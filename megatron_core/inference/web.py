@@ -1,4 +1,4 @@
-"""OpenAI's interface over HTTP with starlette: every wrong request is one sentence, and ends nothing but itself."""
+"""OpenAI's interface over HTTP with starlette; an illegal request gets an error message, and affects no other."""
 
 import asyncio
 import json
@@ -28,19 +28,19 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 )
 BODY_SECONDS = 30.0
-"""How long a client may take to send its request."""
+"""Time limit for receiving a request."""
 CLIENT_CLOSED_REQUEST = 499
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; ``end`` is called when they are sent or the client has gone."""
+    """Server-sent events; ``end`` is called after the last event or when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         try:
             with suppress(ClientDisconnect):  # ``end`` cancels the request
                 await super().__call__(scope, receive, send)
@@ -49,7 +49,7 @@ class EventStream(StreamingResponse):
 
 
 class Running:
-    """The requests of a job in the service, and what arrives from them."""
+    """The requests of a job in the service, and their progress."""
 
     def __init__(self, job: Job, service: GenerationService) -> None:
         self.job, self._service = job, service
@@ -58,7 +58,7 @@ class Running:
 
         def listener(choice: Choice) -> Listener:
             def arrive(progress: Progress | None) -> None:
-                with suppress(RuntimeError):  # the loop is closed: the server is ending
+                with suppress(RuntimeError):  # the loop is closed: the server is stopping
                     loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, progress))
 
             return arrive
@@ -67,14 +67,14 @@ class Running:
         self._tickets = service.submit(requests, [listener(choice) for choice in job.choices])
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, str, int]]:
-        """Each choice that has gained something, the text, and how many of its tokens were reported before."""
+        """Yield each choice with progress, its new text, and the number of its tokens reported before."""
         left = len(self.job.choices)
         while left:
             choice, progress = await self._arrived.get()
             if progress is None:
-                raise HTTPException(500, "the model has failed; the server is ending")
+                raise HTTPException(500, "the model failed; the server is stopping")
             if choice.finished is not None:
-                continue  # what the engine did before it heard of a stop string
+                continue  # computed by the engine before it received the cancellation
             before = len(choice.scores)
             text = choice.add(progress)
             if choice.finished is not None:
@@ -83,18 +83,18 @@ class Running:
             yield choice, text, before
 
     def end(self) -> None:
-        """Cancel what is not finished."""
+        """Cancel unfinished requests."""
         self._service.cancel(self._tickets)
 
 
 class Server:
-    """The handlers; ``max_bytes`` is the size of the largest request."""
+    """Request handlers; ``max_bytes``: maximum size of a request."""
 
     def __init__(self, service: GenerationService, protocol: Protocol, *, max_bytes: int = 2**20) -> None:
         self._service, self._protocol, self._max_bytes = service, protocol, max_bytes
 
     def application(self, hosts: Sequence[str] = ("*",)) -> Starlette:
-        """The application; ``hosts`` are the names by which clients may call it."""
+        """Create the application; ``hosts``: host names accepted in requests."""
         routes = [
             Route("/", self.page),
             Route("/health", self.status),
@@ -112,13 +112,13 @@ class Server:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
 
     async def status(self, request: Request) -> Response:
-        """Whether the model still runs, and how many texts it generates now and later."""
+        """Whether the model runs, and the numbers of running and waiting requests."""
         engine, failed = self._service.engine, self._service.failure is not None
         load = {"running": engine.running, "waiting": engine.waiting}
         return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
 
     async def models(self, request: Request) -> Response:
-        """The model's name and length."""
+        """Name and maximum length of the model."""
         own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
         length = {"max_model_len": self._protocol.limits.max_length}
         return JSONResponse({"object": "list", "data": [own | length]})
@@ -190,7 +190,7 @@ class Server:
         yield "data: [DONE]\n\n"
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request, which must be sent as JSON: browsers let no other site's page send that."""
+        """Receive the body, which must be declared as JSON: browsers do not let pages of other sites send this type."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "send the request as Content-Type: application/json")
@@ -209,7 +209,7 @@ class Server:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client has gone; its request has been read."""
+    """Wait until the client disconnects; its request has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -220,8 +220,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    """The answer to a request that a fault of the server ended; starlette logs the error."""
-    return JSONResponse(_error(500, f"the server failed with {type(error).__name__}; its log has the reason"), 500)
+    """Answer after an error of the server; starlette logs the error."""
+    return JSONResponse(_error(500, f"the server failed with {type(error).__name__}; see its log"), 500)
 
 
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:

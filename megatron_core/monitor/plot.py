@@ -1,4 +1,4 @@
-"""Loss curves as a picture: training, validation, learning rate, and where the layout changed."""
+"""Plot loss curves: training, validation, learning rate and changes of layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 _COLOURS = ("#2563eb", "#dc7a1e", "#12876f", "#a3348f", "#6b7280", "#b3261e")
 _INK = "#1f2937"
 _GREY = "#6b7280"
-# From this number of steps on a curve is drawn twice: each step pale, and the mean over 1/50 of the curve bold.
+# A curve with at least this number of steps is drawn twice: each step pale, and the mean over 1/50 of the curve bold.
 _SMOOTH_FROM = 200
 
 
@@ -30,9 +30,9 @@ def plot_loss(
 ) -> None:
     """Draw the metrics files ``paths``, one training each, into ``png_path``.
 
-    The upper panel has the training loss as a line and validation losses as points, the small lower one the
-    learning rate. A dotted line marks each step from which on the layout is another one. Steps that a resumed
-    run repeated are drawn once; a loss that is not finite leaves a gap with a cross at the panel's top.
+    The upper panel has the training loss as a line and validation losses as points, the small lower panel the learning
+    rate. A dotted line marks each change of layout. Steps repeated by a resumed run are drawn once; a loss that is not
+    finite leaves a gap with a cross at the top.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     runs = [(_label(path), _require_steps(read_metrics(path), path)) for path in files]
@@ -49,7 +49,7 @@ def plot_loss(
 
 
 def _new_figure() -> tuple[Any, tuple[Axes, Axes]]:
-    """A figure with two panels over one x axis, made without touching matplotlib's global state."""
+    """Create a figure with two panels over one x axis, without matplotlib's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.6), layout="constrained", facecolor="white")
@@ -58,14 +58,14 @@ def _new_figure() -> tuple[Any, tuple[Axes, Axes]]:
 
 
 def _label(path: Path) -> str:
-    """A run's name: that of its folder for the default file name, else the file's own."""
+    """Name of a run: of its folder for the default file name, otherwise of the file."""
     return Path(os.path.realpath(path)).parent.name if path.stem == "metrics" else path.stem
 
 
 def _require_steps(records: list[Record], path: Path) -> list[Record]:
-    """``records``, if there is anything to draw."""
+    """Return ``records``; ``DataError`` if they have no step."""
     if not _of_kind(records, "step"):
-        raise DataError(f"metrics file {path} has no steps; give the metrics.jsonl of a run that has trained")
+        raise DataError(f"metrics file {path} has no steps; give the metrics.jsonl of a run with steps")
     return records
 
 
@@ -74,12 +74,12 @@ def _of_kind(records: list[Record], kind: str) -> list[Record]:
 
 
 def _along(records: list[Record], x: XAxis) -> list[int]:
-    """Where records stand on the x axis."""
+    """Positions of records on the x axis."""
     return [record["iteration" if x == "iteration" else "consumed_tokens"] for record in records]
 
 
 def _draw_losses(axes: Axes, records: list[Record], x: XAxis, colour: str, name: str) -> None:
-    """One run's training line and validation points."""
+    """Draw the training line and validation points of one run."""
     steps, positions = _of_kind(records, "step"), _along(_of_kind(records, "step"), x)
     losses = [step["loss"] if math.isfinite(step["loss"]) else math.nan for step in steps]
     if len(losses) >= _SMOOTH_FROM:
@@ -106,9 +106,9 @@ def _draw_losses(axes: Axes, records: list[Record], x: XAxis, colour: str, name:
 
 
 def _smooth(values: list[float], width: int) -> list[float]:
-    """The mean over ``width`` values around each one, NaN left out.
+    """Centred moving mean over ``width`` values, ignoring NaN.
 
-    It begins narrow, since the steep first steps would be shifted by a window that has only one side.
+    The window is symmetric and therefore narrow at the ends: a one-sided window would shift the steep start.
     """
     half = max(width // 2, 1)
     smooth = []
@@ -120,7 +120,7 @@ def _smooth(values: list[float], width: int) -> list[float]:
 
 
 def _mark_layouts(loss_axes: Axes, rate_axes: Axes, steps: list[Record], x: XAxis) -> None:
-    """A dotted line and the new layout's name wherever it differs from the step before."""
+    """Draw a dotted line and the name of the new layout at each change of layout."""
     positions = _along(steps, x)
     before = steps[0].get("layout")
     for step, position in zip(steps, positions, strict=True):
@@ -135,7 +135,7 @@ def _mark_layouts(loss_axes: Axes, rate_axes: Axes, steps: list[Record], x: XAxi
 
 
 def _finish(loss_axes: Axes, rate_axes: Axes, x: XAxis, title: str) -> None:
-    """Names, grids and frames."""
+    """Add titles, labels, grids and frames."""
     from matplotlib.ticker import EngFormatter
 
     loss_axes.set_title(title, loc="left", fontsize=12, color=_INK)

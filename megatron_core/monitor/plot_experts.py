@@ -1,4 +1,4 @@
-"""The load of experts as a heat map: every expert of every layer over the steps of a run."""
+"""Plot the load of experts as a heat map: every expert of every layer over the steps of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,17 @@ from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import save_picture
 
 MOST_COLUMNS = 800
-"""Steps that are drawn at most; of more, means over neighbours."""
+"""Maximum number of columns; more steps are averaged with their neighbours."""
 
 
 def expert_loads(path: str | Path) -> tuple[list[int], np.ndarray]:
-    """The layers with experts, and the load of each of their experts over the mean one, ``[layers, experts, steps]``.
+    """Return the layers with experts, and (load / mean load) of each expert, ``[layers, experts, steps]``.
 
     Errors: ``DataError`` for a metrics file without experts.
     """
     steps = recorded_loads(read_metrics(path))
     if not steps:
-        raise DataError(f"metrics file {path} has no load of experts; give that of a run with --num-experts")
+        raise DataError(f"metrics file {path} has no load of experts; give the file of a run with --num-experts")
     layers = sorted(map(int, steps[0]))
     tokens = np.array([[step[str(layer)]["tokens"] for layer in layers] for step in steps], dtype=np.float64)
     mean = tokens.mean(axis=2, keepdims=True)
@@ -29,7 +29,7 @@ def expert_loads(path: str | Path) -> tuple[list[int], np.ndarray]:
 
 
 def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Load of the experts") -> None:
-    """Draw the loads of ``path``: white is the mean load, blue less, red more, up to twice the mean."""
+    """Draw the loads of ``path``: white is the mean load, blue is less, red is more, up to twice the mean."""
     from matplotlib.figure import Figure
 
     layers, loads = expert_loads(path)
@@ -51,6 +51,6 @@ def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Lo
 
 
 def _narrowed(rows: np.ndarray) -> np.ndarray:
-    """``[n, steps]`` as at most ``MOST_COLUMNS`` means over neighbouring steps."""
+    """Reduce ``[n, steps]`` to at most ``MOST_COLUMNS`` columns by averaging neighbouring steps."""
     groups = np.array_split(np.arange(rows.shape[1]), min(rows.shape[1], MOST_COLUMNS))
     return np.stack([rows[:, group].mean(axis=1) for group in groups], axis=1)

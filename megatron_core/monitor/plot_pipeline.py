@@ -1,4 +1,4 @@
-"""Pipeline timelines as a picture: a panel for each, all over the same time axis."""
+"""Plot pipeline timelines: one panel for each, with a common time axis."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 _INK = "#1f2937"
 _GREY = "#6b7280"
 _IDLE = "#e8eaed"
-_HEIGHT = 0.86  # of a box, where a rank's row is 1
+_HEIGHT = 0.86  # of a box; the height of a rank's row is 1
 _ROW_INCHES, _HEAD_INCHES, _FOOT_INCHES = 0.27, 0.42, 0.62
 _WIDTH_INCHES = 11.0
-_DPI = 125  # sharp on a page, and three panels of small boxes stay below 150 kB
-_DIGIT = 0.64  # width of a digit over the size of its font
+_DPI = 125  # sharp on a page; three panels of small boxes need less than 150 kB
+_DIGIT = 0.64  # width of a digit / font size
 _SMALLEST, _LARGEST = 5.0, 8.5  # size of numbers, in points
 
 
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Path, *, unit: str = "") -> None:
     """Draw titled timelines below one another into ``png_path``.
 
-    Boxes are coloured by kind and paler for later chunks, with the micro-batch's number where it fits. Beside each
-    rank stands its peak of activations in micro-batches; above each panel the bubble and the makespan.
+    Boxes are coloured by kind, paler for later chunks, and have the number of the micro-batch if it fits. The peak of
+    activations, in micro-batches, is beside each rank; bubble and makespan are above each panel.
     """
     longest = max(timeline.makespan for _, timeline in timelines)
     figure, panels = _new_figure([len(timeline.plan.ranks) for _, timeline in timelines])
@@ -41,7 +41,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Pa
 
 
 def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:
-    """A figure with a panel of so many rows each, made without touching matplotlib's global state."""
+    """Create a figure with one panel for each number of rows, without matplotlib's global state."""
     from matplotlib.figure import Figure
 
     height = sum(rows) * _ROW_INCHES + len(rows) * _HEAD_INCHES + _FOOT_INCHES
@@ -51,10 +51,10 @@ def _new_figure(rows: list[int]) -> tuple[Any, list[Axes]]:
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
-    """All actions, on a pale ground that shows idle time."""
+    """Draw all actions on a pale background, which shows idle time."""
     plan = timeline.plan
     first = min(timeline.start.values(), default=0.0)
-    points = 72 * _WIDTH_INCHES * 0.86 / longest if longest else 0.0  # per unit of time; labels take the rest
+    points = 72 * _WIDTH_INCHES * 0.86 / longest if longest else 0.0  # per unit of time; labels need the rest
     size = _number_size(timeline, points)
     for rank, actions in enumerate(plan.ranks):
         axes.broken_barh([(0, timeline.makespan)], (rank - _HEIGHT / 2, _HEIGHT), facecolors=_IDLE)
@@ -67,7 +67,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
 
 
 def _number_size(timeline: Timeline, points: float) -> float:
-    """One size for all numbers of a panel: the highest one fits the shortest boxes in which it is legible."""
+    """Font size of all numbers in a panel: the largest number fits the shortest box in which it is legible."""
     digits = len(str(max(timeline.plan.num_microbatches - 1, 0)))
     times = sorted(timeline.end[action] - timeline.start[action] for action in timeline.end)
     fitting = (0.85 * time * points / digits / _DIGIT for time in times)  # the rest is a margin
@@ -75,7 +75,7 @@ def _number_size(timeline: Timeline, points: float) -> float:
 
 
 def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
-    """Titles, ranks, peaks; no frame."""
+    """Add titles, ranks and peaks; remove the frame."""
     peaks = peak_activations(timeline.plan)
     rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {digits(timeline.makespan)}"
     axes.set_title(title, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
@@ -91,7 +91,7 @@ def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
 
 
 def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
-    """One entry for each kind that is there, and a word about shades and peaks."""
+    """Add an entry for each kind of action, and explain shades and peaks."""
     from matplotlib.patches import Patch
 
     present = {kind for timeline in timelines for kind in kinds(timeline.plan)}

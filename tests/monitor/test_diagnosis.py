@@ -198,7 +198,7 @@ def test_missing_records_are_said(tmp_path: Path, capsys: pytest.CaptureFixture)
     for file in (tmp_path / "metrics.ranks").iterdir():
         file.unlink()
     found = _diagnosis(tmp_path)
-    assert found.findings == () and "nothing can be said" in found.notes[-1]
+    assert found.findings == () and "the bottleneck is unknown" in found.notes[-1]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
