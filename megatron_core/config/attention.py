@@ -148,13 +148,6 @@ class MultiLatent(AttentionKind):
     name = "latent"
     flag = "multi_latent_attention"
     has_own_head_sizes = True
-    refused: ClassVar[Mapping[str, str]] = {
-        name: "which has its own projections"
-        for name in (
-            *("group_query_attention", "qk_layernorm_over_heads", "rotary_interleaved"),
-            *("add_qkv_bias", "rotary_base_of_windows", "attention_output_gate"),
-        )
-    } | {"use_mup": "whose heads have a scale of their own"}
 
     @property
     def query_head_size(self) -> int:

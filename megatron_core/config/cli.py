@@ -2,18 +2,18 @@
 
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
-from megatron_core.config.file import field_types, read_config
+from megatron_core.config.file import read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.presets import preset
-from megatron_core.config.run import RunConfig
+from megatron_core.config.rules_single import unread_settings
+from megatron_core.config.run import RunConfig, field_types
 from megatron_core.config.translate import Translation, grouped, plain
-from megatron_core.config.unused import unread_settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import parse_flags
@@ -71,7 +71,7 @@ def parse_run_config(
     parsed, faults = _parse(_CommandLine, args, prog, defaults)
     if faults:
         raise ConfigError(numbered(faults, "this command line"))
-    return RunConfig(**_sections(parsed))
+    return RunConfig(**parsed.sections())
 
 
 def parse_command_line(
@@ -83,7 +83,7 @@ def parse_command_line(
     the launcher (``WORLD_SIZE``).
     """
     parsed, faults = _parse(_TrainingCommandLine, args, prog, defaults)
-    config, dry = RunConfig(**_sections(parsed)), parsed.dry
+    config, dry = RunConfig(**parsed.sections()), parsed.dry
     if dry != DryRun() and not dry.dry_run:
         faults.append(
             f"world_size={dry.world_size} and rank={dry.rank} have no effect without dry_run; "
@@ -112,7 +112,7 @@ def _parse(
         prog=prog,
         description=_description(prog),
         args=["--help"] if wants_help else found.flags,
-        default=kind(**_sections(defaults)),
+        default=kind(**defaults.sections()),
         config=_FLAT + (_SHORT_HELP if wants_help else ()),
         console_outputs=_is_first_rank(),
     )
@@ -152,11 +152,6 @@ def _description(prog: str) -> str:
         f"One process:  python {script} --mock-data --vocab-size 256 --train-iters 20\n\n"
         f"Two ranks:  torchrun --nproc-per-node 2 {script} --tensor-model-parallel-size 2 ..."
     )
-
-
-def _sections(config: RunConfig) -> dict[str, Any]:
-    """The sections of a configuration by name."""
-    return {part.name: getattr(config, part.name) for part in fields(RunConfig)}
 
 
 def _is_first_rank() -> bool:

@@ -5,7 +5,6 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
@@ -13,20 +12,13 @@ from typing import Any, Literal
 import yaml
 
 from megatron_core.config.megatron_flags import FLAGS
-from megatron_core.config.run import RunConfig
+from megatron_core.config.run import RunConfig, field_types
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
 from megatron_core.output_file import no_follow, refuse_other_file, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 _HEADER = "# The settings of a run"
 _WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
-
-
-@cache
-def field_types() -> dict[str, Any]:
-    """Every setting's name and its type, over all sections."""
-    sections = typing.get_type_hints(RunConfig).values()
-    return {name: kind for section in sections for name, kind in typing.get_type_hints(section).items()}
 
 
 def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfig:

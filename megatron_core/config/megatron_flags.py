@@ -7,6 +7,7 @@ what is said about them, so that one reason is written once; ``docs/megatron_fla
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config.run import settings
 from megatron_core.config.tables import read_table
 
 _TABLES = read_table(__file__)
@@ -17,7 +18,7 @@ SAME_AS, OVERRIDDEN_BY_FLAG, VALUE_MEANS, ONLY_VALUE = (
     {name: words.split() for name, words in _TABLES[table].items()}
     for table in ("same_as", "overridden_by_flag", "value_means", "only_value")
 )
-RENAMED: dict[str, str] = _TABLES["renamed"]
+RENAMED = {alias: name for name, declared in settings().items() for alias in declared.aliases}
 SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
 LISTS = frozenset(_TABLES["lists"].split())
 

@@ -3,81 +3,84 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
-EXECUTION_SETTINGS = (
-    *("attention_backend", "apply_query_key_layer_scaling", "kernel_backend", "cross_entropy_loss_fusion"),
-    *("cross_entropy_fusion_impl", "recompute_granularity", "recompute_modules", "recompute_method"),
-    *("recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers", "moe_token_dispatcher_type"),
-    *("moe_pad_expert_input_to_capacity", "moe_router_force_load_balancing"),
-)
-"""Settings of the model that say how it is computed, not what."""
-TRAINING_SETTINGS = (
-    *("hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff"),
-    *("moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_input_jitter_eps", "mtp_num_layers"),
-    *("mtp_loss_scaling_factor", "apply_wd_to_qk_layernorm"),
-)
-"""Settings of the model that do not change what trained weights compute in evaluation."""
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
+@section(needs=c.LATENT_ATTENTION, resume=Resume.FUNCTION)
 class LatentAttentionConfig:
     """Attention whose keys and values come from one small latent of each token (DeepSeek-AI 2024, arXiv 2405.04434,
     section 2.1); it has rotary positions, in channels of their own, whatever --position-embedding-type adds."""
 
-    multi_latent_attention: bool = False
+    multi_latent_attention: bool = setting(False, when=ALWAYS)
     """Multi-latent attention in all layers; default: one projection to queries, keys and values."""
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = setting(None, r.SIZE)
     """Width of the queries' latent; default: queries straight from the hidden state."""
-    kv_lora_rank: int = 32
+    kv_lora_rank: int = setting(32, r.SIZE)
     """Width of the latent of keys and values."""
-    qk_head_dim: int = 128
+    qk_head_dim: int = setting(128, r.SIZE)
     """Channels of a query and key head without positions."""
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: int = setting(64, r.SIZE)
     """Channels of a query head with rotary positions; those of the key are the same for all heads."""
-    v_head_dim: int = 128
+    v_head_dim: int = setting(128, r.SIZE)
     """Channels of a value head."""
 
 
 @dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
 class RotaryConfig:
     """Rotary positions (Su et al. 2021) and how they are stretched."""
 
-    rotary_base: float = 10000.0
+    rotary_base: float = setting(10000.0, r.POSITIVE, when=c.ROTARY, aliases="rotary_position_embeddings_theta")
     """Base of the rotary frequencies."""
-    rotary_base_of_windows: float | None = None
+    rotary_base_of_windows: float | None = setting(
+        None, r.POSITIVE, needs=c.NO_LATENT_ATTENTION, when=(c.WINDOWED_LAYER, c.ROTARY, c.WINDOW)
+    )
     """Base in layers with the window of --window-size, if it is another one (Gemma 3); not scaled."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
     """Fraction of each head's channels to which rotary positions apply."""
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
     """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
-    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
     """Divide positions by this, for longer sequences than the model was trained on (Chen et al. 2023); default: no."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = setting(False, needs=c.ROTARY)
     """Scale the frequencies by --rope-scaling-factor in the way of --rope-scaling-type."""
-    rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = "llama3"
+    rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
     """llama3: turn slow channels more slowly and fast ones as before (Llama 3.1). yarn: the same between other bounds,
     with longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: the same with the factor
     that --max-position-embeddings needs, 1 up to the original length (emozilla 2023). Needs --use-rope-scaling."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = setting(8.0, r.POSITIVE, when=c.ROPE_SCALING, aliases="rotary_scaling_factor")
     """Factor of --use-rope-scaling; Llama 3.1: 8, Llama 3.2: 32."""
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = setting(
+        None,
+        r.SIZE,
+        when=(c.NOT_NTK, c.ROPE_SCALING),
+        aliases="rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings",
+    )
     """Positions that the model was trained on before --use-rope-scaling; default 8192 for llama3; ntk needs none."""
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: float = setting(32.0, r.POSITIVE, when=c.YARN, aliases="beta_fast")
     """YaRN: channels with more turns than this over the original positions are not scaled."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: float = setting(1.0, r.POSITIVE, when=c.YARN, aliases="beta_slow")
     """YaRN: channels with fewer turns than this over the original positions are scaled by the whole factor."""
-    yarn_correction_range_round_to_int: bool = True
+    yarn_correction_range_round_to_int: bool = setting(True, when=c.YARN)
     """YaRN: round the channels at which scaling begins and ends outwards to whole numbers."""
-    mscale: float = 1.0
+    mscale: float = setting(1.0, r.NON_NEGATIVE, when=(c.NO_YARN_FACTOR, c.YARN), aliases="rope_scaling_mscale")
     """YaRN: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor)."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = setting(
+        0.0, r.NON_NEGATIVE, when=(c.SOFTMAX_SCALE_FROM_YARN, c.YARN), aliases="rope_scaling_mscale_all_dim"
+    )
     """YaRN: x of the divisor; see --mscale."""
-    yarn_attention_factor: float | None = None
+    yarn_attention_factor: float | None = setting(None, r.POSITIVE, when=c.YARN)
     """YaRN: multiply cosine and sine by this; default: as --mscale says."""
 
 
 @dataclass(frozen=True, kw_only=True)
+@section(needs=c.MUP, resume=Resume.FUNCTION)
 class MuPConfig:
     """Maximal update parametrisation (Yang et al. 2022): what was tuned on a narrow model is right for a wide one.
 
@@ -85,140 +88,165 @@ class MuPConfig:
     logits are divided by m, attention scores by the channels of a head; learning rates follow ``optimizer.mup``.
     """
 
-    use_mup: bool = False
+    use_mup: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Scale initial weights, attention, logits and learning rates with --hidden-size over --mup-base-hidden-size."""
-    mup_base_hidden_size: int | None = None
+    mup_base_hidden_size: int | None = setting(None, r.COUNT)
     """The width whose learning rate is given; default --hidden-size, at which nothing but attention is scaled."""
-    mup_base_head_dim: float | None = None
+    mup_base_head_dim: float | None = setting(None, r.POSITIVE, when=c.DEFAULT_SOFTMAX_SCALE)
     """Channels of a head of the base model: scores are multiplied by their square root, too; default 1."""
-    mup_attn_scale_power: float = 1.0
+    mup_attn_scale_power: float = setting(1.0, r.NON_NEGATIVE, when=c.DEFAULT_SOFTMAX_SCALE)
     """Scores are divided by the channels of a head to this power; 0.5 is the usual scale."""
-    mup_embedding_mult: float = 1.0
+    mup_embedding_mult: float = setting(1.0, r.POSITIVE)
     """Factor on the embeddings."""
-    mup_output_mult: float = 1.0
+    mup_output_mult: float = setting(1.0, r.POSITIVE)
     """Factor on the logits; at 1.0 it is --mup-base-hidden-size / --hidden-size."""
 
 
 @dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
 class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
-    num_layers: int = 2
+    num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
     """Number of transformer layers."""
-    hidden_size: int = 64
+    hidden_size: int = setting(64, r.SIZE, when=ALWAYS, resume=Resume.TENSORS)
     """Width of the residual stream."""
-    num_attention_heads: int = 4
+    num_attention_heads: int = setting(4, r.SIZE, when=ALWAYS)
     """Number of query heads."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int | None = setting(
+        None, r.SIZE, when=c.DENSE_LAYER, resume=Resume.SHAPE, aliases="intermediate_size"
+    )
     """Width of the MLP; default 4 x hidden_size; with a gated activation 8/3 x hidden_size, rounded down to a multiple
     of 64."""
-    attention_kind: str = "grouped_query"
+    attention_kind: str = setting("grouped_query", when=ALWAYS)
     """Kind of attention in all layers: grouped_query, or a kind that a program registers
     (transformer.register_attention); --multi-latent-attention selects latent attention."""
-    kv_channels: int | None = None
+    kv_channels: int | None = setting(None, r.SIZE, when=c.NO_LATENT_ATTENTION, resume=Resume.SHAPE)
     """Width of one attention head; default hidden_size / num_attention_heads."""
-    group_query_attention: bool = False
+    group_query_attention: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Grouped-query attention: several query heads share each key and value head (multi-query with one group)."""
-    num_query_groups: int | None = None
+    num_query_groups: int | None = setting(
+        None, r.COUNT, needs=given("group_query_attention"), aliases="num_key_value_heads"
+    )
     """Number of key and value heads; needs --group-query-attention."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Number of learned positions, the longest sequence; default --seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting("learned_absolute", when=ALWAYS)
     """Learned positions, rotary positions (Su et al. 2021), or none."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
     """Type of normalization."""
-    apply_layernorm_1p: bool = False
+    apply_layernorm_1p: bool = setting(False, when=ALWAYS)
     """Weights of norms are stored minus one, so that they are small numbers around 0 (Gemma)."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
     """Added to the variance inside the normalization."""
-    norm_placement: Literal["pre", "sandwich", "post"] = "pre"
+    norm_placement: Literal["pre", "sandwich", "post"] = setting("pre", when=ALWAYS, resume=Resume.TENSORS)
     """Where norms stand. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
     both (Gemma 2)."""
-    qk_layernorm: bool = False
+    qk_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Normalize queries and keys, separately for each head."""
-    qk_layernorm_over_heads: bool = False
+    qk_layernorm_over_heads: bool = setting(
+        False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
+    )
     """With --qk-layernorm: over all heads together (OLMo 2); RMSNorm only."""
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
     """Weight decay for the weights of these norms, too."""
-    attention_output_gate: bool = False
+    attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Multiply attention's output, channel by channel, by a sigmoid of the layer's input (Qwen3-Next)."""
-    swiglu: bool = False
+    swiglu: bool = setting(False, when=ALWAYS)
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
-    geglu: bool = False
+    geglu: bool = setting(False, when=ALWAYS)
     """Gated MLP with GELU: gelu(gate) * up (Shazeer 2020)."""
-    squared_relu: bool = False
+    squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
-    openai_gelu: bool = False
+    openai_gelu: bool = setting(False, when=c.GELU)
     """GELU in the tanh approximation, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM computes the
     approximation by default in layers with biases."""
-    disable_bias_linear: bool = False
+    disable_bias_linear: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """No biases in the linear layers."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = setting(
+        False, needs=c.NO_LATENT_ATTENTION, when=given("disable_bias_linear"), resume=Resume.TENSORS
+    )
     """Add a bias to the QKV projection even with --disable-bias-linear."""
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
     """Layers that predict, in training, 2, 3, ... tokens ahead from the last state (DeepSeek-V3); default: none."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = setting(
+        0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), resume=Resume.REPORTED
+    )
     """Share of the mean of their losses in what is minimised."""
-    parallel_residual: bool = False
+    parallel_residual: bool = setting(False, when=ALWAYS)
     """Attention and MLP read the same input and are added together (GPT-J, GPT-NeoX)."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Give the output layer its own weight instead of the word embedding's."""
-    scale_embeddings: bool = False
+    scale_embeddings: bool = setting(False, when=ALWAYS)
     """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
-    softmax_scale: float | None = None
+    softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Factor on the products of queries and keys; default 1 / sqrt(channels of a head)."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); selects the unfused attention;
     default: none."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
     """Dropout probability on the residual branches and the embedding."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
     """Dropout probability on the attention weights; any value above 0 selects the slower, unfused attention in
     training."""
-    attention_backend: Literal["auto", "unfused"] = "auto"
+    attention_backend: Literal["auto", "unfused"] = setting("auto", when=ALWAYS, resume=Resume.FREE)
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
-    apply_query_key_layer_scaling: bool = False
+    apply_query_key_layer_scaling: bool = setting(False, when=c.UNFUSED_ATTENTION, resume=Resume.FREE)
     """Divide queries by the number of the layer before they meet the keys and multiply the scores by it afterwards: the
     same function, whose products in float16 overflow less. In the unfused attention alone: fused kernels hold scores in
     float32."""
-    window_size: tuple[int, int] | None = None
+    window_size: tuple[int, int] | None = setting(None, when=c.WINDOWED_LAYER)
     """Sliding-window attention: how many tokens each token attends to before itself (-1: all) and after itself (0, as
     the model is causal)."""
-    window_attn_skip_freq: tuple[int, ...] | None = None
+    window_attn_skip_freq: tuple[int, ...] | None = setting(None, needs=c.WINDOW, when=c.WINDOWED_LAYER)
     """Layers without the window. One number n: every n-th layer has full attention. One number for each layer: 1 for
     the window, 0 for full attention. Default: every layer has the window."""
-    kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = "auto"
+    kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = setting(
+        "auto", when=ALWAYS, resume=Resume.FREE
+    )
     """Backend of the fused operations. auto: native kernels if available for device and dtype, else reference. native:
     an error if not available. reference: PyTorch. apex, transformer_engine: these libraries for the operations that
     they have, auto for the others."""
-    cross_entropy_loss_fusion: bool = False
+    cross_entropy_loss_fusion: bool = setting(False, when=ALWAYS, resume=Resume.FREE)
     """Compute the loss as --cross-entropy-fusion-impl says; default: native."""
-    cross_entropy_fusion_impl: Literal["native", "linear"] = "native"
+    cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
+        "native", needs=given("cross_entropy_loss_fusion"), resume=Resume.FREE
+    )
     """native: the loss in one pass over the logits. linear: output layer and loss together, a few tokens at a time;
     saves the memory of the logits and costs one more matrix product. Needs --cross-entropy-loss-fusion."""
-    init_method_std: float = 0.02
+    init_method_std: float = setting(0.02, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
     """Standard deviation of initial weights; over sqrt(2 num_layers) in layers that add to the residual stream."""
-    embedding_init_method_std: float | None = None
+    embedding_init_method_std: float | None = setting(None, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
     """Standard deviation of the initial embeddings, and of an output layer that is tied to them; default
     --init-method-std."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = setting(128, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING, resume=Resume.FREE)
     """What backward computes again instead of keeping it. full: whole layers. selective: --recompute-modules."""
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[RecomputeModule, ...] = setting(
+        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, resume=Resume.FREE
+    )
     """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
     attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these as a
     whole. moe_act: the experts' activation."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, needs=c.FULL_RECOMPUTE, resume=Resume.FREE, aliases="activations_checkpoint_method"
+    )
     """With full recompute. uniform: checkpoints every --recompute-num-layers layers. block: recomputes the first
     --recompute-num-layers layers of each stage."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: int | None = setting(
+        None,
+        r.COUNT,
+        needs=c.FULL_RECOMPUTE,
+        resume=Resume.FREE,
+        aliases="activations_checkpoint_num_layers checkpoint_num_layers",
+    )
     """uniform: layers between two checkpoints. block: recomputed layers in each stage."""
-    cpu_offloading: bool = False
+    cpu_offloading: bool = setting(False, when=c.GPU, resume=Resume.FREE)
     """Keep activations in the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"), resume=Resume.FREE)
     """First layers of each stage whose activations are offloaded; with full recompute the inputs of their runs."""
 
     @property
@@ -306,6 +334,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
             return self.window_size
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
         return self.window_size if windowed else None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any layer has a window."""
+        return any(self.window_of_layer(layer) is not None for layer in range(self.num_layers))
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -3,67 +3,82 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+
 LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "seq_sinkhorn", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
+@section(needs=c.EXPERTS, resume=Resume.FUNCTION)
 class MoEConfig:
     """Layers whose MLP is a mixture of experts (Shazeer et al. 2017; Fedus et al. 2021)."""
 
-    num_experts: int | None = None
+    num_experts: int | None = setting(
+        None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="moe_num_experts"
+    )
     """Number of experts in each layer of them (E); default: all layers have one dense MLP."""
-    moe_layer_freq: tuple[int, ...] = (1,)
+    moe_layer_freq: tuple[int, ...] = setting((1,), resume=Resume.TENSORS)
     """Which layers have experts. One number n: layers 0, n, 2n, ... One number for each layer: 1 experts, 0 dense, also
     as an expression such as [0]*3+[1]*58."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
     """Width of each expert; default --ffn-hidden-size."""
-    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
     """Total width of the shared experts, which every token passes through; default: no shared experts."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: bool = setting(False, needs=c.SHARED_EXPERTS, resume=Resume.TENSORS)
     """Scale the shared experts' output by a sigmoid of the token (Qwen2-MoE)."""
-    moe_shared_expert_overlap: bool = False
+    moe_shared_expert_overlap: bool = setting(False, when=(c.SEVERAL_EXPERT_RANKS, c.SHARED_EXPERTS))
     """Compute the shared experts while tokens are on their way to the others."""
-    moe_router_topk: int = 2
+    moe_router_topk: int = setting(2, r.COUNT, aliases="moe_top_k topk")
     """Number of experts that each token is sent to (k)."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = setting("softmax")
     """From logits to scores. sigmoid and sqrtsoftplus: the chosen scores are divided by their sum (DeepSeek-V3)."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = setting(False, when=(c.NO_SINKHORN, c.SOFTMAX_SCORES))
     """Softmax over all experts before the choice, without renormalisation; default: over the chosen ones. No effect
     with other score functions."""
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
     """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
     """Number of groups from which a token's experts come."""
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: float | None = setting(None, r.POSITIVE, when=c.NO_SINKHORN)
     """Factor on the probabilities of the chosen experts."""
-    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    moe_router_dtype: Literal["fp32", "fp64"] = setting("fp32")
     """Precision of logits, scores and probabilities; never less than that of the activations."""
-    moe_router_load_balancing_type: LoadBalancing = "seq_aux_loss"
+    moe_router_load_balancing_type: LoadBalancing = setting("seq_aux_loss", when=c.BALANCING_LOSS)
     """How the load of the experts is balanced. seq_aux_loss: an auxiliary loss of each sequence, which does not depend
     on the layout. aux_loss: of each micro-batch of a rank. global_aux_loss: of all data-parallel ranks and the
     micro-batches so far. sinkhorn: the choice itself is balanced over the tokens of a rank's micro-batch, in training;
     it depends on --micro-batch-size, but not on how tensor and context parallelism cut the micro-batch (Megatron-LM
     balances each of these ranks' tokens). seq_sinkhorn: over each sequence, the same in every layout. none."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: float = setting(
+        0.0, r.NON_NEGATIVE, needs=c.AUXILIARY_LOSS, resume=Resume.REPORTED, aliases="moe_loss_coeff moe_loss_weight"
+    )
     """Coefficient of the load balancing loss; 0: no such loss."""
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: float | None = setting(None, r.NON_NEGATIVE, resume=Resume.REPORTED)
     """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022); default: no such loss."""
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: bool = setting(False, when=c.ROUTED_BY_SCORE, resume=Resume.TENSORS)
     """Choose experts by score plus a bias, which is raised for experts with little load and lowered for others after
     every step (Wang et al. 2024)."""
-    moe_router_bias_update_rate: float = 1e-3
+    moe_router_bias_update_rate: float = setting(
+        1e-3, r.POSITIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED
+    )
     """By how much the expert bias changes in a step."""
-    moe_input_jitter_eps: float | None = None
+    moe_input_jitter_eps: float | None = setting(None, r.BELOW_1, resume=Resume.REPORTED)
     """Multiply the router's input by U(1 - eps, 1 + eps) in training; default: off."""
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: bool = setting(False, resume=Resume.FREE)
     """Send tokens to the experts in turn, whatever the router says; for benchmarks alone."""
-    moe_expert_capacity_factor: float | None = None
+    moe_expert_capacity_factor: float | None = setting(
+        None, r.above_0(2**16), aliases="moe_capacity_factor moe_train_capacity_factor"
+    )
     """Each expert takes at most ceil(S k / E x factor) tokens of a sequence of S; default: all of them."""
-    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    moe_token_drop_policy: Literal["probs", "position"] = setting("probs", needs=c.CAPACITY)
     """Which tokens an expert beyond its capacity keeps: those of the highest probability, or the first ones."""
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: bool = setting(False, needs=c.CAPACITY, resume=Resume.FREE)
     """Fill the input of each expert up to its capacity, so that the sizes of messages never change."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = setting(
+        "alltoall", when=c.SEVERAL_EXPERT_RANKS, resume=Resume.FREE
+    )
     """How tokens reach the ranks of their experts. alltoall: each token to its experts. allgather: all tokens to all
     ranks; simple, for debugging and few ranks."""
 

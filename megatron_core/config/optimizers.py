@@ -8,55 +8,70 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import Condition, Resume, section, setting
 from megatron_core.errors import ConfigError
 
 
+def _read(name: str, optimizer: str) -> Condition:
+    """The condition that an optimizer of the run, such as ``optimizer``, reads the setting ``name``."""
+    return Condition(f"--optimizer {optimizer}", lambda run: any(name in kind.settings for kind in run.optimizer.kinds))
+
+
 @dataclass(frozen=True, kw_only=True)
+@section(when=c.TRAINING, resume=Resume.REPORTED)
 class AlgorithmConfig:
     """The choice of the optimizer, and the settings of each optimizer."""
 
-    optimizer: str = "adam"
+    optimizer: str = setting("adam")
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
     of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the rest."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))
     """Decay rate of the running mean of squared gradients."""
-    adam_eps: float = 1e-8
+    adam_eps: float = setting(1e-8, r.POSITIVE, when=_read("adam_eps", "adam"))
     """Added to the square root of the mean of squared gradients."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = setting(0.9, r.BELOW_1, when=_read("sgd_momentum", "sgd"))
     """Share of the last update in the next one, for --optimizer sgd; 0: no momentum and no state."""
-    lion_beta1: float = 0.95
+    lion_beta1: float = setting(0.95, r.BELOW_1, when=_read("lion_beta1", "lion"))
     """Share of the running mean in the direction of an update, for --optimizer lion."""
-    lion_beta2: float = 0.98
+    lion_beta2: float = setting(0.98, r.BELOW_1, when=_read("lion_beta2", "lion"))
     """Decay rate of the running mean of gradients, for --optimizer lion."""
-    muon_momentum: float = 0.9
+    muon_momentum: float = setting(0.9, r.BELOW_1, when=_read("muon_momentum", "muon"))
     """Decay rate of the sum of gradients, for --optimizer muon."""
-    muon_nesterov: bool = False
+    muon_nesterov: bool = setting(False, when=_read("muon_nesterov", "muon"))
     """Nesterov momentum, for --optimizer muon."""
-    muon_split_qkv: bool = True
+    muon_split_qkv: bool = setting(True, when=_read("muon_split_qkv", "muon"))
     """Make queries, keys and values orthogonal separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
     matrix."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
+        "spectral", when=_read("muon_scale_mode", "muon")
+    )
     """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
     sqrt(max(1, rows / columns))."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: float = setting(1.0, r.POSITIVE, when=_read("muon_extra_scale_factor", "muon"))
     """Another factor of Muon's updates; 0.2 with the spectral one gives them the size of AdamW's (Liu et al. 2025)."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: int = setting(5, r.SMALL_COUNT, when=_read("muon_num_ns_steps", "muon"))
     """Newton-Schulz iterations, for --optimizer muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting(
+        "quintic", when=_read("muon_coefficient_type", "muon")
+    )
     """Coefficients of the Newton-Schulz iterations, for --optimizer muon."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
+        "medium", when=_read("muon_fp32_matmul_prec", "muon")
+    )
     """Matrix products of the Newton-Schulz iterations, for --optimizer muon: in bfloat16, in TF32 where the GPU has it,
     or in float32. With --fp64 always in float64."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
-    use_layer_wise_param_layout: bool = True
+    use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
     --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
     """The first moment, or the momentum of optimizers that have one moment."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.SECOND_MOMENT)
     """The second moment."""
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
@@ -65,6 +80,10 @@ class AlgorithmConfig:
         if hidden or kind.scalar_optimizer is None:
             return kind
         return OPTIMIZERS[getattr(self, kind.scalar_optimizer)]
+
+    def has_moment(self, dtype_setting: str) -> bool:
+        """Whether ``dtype_setting`` determines the precision of a moment of an optimizer."""
+        return any(moment.dtype_setting == dtype_setting for kind in self.kinds for moment in kind.moments(self))
 
     @property
     def kinds(self) -> tuple[OptimizerKind, ...]:
@@ -178,12 +197,3 @@ def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the optimizer is registered."""
     if config.optimizer not in OPTIMIZERS:
         yield f"optimizer={config.optimizer} is unknown; legal: {', '.join(OPTIMIZERS)}"
-
-
-def settings_by_readers() -> dict[tuple[str, ...], list[str]]:
-    """The settings of single optimizers, by the names of the optimizers that read them."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings):
-        readers = tuple(kind.name for kind in OPTIMIZERS.values() if name in kind.settings)
-        found.setdefault(readers, []).append(name)
-    return found

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Literal
 
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, section, setting
 from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.stage_notation import parse_layout
 
@@ -32,97 +35,102 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, kw_only=True)
+@section()
 class ParallelConfig:
     """The layout: sizes of the parallel axes, pipeline schedule, sharding, and overlap of communication."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = setting(1, r.COUNT, when=ALWAYS, aliases="model_parallel_size")
     """Ranks over which the matrices of each layer are split (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = setting(1, r.COUNT, when=ALWAYS)
     """Ranks over which the layers are split, as stages of a pipeline (PP)."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = setting(1, r.COUNT, when=ALWAYS)
     """Ranks over which each sequence is split (CP), two chunks on each rank so that all have the same work."""
-    cp_comm_type: tuple[CPCommType, ...] = ("p2p",)
+    cp_comm_type: tuple[CPCommType, ...] = setting(("p2p",), when=c.CONTEXT_PARALLEL)
     """How attention communicates over the CP ranks, once or for each layer. p2p: keys and values go around a ring while
     the ranks compute. all_gather: every rank gathers all of them. a2a: each rank has some heads of the whole sequence.
     a2a+p2p: a2a among neighbours, p2p among their groups."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, when=BY_RULE)
     """With --cp-comm-type a2a+p2p: ranks of an a2a group and of a ring, whose product is the CP size."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = setting(1, r.COUNT, needs=c.EXPERTS, aliases="moe_expert_parallel_size")
     """Ranks over which the experts of a layer are split (EP)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = setting(None, r.COUNT, when=c.EXPERTS)
     """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. EP
     communicates less."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = setting(None, when=BY_RULE)
     """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
     *n repeats; stage i is on pipeline rank i mod PP. Default: split so that the slowest stage takes least time."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
     """Layers on the first pipeline rank, over all its chunks; the other ranks share the rest evenly."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
     """Layers on the last pipeline rank, over all its chunks; the other ranks share the rest evenly."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
     """Count the embedding as one layer when layers are split over stages; default: by its FLOPs (none)."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
     """Count output layer and loss as one layer when layers are split over stages; default: by their FLOPs."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = setting(None, r.COUNT, when=BY_RULE)
     """Layers in each chunk of the interleaved schedule."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, r.SMALL_COUNT, when=BY_RULE)
     """Chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
     section 2.2)."""
-    pipeline_schedule: PipelineSchedule | None = None
+    pipeline_schedule: PipelineSchedule | None = setting(None, when=ALWAYS)
     """Order of forwards and backwards on the pipeline ranks; default 1f1b, or interleaved with several chunks. zb_v and
     dualpipe_v have two chunks on each rank, the second in reverse order. tools/show_schedule.py draws schedules."""
-    pipeline_plan: str | None = None
+    pipeline_plan: str | None = setting(None, when=ALWAYS)
     """Text file with a custom plan instead of --pipeline-schedule: for each rank a line of actions such as 0F0 0F1 0B0
     0B1 (docs/pipeline.md)."""
-    overlap_p2p_communication: bool = True
+    overlap_p2p_communication: bool = setting(True, when=c.PIPELINE)
     """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication waits for each send
     immediately."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, when=c.TENSOR_PARALLEL)
     """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""
-    tp_comm_overlap: bool = True
+    tp_comm_overlap: bool = setting(True, when=c.TENSOR_PARALLEL)
     """Reduce the input gradient of a parallel linear layer while its weight gradient is computed;
     --no-tp-comm-overlap: first one, then the other."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool = setting(False, when=c.SEVERAL_DATA_RANKS_OR_FILES)
     """Shard optimizer state and main weights over the data-parallel ranks; the same as --zero-stage 1."""
-    zero_stage: Literal[0, 1, 2, 3] | None = None
+    zero_stage: Literal[0, 1, 2, 3] | None = setting(None, when=c.SEVERAL_DATA_RANKS_OR_FILES)
     """What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer state and main weights, 2 gradients, too, 3
     weights, too (Rajbhandari et al. 2020). Default 1 with --use-distributed-optimizer, else 0."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = setting(
+        None, when=c.SEVERAL_DATA_RANKS_OR_FILES
+    )
     """The same as --zero-stage 0, 1, 2, 3, in Megatron-LM's words."""
-    zero3_keep_after_forward: bool = False
+    zero3_keep_after_forward: bool = setting(False, needs=c.ZERO_3, when=c.SEVERAL_DATA_RANKS)
     """With --zero-stage 3 keep the weights that a step has gathered until it ends: one gather a step instead of two a
     micro-batch, for the memory of stage 2."""
-    zero3_param_offload_dir: str | None = None
+    zero3_param_offload_dir: str | None = setting(None, r.FOLDER, needs=c.ZERO_3)
     """With --zero-stage 3 keep the shards of the weights in files of this folder; a layer's are read when it runs
     (Rajbhandari et al. 2021)."""
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: int = setting(1, r.COUNT, needs=c.ZERO)
     """Groups of data-parallel ranks that each shard among themselves and hold copies of one another's shards (hybrid
     sharding); 1: all ranks are one group."""
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = setting(False, when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED)
     """Sum gradients over data-parallel ranks in bfloat16; the same as --grad-compression bf16."""
-    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    ddp_reduce_scatter_with_fp32_accumulation: bool = setting(False, when=c.ZERO_IN_BF16, resume=Resume.REPORTED)
     """Gradients that travel in bfloat16 to sharded optimizers (ZeRO 1 to 3) are summed in float32 where they arrive."""
-    grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam"] = "none"
+    grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam"] = setting(
+        "none", when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED
+    )
     """How gradients travel: bf16 rounded; powersgd (Vogels et al. 2019) as products of thin matrices; onebit-adam (Tang
     et al. 2021) as signs of momenta; the last two with error feedback, and with --zero-stage 0."""
-    grad_compression_warmup_iters: int = 1000
+    grad_compression_warmup_iters: int = setting(1000, r.COUNT_FROM_0, when=c.LOSSY_COMPRESSION)
     """Steps before powersgd and onebit-adam begin to compress; of onebit-adam 15 to 25 % of the training."""
-    powersgd_rank: int = 4
+    powersgd_rank: int = setting(4, r.SIZE, when=c.POWERSGD, resume=Resume.REPORTED)
     """Columns of the thin matrices of powersgd."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = setting(False, when=(c.TRAINING, c.SEVERAL_DATA_RANKS))
     """Reduce gradient buckets over data-parallel ranks while backward is still running."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = setting(False, needs=c.ZERO, when=c.SEVERAL_DATA_RANKS)
     """Gather updated weights while the next forward is already running, at stage 3 those of the next layer; needs
     --zero-stage 1 or more."""
-    ddp_bucket_size: int = 40_000_000
+    ddp_bucket_size: int = setting(40_000_000, r.COUNT, when=c.SEVERAL_DATA_RANKS)
     """Elements in a gradient bucket; each bucket is reduced by one collective."""
-    rank_order: str = "tp-cp-ep-dp-pp"
+    rank_order: str = setting("tp-cp-ep-dp-pp", when=c.SEVERAL_RANKS)
     """Order of the parallel axes in the rank number, the fastest-varying first."""
-    distributed_backend: Literal["auto", "nccl", "gloo", "shm"] = "auto"
+    distributed_backend: Literal["auto", "nccl", "gloo", "shm"] = setting("auto", when=c.SEVERAL_RANKS)
     """Backend of torch.distributed; auto: nccl with GPUs, else shm (shared memory) between the ranks of a host and gloo
     between hosts."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: float = setting(10.0, r.above_0(10**6), when=ALWAYS)
     """Minutes after which a collective that some rank has not joined is an error."""
 
     @property

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from megatron_core.config.attention import attention_of, attention_problems
 from megatron_core.config.rules_parallel import uneven
-from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 
 
@@ -90,10 +89,6 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
             )
         elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
             yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
-    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
-        if getattr(model, name) and not attention.has_rotary:
-            kind, way_out = model.position_embedding_type, "add --position-embedding-type rope or remove it"
-            yield unused(name, getattr(model, name), "position_embedding_type", kind, way_out)
     needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "dynamic")
     if needs_original and model.original_max_position_embeddings is None:
         yield (

@@ -1,11 +1,10 @@
-"""Rules for data sources, the tokenizer and checkpoints."""
+"""Rules for data sources and the tokenizer."""
 
 import math
-import os.path
 from collections.abc import Iterator
 
-from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.rules_ranges import exclusive, shown, unused
+from megatron_core.config.data import DIVIDED
+from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 
 _TOKENIZER_FILES = {
@@ -17,25 +16,8 @@ _TOKENIZER_FILES = {
     "NullTokenizer": ("vocab_size",),
 }
 
-# The sources of tokens, of which exactly one must be given; --split applies to those in DIVIDED.
-DIVIDED = ("data_path", "data_args_path", "data_phases")
-PLACES = [
-    "save",
-    "load",
-    "load_hf",
-    "non_persistent_global_ckpt_dir",
-    "non_persistent_local_ckpt_dir",
-    "data_cache_path",
-    "metrics_file",
-    "prometheus_file",
-    "tensorboard_dir",
-    "trace_pipeline",
-    "profile_dir",
-    "optimizer_offload_dir",
-    "zero3_param_offload_dir",
-]
-"""Files and folders, whose empty names would be the current folder or a traceback."""
 SOURCES = (*DIVIDED, "train_data_path", "per_split_data_args_path", "mock_data")
+"""Sources of tokens, of which exactly one must be given."""
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
@@ -94,7 +76,7 @@ def _order_problems(config: RunConfig) -> Iterator[str]:
 def _split_problems(config: RunConfig) -> Iterator[str]:
     """The shares of train, validation and test."""
     data = config.data
-    if not data.mock_data and not any(getattr(data, name) for name in DIVIDED):
+    if not data.mock_data and not data.divided_sources:
         yield f"split={data.split} applies only to data_path, which is not given; remove it"
     shares = [_number(part) for part in (data.split or "").split(",")]
     sound = [share for share in shares if share is not None and 0 <= share < math.inf]
@@ -144,47 +126,3 @@ def _sft_problems(config: RunConfig) -> Iterator[str]:
         said += [f"dataloader_type={data.dataloader_type}"] * (data.dataloader_type != "single")
         if said:
             yield f"sft=True cannot be used with {' and '.join(said)}; conversations are documents of their own already"
-
-
-def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Folders without a name, and unknown names of model settings."""
-    checkpoint = config.checkpoint
-    settings = config.flat()
-    for name in PLACES:
-        if settings[name] == "":
-            kind = "file" if name.endswith("_file") else "folder"
-            yield f"{name}='' names no {kind}; give one (. is the current folder), or leave the flag out"
-    yield from _memory_problems(checkpoint)
-    unknown = [name for name in checkpoint.changed_model_settings if not hasattr(config.model, name)]
-    if unknown:
-        yield f"changed_model_settings={shown(tuple(unknown))}: no setting of the model; give names as rotary_base"
-
-
-def _memory_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Checkpoints in the hosts' memory."""
-    kind, folder = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
-    other = "global" if kind == "local" else "local"
-    name, way_out = f"non_persistent_{other}_ckpt_dir", f"remove it, or add --non-persistent-ckpt-type {other}"
-    if given := getattr(checkpoint, name):
-        yield unused(name, given, "non_persistent_ckpt_type", kind, way_out)
-    own = folder if kind == "local" else checkpoint.non_persistent_global_ckpt_dir
-    if own and checkpoint.save and os.path.normpath(own) == os.path.normpath(checkpoint.save):
-        yield (
-            f"non_persistent_{kind}_ckpt_dir={own} is the folder of --save, where a save for a fast restart would "
-            "delete the others; give another folder"
-        )
-    if kind == "local" and folder is None:
-        yield (
-            "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "
-            "--non-persistent-local-ckpt-dir /dev/shm/NAME"
-        )
-    if checkpoint.replication and kind != "local":
-        yield (
-            f"replication=True has no effect with non_persistent_ckpt_type={kind}, whose folder all ranks see; remove "
-            "it, or add --non-persistent-ckpt-type local"
-        )
-    if checkpoint.replication_factor < 2:
-        yield (
-            f"replication_factor={checkpoint.replication_factor} makes no copy; give 2, 3, ... or leave out "
-            "--replication"
-        )

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from megatron_core.config.attention import attention_of
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
-from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 
 
@@ -19,10 +18,6 @@ def fp8_problems(config: RunConfig) -> Iterator[str]:
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
             "or remove --fp8-format"
         )
-    for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"):
-        value, recipe = getattr(fp8, name), fp8.fp8_recipe
-        if recipe != "delayed" and value != getattr(FP8Config, name):
-            yield unused(name, value, "fp8_recipe", recipe, "add --fp8-recipe delayed or remove it")
     if fp8.fp8_param_gather:
         yield from _gather_problems(config)
     if size := block_size(fp8):

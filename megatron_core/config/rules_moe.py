@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from megatron_core.config.rules_parallel import divisors, uneven
-from megatron_core.config.rules_ranges import unused
 from megatron_core.config.run import RunConfig
 
 
@@ -11,9 +10,6 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     """Settings of experts that contradict each other or the layout."""
     model = config.model
     if model.num_experts is None:
-        # Megatron-LM's scripts for dense models give expert_tensor_parallel_size, too, which changes nothing there.
-        if (size := config.parallel.expert_model_parallel_size) > 1:
-            yield f"expert_model_parallel_size={size} has no effect without num_experts; legal: 1, or add --num-experts"
         return
     if model.num_experts < 1 or model.moe_router_topk < 1:
         return  # reported as out of range
@@ -105,9 +101,6 @@ def _is_sinkhorn(config: RunConfig) -> bool:
 def _balance_problems(config: RunConfig) -> Iterator[str]:
     """Load balancing."""
     model, kind = config.model, config.model.moe_router_load_balancing_type
-    if model.moe_aux_loss_coeff and not kind.endswith("aux_loss"):
-        legal = "legal: seq_aux_loss, aux_loss, global_aux_loss"
-        yield unused("moe_aux_loss_coeff", model.moe_aux_loss_coeff, "moe_router_load_balancing_type", kind, legal)
     if _is_sinkhorn(config) and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
         yield (
             f"moe_router_load_balancing_type={kind} has its own scores and no groups; remove "

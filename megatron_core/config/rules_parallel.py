@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from math import isqrt, lcm, prod
+from typing import get_args
 
+from megatron_core.config.model import RecomputeModule
 from megatron_core.config.parallel import ParallelConfig
-from megatron_core.config.rules_ranges import exclusive, unused
+from megatron_core.config.rules_single import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 
@@ -27,31 +29,26 @@ def uneven(name: str, number: int, over: str, parts: int, way_out: str = "") -> 
         yield f"{name}={number} cannot be split over {over}={parts}; legal: {legal}{way_out}"
 
 
-RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""Parts of a layer that selective recompute knows."""
+RECOMPUTABLE: tuple[str, ...] = get_args(RecomputeModule)
+"""Parts of a layer for selective recompute."""
 
 
 def recompute_problems(config: RunConfig) -> Iterator[str]:
-    """Recompute settings, which must all be given or none."""
+    """Incomplete or contradictory settings of recompute and activation offload."""
     model = config.model
-    details = {name: getattr(model, name) for name in ("recompute_method", "recompute_num_layers")}
-    for name, value in details.items():
-        if model.recompute_granularity == "full" and value is None:
-            choice = "uniform or block" if name == "recompute_method" else f"1 to {model.num_layers}"
+    modules = ", ".join(model.recompute_modules)
+    for name, choice in (
+        ("recompute_method", "uniform or block"),
+        ("recompute_num_layers", f"1 to {model.num_layers}"),
+    ):
+        if model.recompute_granularity == "full" and getattr(model, name) is None:
             yield f"{name}=None is missing for recompute_granularity=full; legal: {choice}"
-        elif model.recompute_granularity != "full" and value is not None:
-            way_out = "add --recompute-granularity full or remove it"
-            yield unused(name, value, "recompute_granularity", model.recompute_granularity, way_out)
-    unknown = [name for name in model.recompute_modules if name not in RECOMPUTABLE]
-    if unknown or not model.recompute_modules:
-        yield f"recompute_modules={', '.join(model.recompute_modules)} is not legal; legal: {', '.join(RECOMPUTABLE)}"
-    elif model.recompute_modules != ("core_attn",) and model.recompute_granularity != "selective":
-        modules, way_out = ", ".join(model.recompute_modules), "add --recompute-granularity selective or remove it"
-        yield unused("recompute_modules", modules, "recompute_granularity", model.recompute_granularity, way_out)
+    if not model.recompute_modules:
+        yield f"recompute_modules=() is empty; give one or more of {', '.join(RECOMPUTABLE)}"
     if model.cpu_offloading_num_layers and any(map(model.recomputes, ("layernorm", "mla_up_proj", "moe_act"))):
         yield (
-            f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} would offload what recompute_modules="
-            f"{', '.join(model.recompute_modules)} drops; remove one of them"
+            f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} offloads activations that "
+            f"recompute_modules={modules} discards; remove one of them"
         )
     if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
         yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"

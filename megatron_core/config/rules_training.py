@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
 from megatron_core.config.rules_parallel import leaves_rest, nearest_multiples, sequence_unit
-from megatron_core.config.rules_ranges import exclusive, unused
+from megatron_core.config.rules_single import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 MOST_MICRO_BATCHES = 2**16
@@ -69,6 +69,8 @@ def _first_batch(config: RunConfig, copies: int) -> int:
 def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Check the bounds of the learning rate and the lengths of its phases."""
     optimizer = config.optimizer
+    if optimizer.lr == 0.0 and not config.training.skip_train:
+        yield "lr=0.0 trains nothing; give --lr a number above 0, or add --skip-train"
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(optimizer, name)
         if value > optimizer.lr:
@@ -138,10 +140,8 @@ def _wsd_problems(config: RunConfig, decay: int | None, unit: str) -> Iterator[s
     optimizer, name = config.optimizer, f"lr_wsd_decay_{unit}"
     length = getattr(optimizer, name)
     if optimizer.lr_decay_style != "WSD":
-        if length is not None:
-            way_out = "add --lr-decay-style WSD or remove it"
-            yield unused(name, length, "lr_decay_style", optimizer.lr_decay_style, way_out)
-    elif length is None:
+        return
+    if length is None:
         yield f"{name}=None is missing for lr_decay_style=WSD; give the {_WORD[unit]} of the last phase"
     elif decay:
         warmup = (optimizer.lr_warmup_fraction or 0) * decay or getattr(optimizer, f"lr_warmup_{unit}")

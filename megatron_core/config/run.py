@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
+from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
+from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 
 
@@ -47,10 +50,18 @@ class RunConfig:
         by_samples = self.training.train_samples is not None and not self.optimizer.counts_iterations
         return by_samples or self.optimizer.counts_samples
 
+    def sections(self) -> dict[str, Any]:
+        """The sections by name."""
+        return {part.name: getattr(self, part.name) for part in fields(RunConfig)}
+
     def flat(self) -> dict[str, Any]:
         """All settings as one ``{name: value}``, without sections."""
-        sections = (getattr(self, part.name) for part in fields(self))
-        return {each.name: getattr(section, each.name) for section in sections for each in fields(section)}
+        sections = self.sections().values()
+        return {name: getattr(section, name) for section in sections for name, _ in declarations(section)}
+
+    def value(self, name: str) -> Any:
+        """The value of the setting ``name``."""
+        return next(getattr(section, name) for section in self.sections().values() if hasattr(section, name))
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> RunConfig:
@@ -66,3 +77,42 @@ class RunConfig:
         if left:
             raise KeyError(sorted(left)[0])
         return cls(**sections)
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """The declaration of every setting by name."""
+    return {name: declared for part in fields(RunConfig) for name, declared in declarations(part.default_factory)}
+
+
+@cache
+def field_types() -> dict[str, Any]:
+    """The type of every setting by name."""
+    sections = get_type_hints(RunConfig).values()
+    return {name: kind for section in sections for name, kind in get_type_hints(section).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(RunConfig):
+    """A configuration on a number of ranks and a kind of device, for the conditions of settings."""
+
+    world_size: int = 1
+    """Number of ranks."""
+    device: str = "cpu"
+    """Kind of device."""
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The kind of attention of all layers."""
+        return attention_of(self.model)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which the gradients of dense layers, or of experts if they are more, are summed."""
+        copies = self.parallel.data_parallel_size(self.world_size) * self.parallel.context_parallel_size
+        return max(copies, self.world_size // self.parallel.expert_model_size if self.model.num_experts else 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are split."""
+        return self.parallel.expert_model_parallel_size * self.parallel.expert_tensor_size

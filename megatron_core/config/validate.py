@@ -4,15 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_core.config.optimizers import optimizer_problems
-from megatron_core.config.resilience import resilience_problems
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_data import SOURCES, checkpoint_problems, data_problems, tokenizer_problems
+from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
 from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_monitor import monitor_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
-from megatron_core.config.rules_ranges import range_problems, unused_problems
+from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
 from megatron_core.config.rules_sharding import sharding_problems
+from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     batch_problems,
@@ -32,9 +31,11 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     A fault that follows from another one is not reported separately.
     """
     if world_size < 1:
-        yield f"world_size={world_size} is out of range; legal: 1, 2, 3, ..."
-    yield from range_problems(config)
-    yield from unused_problems(config)
+        yield f"world_size={world_size} is out of range; it must be an integer >= 1"
+    yield from illegal_values(config)
+    if any(unknown_words(config)):
+        return  # the other rules assume known words
+    yield from needless_settings(config)
     yield from model_problems(config)
     yield from moe_problems(config)
     yield from recompute_problems(config)
@@ -54,7 +55,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
     yield from monitor_problems(config, world_size)
-    yield from resilience_problems(config.resilience, config.flat())
+    yield from resilience_problems(config)
 
 
 def largest_world_size(config: RunConfig, most: int) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.file import convert, field_types
-from megatron_core.config.rules_ranges import range_problems
+from megatron_core.config.rules_single import illegal_values
 from megatron_core.errors import ConfigError
 from megatron_core.schema import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
 
@@ -72,7 +72,7 @@ def _is_load(value: Any) -> bool:
 def _is_config(value: Any) -> bool:
     """Whether the settings known to this version have legal values."""
     try:
-        return not any(range_problems(RunConfig.from_flat(RunConfig().flat() | {"lr": 1.0} | _settings(value))))
+        return not any(illegal_values(RunConfig.from_flat(RunConfig().flat() | _settings(value))))
     except (AttributeError, TypeError, ValueError, OverflowError, ConfigError):
         return False
 

@@ -1,7 +1,7 @@
 """Comparison of the settings stored in a checkpoint with the settings of a run."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ import torch
 from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
-from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
-from megatron_core.config.file import convert, field_types
-from megatron_core.config.fp8 import FP8Config
-from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
-from megatron_core.config.training import OptimizerConfig
+from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_core.config.file import convert
+from megatron_core.config.run import field_types, settings
+from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
@@ -23,12 +22,6 @@ from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 
-TENSORS = (
-    *("num_layers", "hidden_size", "untie_embeddings_and_output_weights", "qk_layernorm"),
-    *("qk_layernorm_over_heads", "norm_placement", "normalization", "disable_bias_linear", "add_qkv_bias"),
-    *("num_experts", "moe_layer_freq", "moe_shared_expert_gate", "moe_router_enable_expert_bias"),
-)
-"""Settings that determine which tensors exist: weights saved with another value cannot be loaded."""
 KINDS = field_types()
 """The settings and their types."""
 COUNTERS = (
@@ -36,30 +29,12 @@ COUNTERS = (
     *("optimizer_steps", "vocab_size", "rollbacks"),
 )
 """Integers in the state of a checkpoint."""
-SCHEDULE = ("lr", "min_lr", "decoupled_", "weight_decay", "start_weight_decay", "end_weight_decay")
-"""Prefixes of the optimizer settings that define a schedule."""
-SIZES = (
-    *("ffn_hidden_size", "kv_channels", "max_position_embeddings", "make_vocab_size_divisible_by"),
-    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-)
-"""Settings with derived defaults that the shapes of tensors determine; reading a checkpoint compares all shapes."""
-NUMBERS = (
-    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "bf16", "fp16", "fp64"),
-    *(f.name for f in fields(FP8Config) if f.name != "fp8_statistics_interval"),
-    *(f.name for f in fields(OptimizerConfig) if "offload" not in f.name and "layer_wise" not in f.name),
-    *(f.name for f in fields(DataConfig) if not f.name.startswith(("num_", "data_cache"))),
-    *(name for name in TRAINING_SETTINGS if "init_method" not in name),
-    *("grad_compression", "grad_reduce_in_bf16", "powersgd_rank", "ddp_reduce_scatter_with_fp32_accumulation"),
-)
-"""Settings that change the numerical results of training, but neither the model nor the schedule."""
-FUNCTION = tuple(f.name for f in fields(ModelConfig) if f.name not in (*EXECUTION_SETTINGS, *TRAINING_SETTINGS, *SIZES))
-"""All other model settings, including ones added later, change the model's function: weights saved with another value
-could be loaded, but the outputs would be meaningless."""
-TOKENS = (
-    *("seq_length", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-    *("tiktoken_pattern", "tiktoken_num_special_tokens"),
-)
+MODEL = names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE}))
+"""Model settings that ``--use-checkpoint-args`` takes from the checkpoint."""
+TOKENS = names_by_resume(DataConfig, Resume.TOKENS)
 """Data settings that ``--use-checkpoint-args`` takes from the checkpoint."""
+SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
+"""Settings that define the schedules of learning rate and weight decay."""
 
 
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
@@ -68,15 +43,16 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     Floats are compared in float32 precision. Settings named in ``--changed-model-settings`` may differ.
     """
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
+    compared = names_by_resume(ModelConfig, Resume.FUNCTION, Resume.TENSORS)
     changed = [
-        name for name in FUNCTION if name in stored and name not in allowed and not _equal(stored[name], current[name])
+        name for name in compared if name in stored and name not in allowed and not _equal(stored[name], current[name])
     ]
     if changed:
         faults = [
             f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
             for name in changed
         ]
-        function = " ".join(name for name in changed if name not in TENSORS)
+        function = " ".join(name for name in changed if settings()[name].resume is Resume.FUNCTION)
         way_out = "; where its weights are meant to compute another function, add --changed-model-settings " + function
         raise CheckpointError(
             "this checkpoint is of another model:\n"
@@ -138,8 +114,8 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
             stored[f"lr_decay_{unit}"] = stored[f"train_{unit}"]
     changes = [
         f"{name} was {stored[name]} and is {current[name]}"
-        for name in stored
-        if name.startswith(SCHEDULE) and name in current and not _equal(stored[name], current[name])
+        for name in SCHEDULE
+        if name in stored and not _equal(stored[name], current[name])
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
         raise CheckpointError(
@@ -154,8 +130,10 @@ def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     current = config.flat()
     return [
         f"{name} was {stored[name]} and is {current[name]}"
-        for name in NUMBERS
-        if name in stored and not name.startswith(SCHEDULE) and not _equal(stored[name], current[name])
+        for name, declared in settings().items()
+        if declared.resume in (Resume.REPORTED, Resume.TOKENS)
+        and name in stored
+        and not _equal(stored[name], current[name])
     ]
 
 
@@ -207,7 +185,7 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
     """Return ``config`` with all settings but model, sequence length and tokenizer reset to their defaults."""
-    model = replace(config.model, **{name: getattr(ModelConfig(), name) for name in EXECUTION_SETTINGS})
+    model = ModelConfig(**{name: getattr(config.model, name) for name in MODEL})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
     return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in TOKENS}))
@@ -261,14 +239,13 @@ def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if settings.use_checkpoint_args:
         again = model_and_tokenizer(stored)
-        found |= {name: getattr(again.model, name) for name in FUNCTION + TRAINING_SETTINGS + SIZES}
+        found |= {name: getattr(again.model, name) for name in MODEL}
         found |= {name: getattr(again.data, name) for name in TOKENS}
     return found | (_schedule(stored) if settings.use_checkpoint_opt_param_scheduler else {})
 
 
 def _schedule(stored: RunConfig) -> dict[str, Any]:
-    names = [part.name for part in fields(stored.optimizer) if part.name.startswith(SCHEDULE)]
-    return {name: getattr(stored.optimizer, name) for name in names}
+    return {name: getattr(stored.optimizer, name) for name in SCHEDULE}
 
 
 def _equal(stored: Any, current: Any) -> bool:

@@ -11,8 +11,8 @@ from megatron_core.config import DataConfig, RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
+from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.training import OptimizerConfig
-from megatron_core.config.unused import unread_settings
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import config_of_folder

@@ -58,8 +58,8 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         }.items()
     ),
     # counts
-    ({FIRST: 0, **PP2}, 2, (f"{FIRST}=0", "1, 2, 3")),
-    ({LAST: -1, **PP2}, 2, (f"{LAST}=-1", "1, 2, 3")),
+    ({FIRST: 0, **PP2}, 2, (f"{FIRST}=0", "an integer >= 1")),
+    ({LAST: -1, **PP2}, 2, (f"{LAST}=-1", "an integer >= 1")),
     ({FIRST: 1}, 1, (f"{FIRST}=1", "pipeline_model_parallel_size=1", "raise it to 2 or more")),
     (
         {"num_layers": 6, FIRST: 4, LAST: 3, **PP4},

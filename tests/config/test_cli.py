@@ -13,7 +13,7 @@ import pytest
 
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import parse_command_line, parse_run_config
-from megatron_core.config.file import field_types
+from megatron_core.config.run import field_types
 from megatron_core.config.translate import Translation
 from megatron_core.errors import ConfigError
 

@@ -32,13 +32,13 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "kv
         ({"fp8_recipe": "tensorwise", "num_layers": 2, "first_last_layers_bf16": True}, "leave none of num_layers=2"),
         ({"fp8_amax_history_len": 0}, "fp8_amax_history_len=0 is out of range"),
         ({"fp8_margin": -1}, "fp8_margin=-1 is out of range"),
-        ({"fp8_format": None, "fp8_statistics_interval": 5}, "has no effect without fp8_format"),
-        ({"fp8_format": None}, "fp8_recipe=blockwise has no effect without fp8_format"),
-        ({"fp8_format": None, "fp8_wgrad": False}, "fp8_wgrad=False has no effect without fp8_format"),
-        ({"fp8_margin": 2}, "fp8_margin=2 has no effect with fp8_recipe=blockwise; add --fp8-recipe delayed"),
+        ({"fp8_format": None, "fp8_statistics_interval": 5}, "has no effect without --fp8-format hybrid"),
+        ({"fp8_format": None}, "fp8_recipe=blockwise has no effect without --fp8-format hybrid"),
+        ({"fp8_format": None, "fp8_wgrad": False}, "fp8_wgrad=False has no effect without --fp8-format hybrid"),
+        ({"fp8_margin": 2}, "fp8_margin=2 has no effect without --fp8-recipe delayed; add"),
         (
             {"num_layers_at_end_in_bf16": 2},
-            "=2 has no effect without first_last_layers_bf16; add --first-last-layers-bf16",
+            "=2 has no effect without --first-last-layers-bf16; add --first",
         ),
     ],
 )

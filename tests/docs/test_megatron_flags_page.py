@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_core.config import megatron_flags
-from megatron_core.config.file import field_types
+from megatron_core.config.run import field_types
 from tools.list_flags import page
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.config.rules_monitor import monitor_problems
+from megatron_core.config.validate import problems
 from megatron_core.monitor import rank_records
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
@@ -248,7 +248,7 @@ def test_a_profile_of_some_ranks(tmp_path: Path) -> None:
 
 def test_settings_that_leave_nothing_to_trace() -> None:
     wrong = {"profile": True, "profile_step_start": 5, "profile_step_end": 5, "profile_ranks": (2,)}
-    first, second = monitor_problems(tiny_config(**wrong), 2)
+    first, second = problems(tiny_config(**wrong), 2)
     assert "profile_step_start=5" in first and "profile_ranks=[2]" in second and "0 to 1" in second
-    (sentence,) = monitor_problems(tiny_config(log_straggler=True, record_times=False), 1)
-    assert "remove --no-record-times" in sentence and not list(monitor_problems(tiny_config(profile=True), 1))
+    (sentence,) = problems(tiny_config(log_straggler=True, record_times=False), 1)
+    assert "cannot be used with --no-record-times" in sentence and not list(problems(tiny_config(profile=True), 1))

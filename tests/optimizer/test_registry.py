@@ -14,7 +14,7 @@ import torch
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OPTIMIZERS, Moment, OptimizerKind
-from megatron_core.config.unused import unread_settings
+from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer import Algorithm, Rates, ShardSlice, register_optimizer, write_copy
@@ -170,8 +170,8 @@ def test_the_planner_prices_an_optimizer_of_a_user(
     test_planned_allocated_and_saved_state_are_equal(settings | {"optimizer": "adagrad"}, names, tmp_path)
     config = tiny_config(optimizer="adagrad", adam_eps=1e-6, adam_beta1=0.8, use_precision_aware_optimizer=True)
     assert unread_settings(config) == (
-        "use_precision_aware_optimizer=True (without --main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16); "
-        "adam_beta1=0.8 (without --optimizer adam)"
+        "adam_beta1=0.8 (without --optimizer adam); "
+        "use_precision_aware_optimizer=True (without --main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16)"
     )
 
 

@@ -149,8 +149,8 @@ def test_a_kind_of_a_user_in_every_layout_is_that_of_one_process(output_gate: No
     [
         ({"attention_kind": "sparse"}, "attention_kind=sparse is unknown; legal: grouped_query"),
         ({"attention_kind": "latent"}, "attention_kind=latent is unknown; legal: grouped_query"),
-        (LATENTS | GROUPS, "group_query_attention=True cannot be used with multi_latent_attention, which has its own"),
-        (LATENTS | {"use_mup": True}, "use_mup=True cannot be used with multi_latent_attention, whose heads"),
+        (LATENTS | GROUPS, "group_query_attention=True cannot be used with --multi-latent-attention; remove"),
+        (LATENTS | {"use_mup": True}, "use_mup=True cannot be used with --multi-latent-attention; remove"),
     ],
 )
 def test_faults(settings: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
-from megatron_core.config.model import EXECUTION_SETTINGS, TRAINING_SETTINGS
+from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import families
 from megatron_core.models.hf.rules import (
@@ -178,8 +178,8 @@ def _type_of(setting: str) -> KeyType:
 
 def function_settings(config: ModelConfig) -> Settings:
     """The settings that determine the logits of trained weights, with defaults filled in."""
-    ignored = {*EXECUTION_SETTINGS, *TRAINING_SETTINGS, "max_position_embeddings", "make_vocab_size_divisible_by"}
-    own = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if f.name not in ignored}
+    names = names_by_resume(ModelConfig, Resume.TENSORS, Resume.FUNCTION)
+    own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     return own | {
         "group_query_attention": None,
         "num_query_groups": config.query_groups,

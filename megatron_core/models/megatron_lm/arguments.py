@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import convert, field_types
-from megatron_core.config.model import EXECUTION_SETTINGS
+from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
@@ -64,7 +64,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         given.pop("num_query_groups", None)  # Megatron-LM sets it to a default
 
     # Keep and convert the settings of the model.
-    wanted = [f.name for f in fields(ModelConfig) if f.name not in EXECUTION_SETTINGS] + ["seq_length", "vocab_size"]
+    wanted = [*names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE})), "seq_length", "vocab_size"]
     found = {name: _converted(name, given[name]) for name in wanted if name in given}
     return found | _tokenizer(given)
 

@@ -1,0 +1,164 @@
+"""Conditions that several settings share: the flags or properties of a run without which it does not read them."""
+
+from megatron_core.config.setting import Condition, given, unless
+
+# Training, ranks and devices.
+TRAINING = unless("--skip-train", lambda run: run.training.skip_train)
+SEVERAL_RANKS = Condition("several ranks", lambda run: run.world_size > 1)
+SEVERAL_DATA_RANKS = Condition("several data-parallel ranks", lambda run: run.data_ranks > 1)
+SEVERAL_DATA_RANKS_OR_FILES = Condition(
+    SEVERAL_DATA_RANKS.words, lambda run: run.data_ranks > 1 or run.parallel.zero3_param_offload_dir
+)
+SEVERAL_EXPERT_RANKS = Condition("experts split over ranks", lambda run: run.expert_ranks > 1)
+GPU = Condition("a GPU", lambda run: run.device != "cpu")
+
+# The model.
+LATENT_ATTENTION = given("multi_latent_attention")
+NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
+ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
+POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)
+ROPE_SCALING = given("use_rope_scaling")
+NOT_NTK = Condition("another --rope-scaling-type", lambda run: run.model.rope_scaling_type != "ntk")
+YARN = Condition(
+    "--rope-scaling-type yarn", lambda run: run.model.use_rope_scaling and run.model.rope_scaling_type == "yarn"
+)
+NO_YARN_FACTOR = unless("--yarn-attention-factor", lambda run: run.model.yarn_attention_factor is not None)
+SOFTMAX_SCALE_FROM_YARN = unless(
+    "--yarn-attention-factor",
+    lambda run: (
+        run.model.yarn_attention_factor is not None
+        and not (run.model.multi_latent_attention and run.model.softmax_scale is None)
+    ),
+)
+WINDOW = given("window_size", "BEFORE 0")
+WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
+QK_LAYERNORM = given("qk_layernorm")
+GELU = unless("--swiglu or --squared-relu", lambda run: run.model.swiglu or run.model.squared_relu)
+MUP = given("use_mup")
+DEFAULT_SOFTMAX_SCALE = unless("--softmax-scale", lambda run: run.model.softmax_scale is not None)
+UNFUSED_ATTENTION = Condition(
+    "--attention-backend unfused, or dropout or soft capping of attention",
+    lambda run: (
+        run.model.attention_backend == "unfused"
+        or run.model.attention_dropout
+        or run.model.attn_logit_softcapping is not None
+    ),
+)
+FULL_RECOMPUTE = Condition("--recompute-granularity full", lambda run: run.model.recompute_granularity == "full")
+SELECTIVE_RECOMPUTE = Condition(
+    "--recompute-granularity selective", lambda run: run.model.recompute_granularity == "selective"
+)
+
+# Experts.
+EXPERTS = given("num_experts", "N")
+DENSE_LAYER = unless(
+    "experts of --moe-ffn-hidden-size in every layer",
+    lambda run: run.model.moe_ffn_hidden_size and all(map(run.model.has_experts, range(run.model.num_layers))),
+)
+SHARED_EXPERTS = given("moe_shared_expert_intermediate_size", "N")
+SOFTMAX_SCORES = Condition(
+    "--moe-router-score-function softmax", lambda run: run.model.moe_router_score_function == "softmax"
+)
+CAPACITY = given("moe_expert_capacity_factor", "X")
+AUXILIARY_LOSS = Condition(
+    "--moe-router-load-balancing-type seq_aux_loss, aux_loss or global_aux_loss",
+    lambda run: run.model.moe_router_load_balancing_type.endswith("aux_loss"),
+)
+BALANCING_LOSS = Condition(
+    "--moe-aux-loss-coeff X",
+    lambda run: run.model.moe_aux_loss_coeff or not run.model.moe_router_load_balancing_type.endswith("aux_loss"),
+)
+NO_SINKHORN = unless(
+    "--moe-router-load-balancing-type sinkhorn", lambda run: run.model.moe_router_load_balancing_type == "sinkhorn"
+)
+ROUTED_BY_SCORE = unless("--moe-router-force-load-balancing", lambda run: run.model.moe_router_force_load_balancing)
+
+# The layout.
+ZERO = Condition("--zero-stage 1, 2 or 3", lambda run: run.parallel.dp_zero_stage)
+ZERO_3 = Condition("--zero-stage 3", lambda run: run.parallel.dp_zero_stage == 3)
+TENSOR_PARALLEL = Condition("--tensor-model-parallel-size N", lambda run: run.parallel.tensor_model_parallel_size > 1)
+PIPELINE = Condition("--pipeline-model-parallel-size N", lambda run: run.parallel.pipeline_model_parallel_size > 1)
+CONTEXT_PARALLEL = Condition("--context-parallel-size N", lambda run: run.parallel.context_parallel_size > 1)
+ZERO_IN_BF16 = Condition(
+    "gradients in bfloat16 and --zero-stage 1 or more",
+    lambda run: run.parallel.reduces_in_bf16 and run.parallel.dp_zero_stage,
+)
+LOSSY_COMPRESSION = Condition(
+    "--grad-compression powersgd or onebit-adam",
+    lambda run: run.parallel.grad_compression in ("powersgd", "onebit-adam"),
+)
+POWERSGD = Condition("--grad-compression powersgd", lambda run: run.parallel.grad_compression == "powersgd")
+
+# FP8.
+FP8 = given("fp8_format", "hybrid")
+DELAYED = Condition("--fp8-recipe delayed", lambda run: run.training.fp8_recipe == "delayed")
+LARGEST_AMAX = Condition("--fp8-amax-compute-algo max", lambda run: run.training.fp8_amax_compute_algo == "max")
+AMAX_HISTORY = Condition("--fp8-amax-history-len 2 or more", lambda run: run.training.fp8_amax_history_len > 1)
+FIRST_LAST_LAYERS = given("first_last_layers_bf16")
+
+# The optimizer.
+FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))
+SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))
+MUON_ZERO_1 = Condition(
+    "--optimizer muon and --zero-stage 1",
+    lambda run: run.optimizer.optimizer == "muon" and run.parallel.dp_zero_stage == 1,
+)
+PRECISION_AWARE = given("use_precision_aware_optimizer")
+BF16 = given("bf16")
+BF16_STATE = Condition(
+    "--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16", lambda run: run.optimizer.bf16_settings
+)
+OPTIMIZER_OFFLOAD = Condition(
+    "--optimizer-cpu-offload or --optimizer-offload-dir", lambda run: run.optimizer.offloads_optimizer
+)
+NO_OFFLOAD_DIR = unless("--optimizer-offload-dir", lambda run: run.optimizer.optimizer_offload_dir is not None)
+CONSTANT_WEIGHT_DECAY = Condition(
+    "--weight-decay-incr-style constant", lambda run: run.optimizer.weight_decay_incr_style == "constant"
+)
+WARMUP = Condition("a warm-up", lambda run: run.optimizer.has_warmup)
+WSD = Condition("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD")
+LR_DECAY = Condition("another --lr-decay-style", lambda run: run.optimizer.lr_decay_style != "constant")
+DYNAMIC_LOSS_SCALE = Condition(
+    "--fp16 with a dynamic loss scale", lambda run: run.training.fp16 and run.optimizer.loss_scale is None
+)
+
+# Data.
+FIM = given("fim_data")
+DIVIDED_DATA = Condition("--data-path", lambda run: run.data.divided_sources)
+TOKENIZER_MODEL = Condition(
+    "a --tokenizer-type that reads it",
+    lambda run: run.data.tokenizer not in (None, "GPT2BPETokenizer", "ByteLevelTokenizer", "NullTokenizer"),
+)
+TOKEN_FILES = Condition("token files", lambda run: not run.data.mock_data and run.data.dataloader_type != "external")
+MEGATRON_ORDER = Condition("--data-order megatron", lambda run: run.data.data_order == "megatron")
+GPT2_TOKENIZER = Condition(
+    "--tokenizer-type GPT2BPETokenizer",
+    lambda run: run.data.tokenizer == "GPT2BPETokenizer" and run.data.vocab_file and run.data.merge_file,
+)
+TIKTOKENIZER = Condition("--tokenizer-type TikTokenizer", lambda run: run.data.tokenizer_type == "TikTokenizer")
+EVALUATION = given("eval_iters", "N")
+
+# Checkpoints.
+SAVE = given("save", "FOLDER")
+LOAD = given("load", "FOLDER")
+NO_FINETUNE = unless("--finetune", lambda run: run.checkpoint.finetune)
+OWN_SCHEDULE = unless(
+    "--use-checkpoint-opt-param-scheduler", lambda run: run.checkpoint.use_checkpoint_opt_param_scheduler
+)
+FAST_RESTART = given("non_persistent_save_interval", "N")
+GLOBAL_FAST_RESTART = Condition(
+    "--non-persistent-ckpt-type global", lambda run: run.checkpoint.non_persistent_ckpt_type == "global"
+)
+LOCAL_FAST_RESTART = Condition(
+    "--non-persistent-ckpt-type local", lambda run: run.checkpoint.non_persistent_ckpt_type == "local"
+)
+REPLICATION = given("replication")
+
+# Records.
+RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_times)
+TIMING_LOG = given("timing_log_level", "1")
+PROFILE = given("profile")
+PYTORCH_PROFILER = given("use_pytorch_profiler")
+WANDB = given("wandb_project", "NAME")
+MLFLOW = given("mlflow_experiment", "NAME")
+BAD_STEPS = given("max_bad_steps", "N")

@@ -1,0 +1,115 @@
+"""Checks of each setting against its declaration: legal values, and the conditions under which it has an effect."""
+
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.run import RunConfig, RunContext, field_types, settings
+from megatron_core.config.setting import Condition
+
+
+def illegal_values(config: RunConfig) -> Iterator[str]:
+    """Settings whose value is illegal whatever the other settings are."""
+    yield from unknown_words(config)
+    for name, value in config.flat().items():
+        legal = settings()[name].legal
+        if legal is not None and value is not None and not legal.contains(value):
+            yield f"{name}={value!r} {legal.fault}; it must be {legal.words}"
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not _is_encodable(text):
+                yield f"{name}={text!r} has a character that cannot occur in file names and flags; remove it"
+
+
+def unknown_words(config: RunConfig) -> Iterator[str]:
+    """Settings whose value is none of the values that their type lists."""
+    for name, value in config.flat().items():
+        choices, parts = _choices(field_types()[name]), value if isinstance(value, tuple) else (value,)
+        if choices and any(part is not None and part not in choices for part in parts):
+            legal = ", ".join(map(str, choices))
+            yield f"{name}={shown(value)} is not legal; use {'some' if isinstance(value, tuple) else 'one'} of {legal}"
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values of the ``Literal`` in a type; empty if there is none."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(choice for option in get_args(kind) for choice in _choices(option))
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, from a JSON or YAML file
+        return False
+
+
+def needless_settings(config: RunConfig) -> Iterator[str]:
+    """Settings with another value than the default that need a condition which does not hold."""
+    run, values, defaults = RunContext(**config.sections()), config.flat(), RunConfig().flat()
+    for name, declared in settings().items():
+        if values[name] != defaults[name] and (missing := _missing(declared.needs, run)) is not None:
+            assigned = f"{name}={shown(values[name])}"
+            if missing.excludes:
+                yield f"{assigned} cannot be used with {missing.words}; remove one of them"
+            else:
+                yield f"{assigned} has no effect without {missing.words}; add {missing.words} or remove {name}"
+
+
+def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | None:
+    """The first condition that does not hold."""
+    return next((condition for condition in conditions if not condition.holds(run)), None)
+
+
+def unread_settings(
+    config: RunConfig, world_size: int = 1, device: str = "cpu", names: Collection[str] | None = None
+) -> str:
+    """The settings without effect on this number of ranks and kind of device, with the reason; empty if none.
+
+    ``names``: the settings to examine; default: all that differ from their defaults.
+    """
+    run = RunContext(**config.sections(), world_size=world_size, device=device)
+    values, defaults = config.flat(), RunConfig().flat()
+    names = [name for name in values if values[name] != defaults[name]] if names is None else names
+    by_reason: dict[str, list[str]] = {}
+    for name, declared in settings().items():
+        if name in names and (missing := _missing(declared.needs + declared.when, run)) is not None:
+            reason = f"{'with' if missing.excludes else 'without'} {missing.words}"
+            by_reason.setdefault(reason, []).append(f"{name}={shown(values[name])}")
+    found = [f"{', '.join(assigned)} ({reason})" for reason, assigned in by_reason.items()]
+    if "recompute_modules" in names and config.model.recompute_granularity == "selective":
+        found += _absent_parts(config.model)
+    return "; ".join(found)
+
+
+def _absent_parts(model: ModelConfig) -> Iterator[str]:
+    """Parts for selective recompute that no layer has."""
+    experts, layers = len(model.expert_layers), range(model.num_layers)
+    shared = experts and model.moe_shared_expert_intermediate_size
+    needed = {
+        "layernorm": (model.norm_placement != "post", "norms before attention and MLP"),
+        "mla_up_proj": (model.multi_latent_attention, "--multi-latent-attention"),
+        "mlp": (not all(map(model.has_experts, layers)), "a layer without experts"),
+        "moe": (experts, "--num-experts N"),
+        "moe_act": (experts, "--num-experts N"),
+        "shared_experts": (shared, "--moe-shared-expert-intermediate-size N"),
+    }
+    for part in model.recompute_modules:
+        is_there, what = needed.get(part, (True, ""))
+        if not is_there:
+            yield f"recompute_modules={part} (without {what})"
+
+
+def unused(setting: str, value: object, other: str, is_now: object, remedy: str) -> str:
+    """The message for a setting that has no effect with the value of another one."""
+    return f"{setting}={value} has no effect with {other}={is_now}; {remedy}"
+
+
+def exclusive(*assigned: str) -> str:
+    """The message for settings, each with its value, of which only one may be given."""
+    return f"{' and '.join(assigned)} exclude one another; keep one of them"
+
+
+def shown(value: object) -> str:
+    """A value as on the command line."""
+    return " ".join(value) if isinstance(value, tuple) and all(isinstance(part, str) for part in value) else str(value)
