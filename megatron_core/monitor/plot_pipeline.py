@@ -28,7 +28,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Pa
     """Draw titled timelines below one another into ``png_path``.
 
     Boxes are coloured by kind, paler for later chunks, and have the number of the micro-batch if it fits. The peak of
-    activations, in micro-batches, is beside each rank; bubble and makespan are above each panel.
+    activations, in micro-batches, is right of each rank; bubble and makespan are above each panel.
     """
     longest = max(timeline.makespan for _, timeline in timelines)
     figure, panels = _new_figure([len(timeline.plan.ranks) for _, timeline in timelines])

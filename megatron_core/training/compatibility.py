@@ -119,8 +119,8 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
         raise CheckpointError(
-            f"this run has another schedule than the one that it resumes: {'; '.join(changes)}. Give the same "
-            "settings, or go on with these by --override-opt-param-scheduler"
+            f"the schedule differs from that of the resumed run: {'; '.join(changes)}. Give the same settings, or "
+            "continue with the new settings by --override-opt-param-scheduler"
         )
     return changes
 
@@ -145,8 +145,8 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
     if not decays or current[f"lr_decay_{unit}"] is not None or before in (None, now):
         return ""
     return (
-        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so that it goes on at "
-        f"another rate than it ended with; --lr-decay-{unit} {before} keeps the schedule"
+        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so that it "
+        f"jumps to another value; --lr-decay-{unit} {before} keeps the schedule"
     )
 
 

@@ -172,7 +172,7 @@ MODEL_FILES = {
     "SentencePieceTokenizer": "tokenizer.model",
     "Llama2Tokenizer": "tokenizer.model",
 }
-"""What `transformers` calls the file of ``--tokenizer-model``."""
+"""File names of ``--tokenizer-model`` in `transformers`, by tokenizer class."""
 CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "tokenizer.model": "LlamaTokenizer"}
 """The class there that takes the file as it is."""
 

@@ -38,7 +38,7 @@ def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
 def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
     """Train until the last step, ``exit_interval`` or ``run.stop_reason`` of any rank; evaluate and save when due.
 
-    ``callbacks`` are called beside the built-in ones.
+    ``callbacks`` are called in addition to the built-in callbacks.
     """
     config = run.config
     called = Callbacks(run, [*built_in_callbacks(run, sinks), *callbacks])

@@ -154,7 +154,7 @@ class MemorySnapshots(Callback):
     """Writes ``memory/rank00000_step0000012.json`` into the folder of ``--save``, or the current one.
 
     SIGUSR2 requests a snapshot of the next step: bytes by kind, activations by module at their peak, and the largest
-    tensors after the step. On a GPU, torch's snapshot of the allocations in that step is written beside it, for
+    tensors after the step. On a GPU, the folder also has torch's snapshot of the allocations in that step, for
     pytorch.org/memory_viz. A failed allocation is explained (``on_failure``).
     """
 

@@ -86,7 +86,7 @@ def pretrain(
     run = set_up(config, world, datasets_provider, layer_specs)
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
-        run.saver.open(anew=run.state.iteration == 0)
+        run.saver.open(is_new=run.state.iteration == 0)
     with lenient_output():
         if world.rank == 0:
             introduce(run)
@@ -103,7 +103,7 @@ def pretrain(
 
 
 def introduce(run: Run) -> None:
-    """Print a description of the run, and write its configuration beside the checkpoints."""
+    """Print a description of the run, and write its configuration to the folder of the checkpoints."""
     counted = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
     spare = f", and {run.world.spares} spare" if run.world.spares else ""
@@ -178,6 +178,6 @@ def notes(run: Run) -> Iterator[str]:
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:
-        yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: NOTHING IS SAVED"
+        yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: nothing is saved"
     if iteration >= run.total_iterations and not run.config.training.skip_train:
         yield f"nothing to train: all {run.total_iterations} iterations are done"

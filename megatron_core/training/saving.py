@@ -1,4 +1,4 @@
-"""Writing the checkpoints of a run, before the next step or in the background."""
+"""Writing checkpoints of a run, before the next step or in the background."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -39,15 +39,15 @@ from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 LEAVE_SECONDS = 60.0
-"""Time that a process ending with an error waits for its part of a checkpoint."""
+"""Time limit for completing a background save when the process ends with an error."""
 
 
 @dataclass(eq=False)
 class CheckpointSaver:
-    """Writes what ``data`` and ``optimizer`` hold into the folder of ``save``. All ranks call each method together.
+    """Writes the state of ``data`` and ``optimizer`` into the folder of ``save``; all ranks call each method together.
 
-    With ``async_save`` at most one checkpoint is being written, from one copy of this rank's part, which is made while
-    the next step runs: its update waits for that, and the next save for the whole. Call ``finish`` before
+    With ``async_save`` at most one checkpoint is being written. This rank's part is copied while the next step runs:
+    the update of this step waits for the copy, and the next save for the complete checkpoint. Call ``finish`` before
     the last checkpoint is loaded, and the optimizer's ``before_update`` before weights or optimizer state change
     outside of a step.
     """
@@ -66,7 +66,7 @@ class CheckpointSaver:
         self._hosts: Hosts | None = None
         self._runs: list[str] = []
         self._run = ""
-        """The id in the checkpoints for a fast restart."""
+        """Id of the run in its fast-restart checkpoints."""
         self._keeps_config = False
         self._deletion = ""
         self._replaced: tuple[Path, ...] = ()
@@ -78,10 +78,10 @@ class CheckpointSaver:
         """The folder of ``save``."""
         return Path(self.config.checkpoint.save or ".")
 
-    def open(self, *, anew: bool = False) -> None:
-        """Make the folders and lock them, once; ``anew``: no earlier checkpoint for a fast restart belongs to the run.
+    def open(self, *, is_new: bool = False) -> None:
+        """Create and lock the folders, once; ``is_new``: earlier fast-restart checkpoints are of other runs.
 
-        Errors: ``CheckpointError`` on all ranks, also if another has one.
+        Errors: ``CheckpointError`` on all ranks if any rank fails.
         """
         if self._is_open:
             return
@@ -100,16 +100,16 @@ class CheckpointSaver:
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         fail_together(problem, self.data.device)
         if restarts_fast:
-            self._begin_run(anew=anew)
+            self._begin_run(is_new=is_new)
         self._is_open = True
 
-    def _begin_run(self, *, anew: bool) -> None:
+    def _begin_run(self, *, is_new: bool) -> None:
         """Agree on the id of the run for its fast-restart checkpoints; print a note if the hosts are fewer than
         ``replication_factor``."""
         problem, settings = "", self.config.checkpoint
         try:
             if self.data.groups.rank == 0:
-                self._run = run_id(self.folder, restart=anew)
+                self._run = run_id(self.folder, restart=is_new)
                 self._runs = runs_of(self.folder)
         except (OSError, CheckpointError) as error:
             problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
@@ -119,7 +119,7 @@ class CheckpointSaver:
         if settings.replication and there < settings.replication_factor:
             note(
                 f"replication_factor={settings.replication_factor}, but the ranks are on {there} "
-                f"host{'s' * (there > 1)}: as many have what a rank writes, and no more"
+                f"host{'s' * (there > 1)}: only this number of copies is written"
             )
 
     def _take(self, setting: str, folder: Path) -> str:
@@ -136,7 +136,7 @@ class CheckpointSaver:
             return str(error)
         self._locks.append(lock)
         if lock.unsupported:
-            note(f"{folder} cannot be locked ({lock.unsupported}): let no other run save there")
+            note(f"{folder} cannot be locked ({lock.unsupported}): other runs must not save there")
         else:
             remove_hidden(folder)
         if self.config.checkpoint.overwrite_checkpoints and folder != self.config.checkpoint.local_folder:
@@ -144,7 +144,7 @@ class CheckpointSaver:
         return ""
 
     def keep_config(self) -> None:
-        """Write the configuration for resuming this run beside the checkpoints."""
+        """Write the configuration for resuming this run to the folder of the checkpoints."""
         named = f"save={str(self.folder)!r}"
         try:
             make_folder(self.folder)
@@ -256,7 +256,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             told = list(dict.fromkeys(tell_all(str(error), self.data.device)))
             reasons = "; ".join([text for text in told if not text.endswith(ELSEWHERE)] or told)
-            note(f"A CHECKPOINT WAS NOT WRITTEN: {reasons}. The training goes on; the checkpoints before it are whole")
+            note(f"saving failed: {reasons}. Training continues; earlier checkpoints are intact")
             return False
         return True
 

@@ -214,7 +214,7 @@ def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
     if there:
         raise CheckpointError(
             f"save={settings.save!r} holds checkpoints of another run, up to iteration {there[-1]}, and this one "
-            f"starts {'from others' if found else 'from scratch'}; go on with --load {settings.save}, give another "
+            f"starts {'from others' if found else 'from scratch'}; resume with --load {settings.save}, give another "
             "folder, or add --overwrite-checkpoints to replace them"
         )
 

@@ -140,7 +140,7 @@ def test_notes_before_the_training(tmp_path: Path) -> None:
     assert _pretrain(0, *TINY, "--train-iters", 2, "--save", tmp_path).returncode == 0
     again = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path)
     assert again.returncode == 1
-    assert f"go on with --load {tmp_path}" in again.stderr
+    assert f"resume with --load {tmp_path}" in again.stderr
     done = _pretrain(0, *TINY, "--train-iters", 2, "--load", tmp_path)
     assert "nothing to train: all 2 iterations" in done.stdout
     blocked = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path / "config.yaml")
