@@ -65,6 +65,12 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"a value does not fit its tag ({error})") from None
 
 
+def read_table(module: str) -> Any:
+    """The YAML table beside a module of this package, whose ``__file__`` is ``module``."""
+    text = Path(module).with_suffix(".yaml").read_text(encoding="utf-8")
+    return _Loader(text).get_single_data()
+
+
 def without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """The mapping of ``pairs``; ``ValueError`` for a key that occurs twice."""
     found: dict[Any, Any] = {}

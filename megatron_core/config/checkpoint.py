@@ -11,84 +11,84 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
 
 TEMPORARY_FOLDER = "non_persistent"
-"""The default folder, below --save, of checkpoints for a fast restart."""
+"""Default folder, below --save, of checkpoints for a fast restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 @section()
 class CheckpointConfig:
-    """Where checkpoints are written and read. A checkpoint can be loaded in any layout."""
+    """Folders, intervals and contents of checkpoints. A checkpoint can be loaded in any layout."""
 
     save: str | None = setting(None, r.FOLDER, when=c.TRAINING)
-    """Folder to write checkpoints to: at the end of the run, and every --save-interval steps."""
+    """Folder for checkpoints, which are written every --save-interval steps and at the end of the run."""
     save_interval: int | None = setting(None, r.COUNT, when=c.TRAINING, aliases="persistent_save_interval")
-    """With --save: steps between checkpoints; default none before the end of the run."""
+    """With --save: steps between checkpoints; default: only at the end of the run."""
     save_retain_interval: int | None = setting(None, r.COUNT, needs=c.SAVE, aliases="keep_every")
-    """Keep checkpoints of multiples of this many steps (--keep-every is the same), and the newest --keep-last; delete
-    others when the next is complete."""
+    """Keep checkpoints whose step is a multiple of this (also --keep-every) and the newest --keep-last; delete the
+    others when a newer one is complete."""
     keep_last: int | None = setting(None, r.COUNT, needs=c.SAVE)
-    """Keep this many newest checkpoints; default all, or 1 with --save-retain-interval."""
+    """Number of newest checkpoints to keep; default: all, or 1 with --save-retain-interval."""
     overwrite_checkpoints: bool = setting(False, needs=c.SAVE)
-    """With --save: a folder with checkpoints of another run is taken over; those are deleted once the first of this
-    run is complete. Otherwise it is an error to start anew over them."""
+    """With --save: replace checkpoints of another run in the folder; they are deleted when the first checkpoint of this
+    run is complete. Without this flag, such a folder is an error for a run that starts at iteration 0."""
     async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING)
-    """Write checkpoints in the background, from a copy in the host's memory, while the training goes on."""
+    """Copy checkpoints to the host's memory and write them in the background during the next steps."""
     non_persistent_save_interval: int | None = setting(None, r.COUNT, needs=c.SAVE)
-    """With --save: steps between checkpoints for a fast restart, of which only the newest is kept."""
+    """With --save: steps between checkpoints for a fast restart; only the newest one is kept."""
     non_persistent_ckpt_type: Literal["global", "local"] = setting("global", needs=c.FAST_RESTART)
-    """Where these are: global: in one folder that all ranks see; local: each host keeps those of its own ranks in its
-    own memory."""
+    """Place of checkpoints for a fast restart. global: one folder that all ranks can read. local: the memory of each
+    host, for its own ranks."""
     non_persistent_global_ckpt_dir: str | None = setting(None, r.FOLDER, needs=(c.FAST_RESTART, c.GLOBAL_FAST_RESTART))
-    """Folder of these, which all ranks see, such as /dev/shm/NAME on one host; default non_persistent in that of
-    --save. It must not hold other checkpoints, nor in /dev/shm belong to another user; a new one there has mode 700."""
+    """Folder for checkpoints for a fast restart that all ranks can read, such as /dev/shm/NAME on one host; default:
+    non_persistent below --save. It must not contain other checkpoints or, in /dev/shm, belong to another user; a new
+    folder in /dev/shm has mode 700."""
     non_persistent_local_ckpt_dir: str | None = setting(None, r.FOLDER, needs=c.LOCAL_FAST_RESTART)
-    """Folder of these in the memory of each host, such as /dev/shm/NAME. It must not hold other checkpoints, nor belong
-    to another user; a new one there has mode 700."""
+    """Folder in the memory of each host for checkpoints for a fast restart, such as /dev/shm/NAME. It must not contain
+    other checkpoints or belong to another user; a new folder has mode 700."""
     replication: bool = setting(False, needs=c.LOCAL_FAST_RESTART)
-    """With --non-persistent-ckpt-type local: other hosts keep copies, so that a lost host costs nothing."""
+    """With --non-persistent-ckpt-type local: store copies on other hosts, so that the loss of a host loses no steps."""
     replication_jump: int | None = setting(None, r.COUNT, needs=c.REPLICATION)
-    """How many ranks further the copies of a rank are kept; default as many as a host has."""
+    """Distance in ranks between a rank and the ranks that store its copies; default: the number of ranks of a host."""
     replication_factor: int = setting(2, r.integer(2), needs=c.REPLICATION)
-    """Hosts that have what a rank has written, its own included."""
+    """Number of hosts that store each rank's part of a checkpoint, including its own host."""
     use_checkpoint_opt_param_scheduler: bool = setting(False, when=c.LOAD)
-    """With --load: take learning rate and weight decay with their schedules from the checkpoint, not from the flags."""
+    """With --load: take learning rate, weight decay and their schedules from the checkpoint instead of the flags."""
     load: str | None = setting(None, r.FOLDER, when=BY_RULE)
-    """Folder of checkpoints to resume from; an empty or absent one starts from scratch, and says so."""
+    """Folder of checkpoints to resume from. If it has none, training starts from scratch with a message."""
     load_hf: str | None = setting(None, r.FOLDER, when=ALWAYS)
-    """Folder of a Hugging Face model to start from: its shape, vocabulary and tokenizer are the defaults of the flags,
-    its weights the initial weights. A checkpoint in the folder of --load takes precedence, so that a restarted job
-    resumes."""
+    """Folder of a Hugging Face model to start from. Its shape, vocabulary and tokenizer become the defaults of flags,
+    its weights the initial weights. A checkpoint in --load takes precedence, so that a restarted job resumes."""
     hf_model_type: str | None = setting(None, when=ALWAYS)
-    """Architecture as which the model is exported, such as llama (tools/convert_checkpoint.py); default: the one of
-    --load-hf, or the first that fits."""
+    """Architecture for export to Hugging Face, such as llama (tools/convert_checkpoint.py); default: the architecture
+    of --load-hf, or the first one that fits the model."""
     verify_checkpoint: bool = setting(True, when=c.LOAD)
-    """Compare the size and hash of every file of a checkpoint before it is loaded."""
+    """Check the size and hash of every file of a checkpoint before loading it."""
     ckpt_step: int | None = setting(None, r.COUNT_FROM_0, needs=c.LOAD)
-    """Iteration to load; default the latest."""
+    """Iteration to load; default: the latest."""
     use_checkpoint_args: bool = setting(False, needs=c.LOAD)
-    """With --load: take model, sequence length and tokenizer settings from the checkpoint; flags and --config override
-    them."""
+    """With --load: take settings of model, sequence length and tokenizer from the checkpoint; flags and --config
+    override them."""
     finetune: bool = setting(False, needs=c.LOAD)
-    """With --load: load only the weights, and start at iteration 0."""
+    """With --load: load only the weights and start at iteration 0."""
     changed_model_settings: tuple[str, ...] = setting((), needs=c.LOAD)
-    """With --load: names of model settings that may differ from the checkpoint's, such as rotary_base."""
+    """With --load: names of model settings, such as rotary_base, that may differ from the checkpoint."""
     override_opt_param_scheduler: bool = setting(False, when=(c.LOAD, c.NO_FINETUNE, c.OWN_SCHEDULE))
-    """Go on with the learning rates and weight decay of this command line where they differ from the checkpoint's."""
+    """With --load: use learning rate, weight decay and their schedules of this command line, not of the checkpoint."""
     no_load_optim: bool = setting(False, when=(c.LOAD, c.NO_FINETUNE))
     """Do not load the optimizer's state."""
     no_save_optim: bool = setting(False, when=c.SAVE)
     """Do not save the optimizer's state."""
     exit_on_missing_checkpoint: bool = setting(False, when=c.LOAD)
-    """With --load: a folder without checkpoints is an error, as it always is with --finetune, --ckpt-step and
+    """With --load: exit with an error if the folder has no checkpoint, as always with --finetune, --ckpt-step and
     --use-checkpoint-args."""
 
     @property
     def local_folder(self) -> Path | None:
-        """Where each host keeps checkpoints for a fast restart in its own memory; None if it does not."""
+        """Folder for checkpoints for a fast restart in each host's memory; None if they are in a global folder."""
         return Path(self.non_persistent_local_ckpt_dir or ".") if self.non_persistent_ckpt_type == "local" else None
 
     def temporary_folder(self, root: str) -> Path:
-        """Where the checkpoints for a fast restart are that all ranks see, of a run that saves into ``root``."""
+        """Global folder for checkpoints for a fast restart of a run that saves to ``root``."""
         return Path(self.non_persistent_global_ckpt_dir or Path(root) / TEMPORARY_FOLDER)
 
     @property

@@ -33,40 +33,39 @@ class DataConfig:
     data_args_path: str | None = setting(None, when=BY_RULE)
     """Text file with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = setting((), when=BY_RULE)
-    """As --data-path, for training only; cannot be combined with --data-path and --split."""
+    """As --data-path, for training only; excludes --data-path and --split."""
     valid_data_path: tuple[str, ...] = setting((), when=c.EVALUATION)
     """As --data-path, for validation only."""
     test_data_path: tuple[str, ...] = setting((), when=c.EVALUATION)
     """As --data-path, for the test split only."""
     per_split_data_args_path: str | None = setting(None, when=BY_RULE)
-    """JSON file with the keys train, valid and test: the arguments of --train-data-path, --valid-data-path ..."""
+    """JSON file with the keys train, valid and test: the arguments of --train-data-path etc."""
     data_phases: str | None = setting(None, when=BY_RULE)
-    """YAML file of blends that are used one after the other: a list of {samples: N, data_path: [...]}, the last without
-    samples. A file that occurs in several phases continues after the samples already used."""
+    """YAML file with a sequence of blends: a list of {samples: N, data_path: [...]}, the last one without samples. A
+    data file that occurs in several phases continues after the samples already used."""
     split: str | None = setting(None, when=c.DIVIDED_DATA)
-    """Shares of training, validation and test in --data-path; default 969,30,1."""
+    """Shares of training, validation and test data in --data-path; default: 969,30,1."""
     data_order: Literal["keyed", "megatron"] = setting("keyed", when=c.TOKEN_FILES)
-    """Order of the samples. keyed: computed from the seed and the sample's number, with no index to build or store.
-    megatron: Megatron-LM's order for the same seed, so that a run started there continues with the same batches."""
+    """Order of samples. keyed: a function of the seed and the sample number, without index files. megatron:
+    Megatron-LM's order for the same seed, so that a run that was started there continues with the same batches."""
     data_cache_path: str | None = setting(None, r.FOLDER, when=c.MEGATRON_ORDER, resume=Resume.FREE)
-    """Folder in which --data-order megatron stores its indices; default: they are not stored. The order keyed has
-    none."""
+    """Folder for the index files of --data-order megatron; default: they are not stored."""
     mid_level_dataset_surplus: float = setting(0.005, r.from_0(2**16), when=c.MEGATRON_ORDER)
-    """Surplus of samples, relative to its share, that --data-order megatron draws from each file of a blend."""
+    """With --data-order megatron: additional samples drawn from each file of a blend, relative to its share."""
     num_dataset_builder_threads: int = setting(1, r.SMALL_COUNT, when=c.TOKEN_FILES, resume=Resume.FREE)
-    """Threads that open the files of a blend and build their indices in parallel."""
+    """Number of threads that open the files of a blend and build their indices."""
     dataloader_type: Literal["single", "cyclic", "external"] = setting("single", when=ALWAYS)
-    """single: one long pass. cyclic: repeats the samples of one epoch, in a new order each time. external: your own
-    datasets, passed by a script to megatron_core.training.pretrain."""
+    """single: one pass over all epochs. cyclic: the samples of one epoch, repeated in a new order each time. external:
+    datasets that a script passes to megatron_core.training.pretrain."""
     num_workers: int = setting(2, r.SMALL_COUNT_FROM_0, when=ALWAYS, resume=Resume.FREE)
-    """Threads of each rank that prefetch the micro-batches of the next step; 0: no prefetching."""
+    """Number of threads per rank that prefetch the micro-batches of the next step; 0: no prefetching."""
     seq_length_warmup: tuple[int, int, int] | None = setting(None, when=ALWAYS)
-    """START INCREMENT SAMPLES: sequences are truncated to START tokens at first; over the first SAMPLES samples their
-    length grows by INCREMENT in equal steps up to --seq-length (Li et al. 2021)."""
+    """START INCREMENT SAMPLES: truncate sequences to START tokens at first. During the first SAMPLES samples the length
+    grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
     sft: bool = setting(False, when=ALWAYS)
-    """Fine-tune on conversations: paths name files of JSON lines with messages, the loss counts answers alone."""
+    """Fine-tune on conversations: data files are JSON Lines with messages, and the loss includes only answers."""
     chat_template: str | None = setting(None, needs=given("sft"))
-    """File with the chat template for --sft, in Jinja; default: the one in the folder of the tokenizer."""
+    """File with the Jinja chat template for --sft; default: the template in the tokenizer's folder."""
     mock_data: bool = setting(False, when=ALWAYS)
     """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = setting(False, when=c.TOKEN_FILES)
@@ -74,32 +73,32 @@ class DataConfig:
     reset_position_ids: bool = setting(False, when=c.POSITIONS)
     """Restart positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = setting(False, when=ALWAYS)
-    """Attend only within a document, not to others in the sequence. An end-of-document token still predicts the first
-    token of the next document, unless --eod-mask-loss is given too."""
+    """Restrict attention to the tokens of the same document. An end-of-document token still predicts the first token of
+    the next document, unless --eod-mask-loss is given, too."""
     fim_data: bool = setting(False, when=ALWAYS)
     """Fill-in-the-middle (FIM): rearrange documents so that the model learns to write a missing middle part."""
     fim_rate: float = setting(0.5, r.UP_TO_1, when=c.FIM)
-    """Share of the documents that --fim-data rearranges."""
+    """Share of documents that --fim-data rearranges."""
     fim_spm_rate: float = setting(0.5, r.UP_TO_1, when=c.FIM)
-    """Share of the rearranged documents whose suffix comes before the prefix (SPM)."""
+    """Share of rearranged documents in which the suffix precedes the prefix (SPM)."""
     fim_split_sample: str | None = setting(None, needs=(c.FIM, given("fim_fragment_rate", "X")))
-    """Token at which a chosen document is split into fragments that are rearranged separately."""
+    """Token that splits a document into fragments, which are rearranged separately."""
     fim_fragment_rate: float | None = setting(None, r.UP_TO_1, needs=(c.FIM, given("fim_split_sample", "TOKEN")))
-    """Share of the fragments that are rearranged; required with --fim-split-sample."""
+    """Share of fragments that are rearranged; required with --fim-split-sample."""
     fim_no_prefix: str | None = setting(None, needs=c.FIM)
-    """Documents or fragments that begin with this text are not rearranged."""
+    """Do not rearrange documents or fragments that begin with this text."""
     fim_prefix_token: str = setting("<fim_prefix>", when=c.FIM)
     """Token before the prefix."""
     fim_middle_token: str = setting("<fim_middle>", when=c.FIM)
-    """Token before the middle part, which comes last."""
+    """Token before the middle part, which is placed last."""
     fim_suffix_token: str = setting("<fim_suffix>", when=c.FIM)
     """Token before the suffix."""
     fim_pad_token: str = setting("<fim_pad>", when=c.FIM)
-    """Token that pads a sequence whose documents became shorter; it is masked in the loss."""
+    """Token that pads a sequence whose documents became shorter; masked in the loss."""
     fim_eod_token: str | None = setting(None, needs=c.FIM)
-    """Token that ends a document; default the tokenizer's end-of-document token."""
+    """Token that ends a document; default: the tokenizer's end-of-document token."""
     tokenizer_type: TokenizerType | None = setting(None, when=ALWAYS, resume=Resume.TOKENS)
-    """Type of the tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file, else none."""
+    """Type of the tokenizer; default: GPT2BPETokenizer with --vocab-file and --merge-file, else none."""
     tokenizer_model: str | None = setting(
         None, when=c.TOKENIZER_MODEL, resume=Resume.TOKENS, aliases="tokenizer_name_or_path"
     )
@@ -109,12 +108,12 @@ class DataConfig:
     merge_file: str | None = setting(None, when=c.GPT2_TOKENIZER, resume=Resume.TOKENS)
     """Merges file of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = setting(None, when=c.TIKTOKENIZER, resume=Resume.TOKENS)
-    """Regular expression by which TikTokenizer splits text into words; default v2."""
+    """Regular expression with which TikTokenizer splits text into words; default: v2."""
     tiktoken_num_special_tokens: int = setting(1000, r.integer(0, 10**6), when=c.TIKTOKENIZER, resume=Resume.TOKENS)
-    """Number of ids that TikTokenizer reserves for special tokens, before all others."""
+    """Number of ids before all others that TikTokenizer reserves for special tokens."""
     vocab_size: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.TOKENS)
-    """Vocabulary size; default the tokenizer's. Required for NullTokenizer, and if there is no tokenizer; TikTokenizer
-    keeps only as many tokens."""
+    """Vocabulary size; default: the tokenizer's. Required for NullTokenizer and without a tokenizer. TikTokenizer
+    truncates its vocabulary to this size."""
 
     @property
     def divided_sources(self) -> list[str]:

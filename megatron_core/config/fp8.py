@@ -8,7 +8,7 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 
 BLOCK, SMALL_BLOCK = 128, 32
-"""Elements along a side of a block of the recipes blockwise and mxfp8."""
+"""Side length in elements of a block of the recipes blockwise and mxfp8."""
 
 Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
@@ -16,37 +16,38 @@ Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.FP8, resume=Resume.REPORTED)
 class FP8Config:
-    """Which products of linear layers are computed in FP8, and how its scales are found."""
+    """Matrix products in FP8: formats, scales and layers."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = setting(None, when=ALWAYS)
-    """Compute the linear layers of attention, MLP and experts in FP8. e4m3: all matrices in that format. hybrid: those
-    of gradients in e5m2. Default: no FP8. Embedding, output layer, router, norms and attention stay as they are."""
+    """Compute linear layers of attention, MLP and experts in FP8; default: no FP8. e4m3: all matrices are e4m3. hybrid:
+    gradients are e5m2, the others e4m3. Embedding, output layer, router, norms and attention products are unchanged."""
     fp8_recipe: Recipe = setting("delayed")
-    """What has a scale. delayed: each matrix, from the steps before. tensorwise: each matrix, from itself. rowwise:
-    each row (or column) that is summed over. blockwise: 128 x 128 elements of weights, 128 of others (DeepSeek-V3).
-    mxfp8: 32 elements (OCP)."""
+    """Granularity of scales. delayed: one scale per matrix, from previous steps. tensorwise: one per matrix, from its
+    values. rowwise: one per row or column along which the product sums. blockwise: one per 128 x 128 elements of a
+    weight and per 128 elements of other matrices (DeepSeek-V3). mxfp8: one per 32 elements (OCP)."""
     fp8_margin: int = setting(0, r.integer(0, 126), needs=c.DELAYED)
-    """With --fp8-recipe delayed: divide scales by 2 to the power of this, as room for values that grow."""
+    """With --fp8-recipe delayed: divide scales by 2 to the power of this, as headroom for growing values."""
     fp8_amax_history_len: int = setting(1, r.SMALL_COUNT, needs=c.DELAYED, when=c.LARGEST_AMAX)
-    """With --fp8-recipe delayed: steps whose largest absolute values are kept."""
+    """With --fp8-recipe delayed: number of steps in the history of largest absolute values."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = setting("most_recent", needs=c.DELAYED, when=c.AMAX_HISTORY)
-    """With --fp8-recipe delayed: which value of the history is scaled to the format's largest number."""
+    """With --fp8-recipe delayed: value of the history that is scaled to the format's largest number."""
     fp8_wgrad: bool = setting(True)
-    """Weight gradients are products in FP8, too; --no-fp8-wgrad: in the precision of the activations."""
+    """Compute weight gradients in FP8; --no-fp8-wgrad: in the precision of activations."""
     fp8_param_gather: bool = setting(False, when=c.SEVERAL_DATA_RANKS)
-    """Gather the weights of these layers over the data-parallel ranks in FP8: half the bytes. They are kept in 16 bits;
-    the products are the same to the bit. With --fp8-recipe tensorwise, delayed or blockwise and --zero-stage 1 to 3."""
+    """Gather the weights of these layers over the data-parallel ranks in FP8, in half the bytes, with equal results to
+    the bit; weights are stored in 16 bits. Needs --fp8-recipe tensorwise, delayed or blockwise and --zero-stage 1 to
+    3."""
     first_last_layers_bf16: bool = setting(False)
-    """Leave the first --num-layers-at-start-in-bf16 and the last --num-layers-at-end-in-bf16 layers out."""
+    """Exclude the first --num-layers-at-start-in-bf16 and the last --num-layers-at-end-in-bf16 layers from FP8."""
     num_layers_at_start_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS)
-    """First layers that --first-last-layers-bf16 leaves out."""
+    """Number of first layers that --first-last-layers-bf16 excludes."""
     num_layers_at_end_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS)
-    """Last layers that --first-last-layers-bf16 leaves out."""
+    """Number of last layers that --first-last-layers-bf16 excludes."""
     fp8_statistics_interval: int | None = setting(None, r.COUNT, resume=Resume.FREE)
-    """Steps between tables of what FP8 loses in each layer: shares of elements that are clamped and that become 0."""
+    """Steps between tables of the shares of elements that FP8 clamps or rounds to 0 in each layer."""
 
     def fp8_layers(self, num_layers: int) -> range:
-        """The layers whose products are in FP8, from 0; they are always neighbours."""
+        """The layers (numbered from 0) whose products are in FP8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:

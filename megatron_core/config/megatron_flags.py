@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.config.run import settings
-from megatron_core.config.tables import read_table
+from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
 ACCEPTED: dict[str, str] = _TABLES["accepted"]

@@ -14,19 +14,19 @@ RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe",
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.LATENT_ATTENTION, resume=Resume.FUNCTION)
 class LatentAttentionConfig:
-    """Attention whose keys and values come from one small latent of each token (DeepSeek-AI 2024, arXiv 2405.04434,
-    section 2.1); it has rotary positions, in channels of their own, whatever --position-embedding-type adds."""
+    """Attention whose keys and values are projections of one small latent per token (DeepSeek-AI 2024, arXiv
+    2405.04434, section 2.1). It always has rotary positions, in separate channels."""
 
     multi_latent_attention: bool = setting(False, when=ALWAYS)
-    """Multi-latent attention in all layers; default: one projection to queries, keys and values."""
+    """Use multi-latent attention in all layers; default: one projection to queries, keys and values."""
     q_lora_rank: int | None = setting(None, r.SIZE)
-    """Width of the queries' latent; default: queries straight from the hidden state."""
+    """Width of the latent of queries; default: queries are projections of the hidden state."""
     kv_lora_rank: int = setting(32, r.SIZE)
     """Width of the latent of keys and values."""
     qk_head_dim: int = setting(128, r.SIZE)
-    """Channels of a query and key head without positions."""
+    """Channels of a query or key head without positions."""
     qk_pos_emb_head_dim: int = setting(64, r.SIZE)
-    """Channels of a query head with rotary positions; those of the key are the same for all heads."""
+    """Channels of a query head with rotary positions; all heads share these channels of the key."""
     v_head_dim: int = setting(128, r.SIZE)
     """Channels of a value head."""
 
@@ -34,72 +34,72 @@ class LatentAttentionConfig:
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class RotaryConfig:
-    """Rotary positions (Su et al. 2021) and how they are stretched."""
+    """Rotary positions (Su et al. 2021) and their scaling to longer sequences."""
 
     rotary_base: float = setting(10000.0, r.POSITIVE, when=c.ROTARY, aliases="rotary_position_embeddings_theta")
     """Base of the rotary frequencies."""
     rotary_base_of_windows: float | None = setting(
         None, r.POSITIVE, needs=c.NO_LATENT_ATTENTION, when=(c.WINDOWED_LAYER, c.ROTARY, c.WINDOW)
     )
-    """Base in layers with the window of --window-size, if it is another one (Gemma 3); not scaled."""
+    """Base in layers with the window of --window-size, which is not scaled (Gemma 3); default: --rotary-base."""
     rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
-    """Fraction of each head's channels to which rotary positions apply."""
+    """Fraction of each head's channels that have rotary positions."""
     rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
-    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default i and i + half (Llama)."""
+    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default: i and i + half (Llama)."""
     rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
-    """Divide positions by this, for longer sequences than the model was trained on (Chen et al. 2023); default: no."""
+    """Divide positions by this, for sequences longer than in training (Chen et al. 2023); default: no division."""
     use_rope_scaling: bool = setting(False, needs=c.ROTARY)
-    """Scale the frequencies by --rope-scaling-factor in the way of --rope-scaling-type."""
+    """Scale the frequencies by --rope-scaling-factor with the method --rope-scaling-type."""
     rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
-    """llama3: turn slow channels more slowly and fast ones as before (Llama 3.1). yarn: the same between other bounds,
-    with longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: the same with the factor
-    that --max-position-embeddings needs, 1 up to the original length (emozilla 2023). Needs --use-rope-scaling."""
+    """llama3: lower the frequencies of slow channels and keep the fast ones (Llama 3.1). yarn: as llama3 with other
+    bounds, and longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: as ntk, with the
+    factor that --max-position-embeddings needs, 1 up to the original length (emozilla 2023)."""
     rope_scaling_factor: float = setting(8.0, r.POSITIVE, when=c.ROPE_SCALING, aliases="rotary_scaling_factor")
-    """Factor of --use-rope-scaling; Llama 3.1: 8, Llama 3.2: 32."""
+    """Factor of --use-rope-scaling; 8 for Llama 3.1, 32 for Llama 3.2."""
     original_max_position_embeddings: int | None = setting(
         None,
         r.SIZE,
         when=(c.NOT_NTK, c.ROPE_SCALING),
         aliases="rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings",
     )
-    """Positions that the model was trained on before --use-rope-scaling; default 8192 for llama3; ntk needs none."""
+    """Number of positions in training before --use-rope-scaling; default: 8192 for llama3; not needed for ntk."""
     yarn_beta_fast: float = setting(32.0, r.POSITIVE, when=c.YARN, aliases="beta_fast")
-    """YaRN: channels with more turns than this over the original positions are not scaled."""
+    """YaRN: channels that make more than this number of turns over the original positions are not scaled."""
     yarn_beta_slow: float = setting(1.0, r.POSITIVE, when=c.YARN, aliases="beta_slow")
-    """YaRN: channels with fewer turns than this over the original positions are scaled by the whole factor."""
+    """YaRN: channels that make fewer than this number of turns over the original positions are scaled fully."""
     yarn_correction_range_round_to_int: bool = setting(True, when=c.YARN)
-    """YaRN: round the channels at which scaling begins and ends outwards to whole numbers."""
+    """YaRN: round the first and the last partly scaled channel outwards to integers."""
     mscale: float = setting(1.0, r.NON_NEGATIVE, when=(c.NO_YARN_FACTOR, c.YARN), aliases="rope_scaling_mscale")
     """YaRN: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor)."""
     mscale_all_dim: float = setting(
         0.0, r.NON_NEGATIVE, when=(c.SOFTMAX_SCALE_FROM_YARN, c.YARN), aliases="rope_scaling_mscale_all_dim"
     )
-    """YaRN: x of the divisor; see --mscale."""
+    """YaRN: the divisor of --mscale."""
     yarn_attention_factor: float | None = setting(None, r.POSITIVE, when=c.YARN)
-    """YaRN: multiply cosine and sine by this; default: as --mscale says."""
+    """YaRN: multiply cosine and sine by this; default: the factor from --mscale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.MUP, resume=Resume.FUNCTION)
 class MuPConfig:
-    """Maximal update parametrisation (Yang et al. 2022): what was tuned on a narrow model is right for a wide one.
+    """Maximal update parametrization (Yang et al. 2022): hyperparameters tuned on a narrow model suit a wide one.
 
-    With m the width over the base width, hidden matrices begin with a standard deviation of init_method_std / sqrt(m),
-    logits are divided by m, attention scores by the channels of a head; learning rates follow ``optimizer.mup``.
+    With m = width / base width, the initial standard deviation of hidden matrices is init_method_std / sqrt(m), logits
+    are divided by m, and attention scores by the channels of a head. ``OptimizerKind`` has the powers of m for rates.
     """
 
     use_mup: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Scale initial weights, attention, logits and learning rates with --hidden-size over --mup-base-hidden-size."""
     mup_base_hidden_size: int | None = setting(None, r.COUNT)
-    """The width whose learning rate is given; default --hidden-size, at which nothing but attention is scaled."""
+    """Width for which --lr was tuned; default: --hidden-size, so that only attention is scaled."""
     mup_base_head_dim: float | None = setting(None, r.POSITIVE, when=c.DEFAULT_SOFTMAX_SCALE)
-    """Channels of a head of the base model: scores are multiplied by their square root, too; default 1."""
+    """Channels of a head of the base model; scores are multiplied by their square root; default: 1."""
     mup_attn_scale_power: float = setting(1.0, r.NON_NEGATIVE, when=c.DEFAULT_SOFTMAX_SCALE)
-    """Scores are divided by the channels of a head to this power; 0.5 is the usual scale."""
+    """Scores are divided by the channels of a head to this power; without MuP the power is 0.5."""
     mup_embedding_mult: float = setting(1.0, r.POSITIVE)
     """Factor on the embeddings."""
     mup_output_mult: float = setting(1.0, r.POSITIVE)
-    """Factor on the logits; at 1.0 it is --mup-base-hidden-size / --hidden-size."""
+    """Factor on the logits; 1.0 means --mup-base-hidden-size / --hidden-size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,42 +116,42 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     ffn_hidden_size: int | None = setting(
         None, r.SIZE, when=c.DENSE_LAYER, resume=Resume.SHAPE, aliases="intermediate_size"
     )
-    """Width of the MLP; default 4 x hidden_size; with a gated activation 8/3 x hidden_size, rounded down to a multiple
-    of 64."""
+    """Width of the MLP; default: 4 x --hidden-size, or with a gated activation 8/3 x --hidden-size, rounded down to a
+    multiple of 64."""
     attention_kind: str = setting("grouped_query", when=ALWAYS)
     """Kind of attention in all layers: grouped_query, or a kind that a program registers
     (transformer.register_attention); --multi-latent-attention selects latent attention."""
     kv_channels: int | None = setting(None, r.SIZE, when=c.NO_LATENT_ATTENTION, resume=Resume.SHAPE)
-    """Width of one attention head; default hidden_size / num_attention_heads."""
+    """Width of one attention head; default: --hidden-size / --num-attention-heads."""
     group_query_attention: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
-    """Grouped-query attention: several query heads share each key and value head (multi-query with one group)."""
+    """Grouped-query attention: several query heads share a key and value head; with one group, multi-query."""
     num_query_groups: int | None = setting(
         None, r.COUNT, needs=given("group_query_attention"), aliases="num_key_value_heads"
     )
-    """Number of key and value heads; needs --group-query-attention."""
+    """Number of key and value heads, with --group-query-attention."""
     max_position_embeddings: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
-    """Number of learned positions, the longest sequence; default --seq-length."""
+    """Number of learned positions, the maximum sequence length; default: --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting("learned_absolute", when=ALWAYS)
     """Learned positions, rotary positions (Su et al. 2021), or none."""
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
     """Type of normalization."""
     apply_layernorm_1p: bool = setting(False, when=ALWAYS)
-    """Weights of norms are stored minus one, so that they are small numbers around 0 (Gemma)."""
+    """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
     norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
     """Added to the variance inside the normalization."""
     norm_placement: Literal["pre", "sandwich", "post"] = setting("pre", when=ALWAYS, resume=Resume.TENSORS)
-    """Where norms stand. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
+    """Position of norms. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
     both (Gemma 2)."""
     qk_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Normalize queries and keys, separately for each head."""
     qk_layernorm_over_heads: bool = setting(
         False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
     )
-    """With --qk-layernorm: over all heads together (OLMo 2); RMSNorm only."""
+    """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
     apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
-    """Weight decay for the weights of these norms, too."""
+    """With --qk-layernorm: apply weight decay to the weights of these norms."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
-    """Multiply attention's output, channel by channel, by a sigmoid of the layer's input (Qwen3-Next)."""
+    """Multiply the output of attention, per channel, by a sigmoid of the layer's input (Qwen3-Next)."""
     swiglu: bool = setting(False, when=ALWAYS)
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = setting(False, when=ALWAYS)
@@ -159,8 +159,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = setting(False, when=c.GELU)
-    """GELU in the tanh approximation, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM computes the
-    approximation by default in layers with biases."""
+    """Approximate GELU by tanh, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM approximates by
+    default in layers with biases."""
     disable_bias_linear: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """No biases in the linear layers."""
     add_qkv_bias: bool = setting(
@@ -168,19 +168,19 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     )
     """Add a bias to the QKV projection even with --disable-bias-linear."""
     mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
-    """Layers that predict, in training, 2, 3, ... tokens ahead from the last state (DeepSeek-V3); default: none."""
+    """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = setting(
         0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), resume=Resume.REPORTED
     )
-    """Share of the mean of their losses in what is minimised."""
+    """Weight of the mean loss of the multi-token prediction layers."""
     parallel_residual: bool = setting(False, when=ALWAYS)
-    """Attention and MLP read the same input and are added together (GPT-J, GPT-NeoX)."""
+    """Apply attention and MLP to the same input and add both outputs (GPT-J, GPT-NeoX)."""
     untie_embeddings_and_output_weights: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Give the output layer its own weight instead of the word embedding's."""
     scale_embeddings: bool = setting(False, when=ALWAYS)
     """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
     softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)
-    """Factor on the products of queries and keys; default 1 / sqrt(channels of a head)."""
+    """Factor on the products of queries and keys; default: 1 / sqrt(channels of a head)."""
     attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); selects the unfused attention;
     default: none."""
@@ -189,52 +189,51 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     hidden_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
     """Dropout probability on the residual branches and the embedding."""
     attention_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
-    """Dropout probability on the attention weights; any value above 0 selects the slower, unfused attention in
+    """Dropout probability on the attention weights; a value above 0 selects the slower, unfused attention in
     training."""
     attention_backend: Literal["auto", "unfused"] = setting("auto", when=ALWAYS, resume=Resume.FREE)
     """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
     apply_query_key_layer_scaling: bool = setting(False, when=c.UNFUSED_ATTENTION, resume=Resume.FREE)
-    """Divide queries by the number of the layer before they meet the keys and multiply the scores by it afterwards: the
-    same function, whose products in float16 overflow less. In the unfused attention alone: fused kernels hold scores in
-    float32."""
+    """Divide queries by the layer's number and multiply the scores by it: the same function, but products overflow less
+    in float16. Only in the unfused attention, since fused kernels hold scores in float32."""
     window_size: tuple[int, int] | None = setting(None, when=c.WINDOWED_LAYER)
-    """Sliding-window attention: how many tokens each token attends to before itself (-1: all) and after itself (0, as
-    the model is causal)."""
+    """Sliding-window attention: number of tokens before (-1: all) and after (0, since the model is causal) a token to
+    which it attends."""
     window_attn_skip_freq: tuple[int, ...] | None = setting(None, needs=c.WINDOW, when=c.WINDOWED_LAYER)
-    """Layers without the window. One number n: every n-th layer has full attention. One number for each layer: 1 for
-    the window, 0 for full attention. Default: every layer has the window."""
+    """Layers without the window. One number n: every n-th layer has full attention. One number per layer: 1 window, 0
+    full attention. Default: every layer has the window."""
     kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = setting(
         "auto", when=ALWAYS, resume=Resume.FREE
     )
-    """Backend of the fused operations. auto: native kernels if available for device and dtype, else reference. native:
-    an error if not available. reference: PyTorch. apex, transformer_engine: these libraries for the operations that
-    they have, auto for the others."""
+    """Backend of fused operations. auto: native kernels if available for device and dtype, else reference. native: an
+    error if not available. reference: PyTorch. apex, transformer_engine: the library's operations, and auto for the
+    operations that it lacks."""
     cross_entropy_loss_fusion: bool = setting(False, when=ALWAYS, resume=Resume.FREE)
-    """Compute the loss as --cross-entropy-fusion-impl says; default: native."""
+    """Fuse the loss with the method --cross-entropy-fusion-impl; default: native."""
     cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
         "native", needs=given("cross_entropy_loss_fusion"), resume=Resume.FREE
     )
-    """native: the loss in one pass over the logits. linear: output layer and loss together, a few tokens at a time;
-    saves the memory of the logits and costs one more matrix product. Needs --cross-entropy-loss-fusion."""
+    """With --cross-entropy-loss-fusion. native: the loss in one pass over the logits. linear: output layer and loss
+    together, a few tokens at a time, which saves the memory of logits and costs one more matrix product."""
     init_method_std: float = setting(0.02, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
-    """Standard deviation of initial weights; over sqrt(2 num_layers) in layers that add to the residual stream."""
+    """Standard deviation of initial weights; divided by sqrt(2 num_layers) if their output joins the residual
+    stream."""
     embedding_init_method_std: float | None = setting(None, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
-    """Standard deviation of the initial embeddings, and of an output layer that is tied to them; default
-    --init-method-std."""
+    """Standard deviation of initial embeddings and of a tied output layer; default: --init-method-std."""
     make_vocab_size_divisible_by: int = setting(128, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
     recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING, resume=Resume.FREE)
-    """What backward computes again instead of keeping it. full: whole layers. selective: --recompute-modules."""
+    """Activations that backward recomputes. full: of whole layers. selective: of --recompute-modules."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(
         ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, resume=Resume.FREE
     )
     """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
-    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these as a
-    whole. moe_act: the experts' activation."""
+    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these
+    modules as a whole. moe_act: the activation function of experts."""
     recompute_method: Literal["uniform", "block"] | None = setting(
         None, needs=c.FULL_RECOMPUTE, resume=Resume.FREE, aliases="activations_checkpoint_method"
     )
-    """With full recompute. uniform: checkpoints every --recompute-num-layers layers. block: recomputes the first
+    """With full recompute. uniform: keep the input of every --recompute-num-layers layers. block: recompute the first
     --recompute-num-layers layers of each stage."""
     recompute_num_layers: int | None = setting(
         None,
@@ -243,15 +242,15 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         resume=Resume.FREE,
         aliases="activations_checkpoint_num_layers checkpoint_num_layers",
     )
-    """uniform: layers between two checkpoints. block: recomputed layers in each stage."""
+    """uniform: number of layers between stored inputs. block: number of recomputed layers of each stage."""
     cpu_offloading: bool = setting(False, when=c.GPU, resume=Resume.FREE)
-    """Keep activations in the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
+    """Move activations to the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
     cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"), resume=Resume.FREE)
-    """First layers of each stage whose activations are offloaded; with full recompute the inputs of their runs."""
+    """Number of first layers of each stage with offloaded activations (with full recompute: stored inputs)."""
 
     @property
     def gated_linear_unit(self) -> bool:
-        """Whether the MLP's first projection yields a gate and a value."""
+        """Whether the MLP's first projection computes a gate and a value."""
         return self.swiglu or self.geglu
 
     @property
@@ -270,11 +269,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
 
     @property
     def expert_layers(self) -> list[int]:
-        """The numbers of the layers with experts, in ascending order; those of multi-token prediction come last."""
+        """Ascending numbers of the layers with experts, including multi-token prediction layers, which are last."""
         return [layer for layer in range(self.num_layers + (self.mtp_num_layers or 0)) if self.has_experts(layer)]
 
     def has_experts(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has experts; a layer of multi-token prediction is as the last one."""
+        """Whether a layer (numbered from 0) has experts; multi-token prediction layers are as the last layer."""
         return super().has_experts(min(layer_number, self.num_layers - 1))
 
     @property
@@ -284,12 +283,12 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
 
     @property
     def mup_width_mult(self) -> float:
-        """The width over the base width; 1 without ``use_mup``."""
+        """Width / base width; 1 without ``use_mup``."""
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
 
     @property
     def hidden_init_std(self) -> float:
-        """Standard deviation of initial hidden matrices that do not add to the residual stream."""
+        """Standard deviation of initial hidden matrices whose output does not join the residual stream."""
         return self.init_method_std / self.mup_width_mult**0.5
 
     @property
@@ -301,7 +300,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
 
     @property
     def embedding_factor(self) -> float:
-        """Factor on what is embedded, words and positions."""
+        """Factor on the embeddings of words and positions."""
         return self.mup_embedding_mult if self.use_mup else 1.0
 
     @property
@@ -324,7 +323,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         return not self.disable_bias_linear
 
     def recomputes(self, module: str) -> bool:
-        """Whether backward computes a part of each layer, one of ``--recompute-modules``, again."""
+        """Whether backward recomputes ``module``, one of ``--recompute-modules``."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
@@ -347,7 +346,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
 
     @property
     def fuses_output_layer_with_loss(self) -> bool:
-        """Whether losses are computed without whole logits."""
+        """Whether losses are computed without storing all logits."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property

@@ -18,69 +18,71 @@ class MoEConfig:
     num_experts: int | None = setting(
         None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="moe_num_experts"
     )
-    """Number of experts in each layer of them (E); default: all layers have one dense MLP."""
+    """Number of experts of each layer with experts (E); default: all layers have a dense MLP."""
     moe_layer_freq: tuple[int, ...] = setting((1,), resume=Resume.TENSORS)
-    """Which layers have experts. One number n: layers 0, n, 2n, ... One number for each layer: 1 experts, 0 dense, also
-    as an expression such as [0]*3+[1]*58."""
+    """Layers with experts. One number n: layers 0, n, 2n, ... One number per layer: 1 experts, 0 dense; also an
+    expression such as [0]*3+[1]*58."""
     moe_ffn_hidden_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
-    """Width of each expert; default --ffn-hidden-size."""
+    """Width of each expert; default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
-    """Total width of the shared experts, which every token passes through; default: no shared experts."""
+    """Total width of shared experts, which process every token; default: no shared experts."""
     moe_shared_expert_gate: bool = setting(False, needs=c.SHARED_EXPERTS, resume=Resume.TENSORS)
-    """Scale the shared experts' output by a sigmoid of the token (Qwen2-MoE)."""
+    """Scale the output of shared experts by a sigmoid of the token (Qwen2-MoE)."""
     moe_shared_expert_overlap: bool = setting(False, when=(c.SEVERAL_EXPERT_RANKS, c.SHARED_EXPERTS))
-    """Compute the shared experts while tokens are on their way to the others."""
+    """Compute shared experts while tokens are sent to the other experts."""
     moe_router_topk: int = setting(2, r.COUNT, aliases="moe_top_k topk")
-    """Number of experts that each token is sent to (k)."""
+    """Number of experts of each token (k)."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = setting("softmax")
-    """From logits to scores. sigmoid and sqrtsoftplus: the chosen scores are divided by their sum (DeepSeek-V3)."""
+    """Function from logits to scores. With sigmoid and sqrtsoftplus, chosen scores are divided by their sum
+    (DeepSeek-V3)."""
     moe_router_pre_softmax: bool = setting(False, when=(c.NO_SINKHORN, c.SOFTMAX_SCORES))
-    """Softmax over all experts before the choice, without renormalisation; default: over the chosen ones. No effect
-    with other score functions."""
+    """Apply softmax to all experts before the choice, without renormalization; default: to the chosen experts after the
+    choice."""
     moe_router_num_groups: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
     """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
     moe_router_group_topk: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
-    """Number of groups from which a token's experts come."""
+    """Number of groups from which the experts of a token are chosen."""
     moe_router_topk_scaling_factor: float | None = setting(None, r.POSITIVE, when=c.NO_SINKHORN)
     """Factor on the probabilities of the chosen experts."""
     moe_router_dtype: Literal["fp32", "fp64"] = setting("fp32")
-    """Precision of logits, scores and probabilities; never less than that of the activations."""
+    """Precision of logits, scores and probabilities; at least the precision of activations."""
     moe_router_load_balancing_type: LoadBalancing = setting("seq_aux_loss", when=c.BALANCING_LOSS)
-    """How the load of the experts is balanced. seq_aux_loss: an auxiliary loss of each sequence, which does not depend
-    on the layout. aux_loss: of each micro-batch of a rank. global_aux_loss: of all data-parallel ranks and the
-    micro-batches so far. sinkhorn: the choice itself is balanced over the tokens of a rank's micro-batch, in training;
-    it depends on --micro-batch-size, but not on how tensor and context parallelism cut the micro-batch (Megatron-LM
-    balances each of these ranks' tokens). seq_sinkhorn: over each sequence, the same in every layout. none."""
+    """Balancing of the experts' load. seq_aux_loss: an auxiliary loss per sequence, the same in every layout. aux_loss:
+    per micro-batch of a rank. global_aux_loss: over all data-parallel ranks and the micro-batches so far. sinkhorn:
+    the choice is balanced over the tokens of a rank's micro-batch, in training; it depends on --micro-batch-size, but
+    not on tensor and context parallelism (Megatron-LM balances the tokens of each of these ranks). seq_sinkhorn: over
+    the tokens of each sequence, the same in every layout. none: no balancing."""
     moe_aux_loss_coeff: float = setting(
         0.0, r.NON_NEGATIVE, needs=c.AUXILIARY_LOSS, resume=Resume.REPORTED, aliases="moe_loss_coeff moe_loss_weight"
     )
-    """Coefficient of the load balancing loss; 0: no such loss."""
+    """Coefficient of the load balancing loss; 0: no loss."""
     moe_z_loss_coeff: float | None = setting(None, r.NON_NEGATIVE, resume=Resume.REPORTED)
-    """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022); default: no such loss."""
+    """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022); default: no loss."""
     moe_router_enable_expert_bias: bool = setting(False, when=c.ROUTED_BY_SCORE, resume=Resume.TENSORS)
-    """Choose experts by score plus a bias, which is raised for experts with little load and lowered for others after
-    every step (Wang et al. 2024)."""
+    """Choose experts by score plus a bias. After every step the bias is raised for experts with less than average load
+    and lowered for the others (Wang et al. 2024)."""
     moe_router_bias_update_rate: float = setting(
         1e-3, r.POSITIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED
     )
-    """By how much the expert bias changes in a step."""
+    """Change of the expert bias in a step."""
     moe_input_jitter_eps: float | None = setting(None, r.BELOW_1, resume=Resume.REPORTED)
     """Multiply the router's input by U(1 - eps, 1 + eps) in training; default: off."""
     moe_router_force_load_balancing: bool = setting(False, resume=Resume.FREE)
-    """Send tokens to the experts in turn, whatever the router says; for benchmarks alone."""
+    """Assign tokens to the experts in turn instead of by score; only for benchmarks."""
     moe_expert_capacity_factor: float | None = setting(
         None, r.above_0(2**16), aliases="moe_capacity_factor moe_train_capacity_factor"
     )
-    """Each expert takes at most ceil(S k / E x factor) tokens of a sequence of S; default: all of them."""
+    """Maximum tokens of an expert per sequence of S tokens: ceil(S k / E x factor); default: no maximum."""
     moe_token_drop_policy: Literal["probs", "position"] = setting("probs", needs=c.CAPACITY)
-    """Which tokens an expert beyond its capacity keeps: those of the highest probability, or the first ones."""
+    """Tokens that an expert beyond its capacity keeps. probs: with the highest probabilities. position: the first
+    ones."""
     moe_pad_expert_input_to_capacity: bool = setting(False, needs=c.CAPACITY, resume=Resume.FREE)
-    """Fill the input of each expert up to its capacity, so that the sizes of messages never change."""
+    """Pad the input of each expert to its capacity, so that all messages have the same size."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = setting(
         "alltoall", when=c.SEVERAL_EXPERT_RANKS, resume=Resume.FREE
     )
-    """How tokens reach the ranks of their experts. alltoall: each token to its experts. allgather: all tokens to all
-    ranks; simple, for debugging and few ranks."""
+    """Communication of tokens to the ranks of their experts. alltoall: each token to the ranks of its experts.
+    allgather: all tokens to all ranks; simple, for debugging and few ranks."""
 
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has experts instead of a dense MLP."""

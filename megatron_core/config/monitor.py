@@ -16,73 +16,72 @@ class MonitorConfig:
     log_interval: int = setting(10, r.COUNT, when=ALWAYS)
     """Steps between console lines."""
     metrics_file: str | None = setting(None, r.FILE, when=ALWAYS)
-    """JSON Lines file of metrics, one line for each step; default metrics.jsonl in the --save folder."""
+    """JSON Lines file of metrics, one line for each step; default: metrics.jsonl in the --save folder."""
     tensorboard_dir: str | None = setting(None, r.FOLDER, when=ALWAYS)
     """Folder for TensorBoard event files."""
     wandb_project: str | None = setting(None, when=ALWAYS, aliases="wandb_project_name")
-    """Project of Weights & Biases to which metrics are sent; needs the package wandb. WANDB_MODE=offline keeps them
-    here."""
+    """Project of Weights & Biases for metrics; needs the package wandb. With WANDB_MODE=offline they stay on this
+    machine."""
     wandb_exp_name: str | None = setting(None, when=c.WANDB)
-    """Name of the run there."""
+    """Name of the run in Weights & Biases."""
     wandb_entity: str | None = setting(None, when=c.WANDB, aliases="wandb_entity_name")
     """User or team that owns the project."""
     wandb_save_dir: str | None = setting(None, when=c.WANDB)
-    """Folder for its files; default: wandb in the --save folder."""
+    """Folder for files of Weights & Biases; default: wandb in the --save folder."""
     mlflow_experiment: str | None = setting(None, when=ALWAYS)
-    """Experiment of MLflow to which metrics are logged; needs the packages mlflow-skinny, sqlalchemy and
-    alembic."""
+    """Experiment of MLflow for metrics; needs the packages mlflow-skinny, sqlalchemy and alembic."""
     mlflow_run_name: str | None = setting(None, when=c.MLFLOW)
-    """Name of the run there."""
+    """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = setting(None, when=c.MLFLOW)
-    """Its store, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
+    """Store of MLflow, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
     log_params_norm: bool = setting(False, when=ALWAYS)
-    """Log the norm of all weights, of those that a step begins with."""
+    """Log the norm of all weights before each step."""
     log_num_zeros_in_grad: bool = setting(False, when=ALWAYS)
-    """Log how many elements of the gradient are 0."""
+    """Log the number of gradient elements that are 0."""
     log_norms_by_layer: bool = setting(False, when=ALWAYS)
-    """Log the norms of gradient and weights of the embedding, each layer and the head; it reads both once more."""
+    """Log the norms of gradient and weights of the embedding, each layer and the head; reads both once more."""
     progress: bool = setting(True, when=ALWAYS)
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
     replica_check_interval: int | None = setting(
         100, r.COUNT, when=c.SEVERAL_RANKS, aliases="check_weight_hash_across_dp_replicas_interval"
     )
-    """Steps between checks that all copies of the weights are equal to the bit; also before the first and after the
-    last step. None: never. Megatron-LM: --check-weight-hash-across-dp-replicas-interval."""
+    """Steps between checks that all copies of weights are equal to the bit, which also run before the first and after
+    the last step. None: no checks."""
     trace_pipeline: str | None = setting(None, r.FOLDER, when=ALWAYS)
-    """Folder to which each rank writes the times of its forwards and backwards in the first 20 steps; draw them with
-    tools/show_schedule.py --measured. On GPUs these steps are slower, because each measurement synchronises."""
+    """Folder for the times of each rank's forwards and backwards in the first 20 steps; tools/show_schedule.py
+    --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
     record_times: bool = setting(True, when=ALWAYS)
-    """Record where each step's time and each rank's memory go, in the console line, the metrics and the folder
-    metrics.ranks beside the metrics file; --no-record-times: do not."""
+    """Record the time of each phase of a step and the memory of each rank, in the console line, the metrics and the
+    folder metrics.ranks beside the metrics file; --no-record-times turns it off."""
     peak_tflops: float | None = setting(None, r.POSITIVE, when=c.RECORD_TIMES)
-    """Rate of matrix products of a rank in TFLOP/s, against which utilisation is given; by default it is measured for
-    30 ms at the first start of the run, and kept with its records."""
+    """Peak rate of a rank's matrix products in TFLOP/s, relative to which utilization is reported; default: measured
+    for 30 ms at the first start of the run and stored with its records."""
     timing_log_level: Literal[0, 1, 2] = setting(0, needs=c.RECORD_TIMES)
-    """Print times of all ranks every log_interval steps. 0: none; 1: phases of the step; 2: waiting for each kind of
-    collective, too."""
+    """Print times of all ranks every --log-interval steps. 0: none. 1: phases of the step. 2: also the waiting time for
+    each kind of collective."""
     timing_log_option: Literal["max", "minmax", "all"] = setting("minmax", when=c.TIMING_LOG)
-    """Which ranks' times are printed: the longest; the shortest and the longest; all."""
+    """Printed times. max: the longest. minmax: the shortest and the longest. all: the times of all ranks."""
     log_straggler: bool = setting(False, needs=c.RECORD_TIMES)
-    """Print the ranks that compute longest and shortest every log_interval steps."""
+    """Print the slowest and the fastest ranks every --log-interval steps."""
     straggler_minmax_count: int = setting(1, r.COUNT, when=given("log_straggler"))
-    """How many of each --log-straggler names."""
+    """Number of slowest and of fastest ranks that --log-straggler prints."""
     profile: bool = setting(False, needs=c.RECORD_TIMES)
-    """Write a trace of some steps of all ranks for Perfetto: pipeline actions, collectives and phases."""
+    """Write a Perfetto trace of some steps of all ranks: pipeline actions, collectives and phases."""
     profile_step_start: int = setting(10, when=c.PROFILE)
-    """With --profile: the trace begins after this step."""
+    """With --profile: last step before the trace."""
     profile_step_end: int = setting(12, when=c.PROFILE)
     """With --profile: the last step of the trace."""
     profile_ranks: tuple[int, ...] = setting((), when=c.PROFILE)
-    """With --profile: ranks to trace; default all."""
+    """With --profile: ranks to trace; default: all."""
     profile_dir: str | None = setting(None, r.FOLDER, when=c.PROFILE)
-    """With --profile: folder for the ranks' files and the merged trace.json; default profile in the --save folder."""
+    """With --profile: folder for the ranks' files and the merged trace.json; default: profile in the --save folder."""
     use_pytorch_profiler: bool = setting(False, when=c.PROFILE)
-    """With --profile: operations and kernels as torch.profiler sees them, too; these steps are slower."""
+    """With --profile: add operations and kernels from torch.profiler; these steps are slower."""
     pytorch_profiler_collect_shapes: bool = setting(False, when=(c.PROFILE, c.PYTORCH_PROFILER))
-    """With --use-pytorch-profiler: shapes of operations' inputs."""
+    """With --use-pytorch-profiler: record the shapes of operations' inputs."""
     pytorch_profiler_collect_callstack: bool = setting(False, when=(c.PROFILE, c.PYTORCH_PROFILER))
-    """With --use-pytorch-profiler: where in the Python code each operation was called."""
+    """With --use-pytorch-profiler: record the Python call stack of each operation."""
     prometheus_file: str | None = setting(None, r.FILE, when=ALWAYS)
-    """File of the last step's metrics in Prometheus's text format, for the textfile collector of its node exporter."""
+    """File for the last step's metrics in Prometheus' text format, for the textfile collector of the node exporter."""
     poison_buffers: bool = setting(False, when=ALWAYS)
-    """Fill new and outdated buffers with NaN, so that reading one too early gives NaN; slow, for debugging."""
+    """Fill new and outdated buffers with NaN, so that reading them too early gives NaN; slow, for debugging."""

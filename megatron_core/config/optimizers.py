@@ -34,9 +34,9 @@ class AlgorithmConfig:
     adam_eps: float = setting(1e-8, r.POSITIVE, when=_read("adam_eps", "adam"))
     """Added to the square root of the mean of squared gradients."""
     sgd_momentum: float = setting(0.9, r.BELOW_1, when=_read("sgd_momentum", "sgd"))
-    """Share of the last update in the next one, for --optimizer sgd; 0: no momentum and no state."""
+    """Momentum for --optimizer sgd; 0: no momentum and no state."""
     lion_beta1: float = setting(0.95, r.BELOW_1, when=_read("lion_beta1", "lion"))
-    """Share of the running mean in the direction of an update, for --optimizer lion."""
+    """Weight of the running mean in the direction of an update, for --optimizer lion."""
     lion_beta2: float = setting(0.98, r.BELOW_1, when=_read("lion_beta2", "lion"))
     """Decay rate of the running mean of gradients, for --optimizer lion."""
     muon_momentum: float = setting(0.9, r.BELOW_1, when=_read("muon_momentum", "muon"))
@@ -44,7 +44,7 @@ class AlgorithmConfig:
     muon_nesterov: bool = setting(False, when=_read("muon_nesterov", "muon"))
     """Nesterov momentum, for --optimizer muon."""
     muon_split_qkv: bool = setting(True, when=_read("muon_split_qkv", "muon"))
-    """Make queries, keys and values orthogonal separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
+    """Orthogonalize queries, keys and values separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
     matrix."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
         "spectral", when=_read("muon_scale_mode", "muon")
@@ -52,9 +52,9 @@ class AlgorithmConfig:
     """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
     sqrt(max(1, rows / columns))."""
     muon_extra_scale_factor: float = setting(1.0, r.POSITIVE, when=_read("muon_extra_scale_factor", "muon"))
-    """Another factor of Muon's updates; 0.2 with the spectral one gives them the size of AdamW's (Liu et al. 2025)."""
+    """Additional factor of Muon's updates; 0.2 with spectral gives updates the size of AdamW's (Liu et al. 2025)."""
     muon_num_ns_steps: int = setting(5, r.SMALL_COUNT, when=_read("muon_num_ns_steps", "muon"))
-    """Newton-Schulz iterations, for --optimizer muon."""
+    """Number of Newton-Schulz iterations, for --optimizer muon."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting(
         "quintic", when=_read("muon_coefficient_type", "muon")
     )
@@ -62,17 +62,17 @@ class AlgorithmConfig:
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
         "medium", when=_read("muon_fp32_matmul_prec", "muon")
     )
-    """Matrix products of the Newton-Schulz iterations, for --optimizer muon: in bfloat16, in TF32 where the GPU has it,
-    or in float32. With --fp64 always in float64."""
+    """Precision of the matrix products of Newton-Schulz iterations, for --optimizer muon. medium: bfloat16. high: TF32
+    if the GPU has it. highest: float32. With --fp64 always float64."""
     muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
-    """For --optimizer muon with ZeRO stage 1: shards hold whole matrices, which their ranks update alone;
-    --no-use-layer-wise-param-layout: shards cut matrices, which ranks send to one another in every step."""
+    """For --optimizer muon with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
+    --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
-    """The first moment, or the momentum of optimizers that have one moment."""
+    """Precision of the first moment, or of the momentum of optimizers with one moment."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.SECOND_MOMENT)
-    """The second moment."""
+    """Precision of the second moment."""
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""

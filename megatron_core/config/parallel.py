@@ -15,7 +15,7 @@ from megatron_core.schedules.stage_notation import parse_layout
 if TYPE_CHECKING:
     PipelineSchedule = str
 else:
-    PipelineSchedule = Literal[TRAINING]  # an entry in the table of schedules is enough to add one
+    PipelineSchedule = Literal[TRAINING]  # a row in the table of schedules adds one
 
 CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -28,10 +28,10 @@ BALANCED_STAGES: dict[str, bool | None] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
 }
-"""The settings that determine which layers are on which stage, with their defaults: stages balanced by cost."""
+"""Settings that assign layers to stages, with their defaults, which balance the stages by cost."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Megatron-LM's words for the ZeRO stages 0 to 3."""
+"""Megatron-LM's names of the ZeRO stages 0 to 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,94 +44,98 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = setting(1, r.COUNT, when=ALWAYS)
     """Ranks over which the layers are split, as stages of a pipeline (PP)."""
     context_parallel_size: int = setting(1, r.COUNT, when=ALWAYS)
-    """Ranks over which each sequence is split (CP), two chunks on each rank so that all have the same work."""
+    """Ranks over which each sequence is split (CP). Each rank has two chunks, so that all ranks have equal work."""
     cp_comm_type: tuple[CPCommType, ...] = setting(("p2p",), when=c.CONTEXT_PARALLEL)
-    """How attention communicates over the CP ranks, once or for each layer. p2p: keys and values go around a ring while
-    the ranks compute. all_gather: every rank gathers all of them. a2a: each rank has some heads of the whole sequence.
-    a2a+p2p: a2a among neighbours, p2p among their groups."""
+    """Communication of attention over the CP ranks: one word, or one for each layer. p2p: keys and values are passed
+    around a ring during the computation. all_gather: every rank gathers all keys and values. a2a: each rank computes
+    some heads of the whole sequence. a2a+p2p: a2a within groups of neighbouring ranks, p2p between the groups."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, when=BY_RULE)
-    """With --cp-comm-type a2a+p2p: ranks of an a2a group and of a ring, whose product is the CP size."""
+    """With --cp-comm-type a2a+p2p: size of an a2a group, and size of a ring; their product is the CP size."""
     expert_model_parallel_size: int = setting(1, r.COUNT, needs=c.EXPERTS, aliases="moe_expert_parallel_size")
     """Ranks over which the experts of a layer are split (EP)."""
     expert_tensor_parallel_size: int | None = setting(None, r.COUNT, when=c.EXPERTS)
     """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. EP
-    communicates less."""
+    needs less communication."""
     pipeline_model_parallel_layout: str | None = setting(None, when=BY_RULE)
     """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
-    *n repeats; stage i is on pipeline rank i mod PP. Default: split so that the slowest stage takes least time."""
+    *n repeats; stage i is on pipeline rank i mod PP. Default: the split whose slowest stage is fastest."""
     decoder_first_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Layers on the first pipeline rank, over all its chunks; the other ranks share the rest evenly."""
+    """Number of layers on the first pipeline rank, in all its chunks; the others are split evenly over the other
+    ranks."""
     decoder_last_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Layers on the last pipeline rank, over all its chunks; the other ranks share the rest evenly."""
+    """Number of layers on the last pipeline rank, in all its chunks; the others are split evenly over the other
+    ranks."""
     account_for_embedding_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
-    """Count the embedding as one layer when layers are split over stages; default: by its FLOPs (none)."""
+    """Count the embedding as one layer when layers are split over stages; default: its cost is its FLOPs, 0."""
     account_for_loss_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
-    """Count output layer and loss as one layer when layers are split over stages; default: by their FLOPs."""
+    """Count output layer and loss as one layer when layers are split over stages; default: their cost is their
+    FLOPs."""
     num_layers_per_virtual_pipeline_stage: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Layers in each chunk of the interleaved schedule."""
+    """Number of layers in each chunk of the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(None, r.SMALL_COUNT, when=BY_RULE)
-    """Chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
+    """Number of chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
     section 2.2)."""
     pipeline_schedule: PipelineSchedule | None = setting(None, when=ALWAYS)
-    """Order of forwards and backwards on the pipeline ranks; default 1f1b, or interleaved with several chunks. zb_v and
-    dualpipe_v have two chunks on each rank, the second in reverse order. tools/show_schedule.py draws schedules."""
+    """Order of forwards and backwards on the pipeline ranks; default: 1f1b, or interleaved if ranks have several
+    chunks. zb_v and dualpipe_v have two chunks on each rank, the second in reverse order. tools/show_schedule.py draws
+    schedules."""
     pipeline_plan: str | None = setting(None, when=ALWAYS)
-    """Text file with a custom plan instead of --pipeline-schedule: for each rank a line of actions such as 0F0 0F1 0B0
-    0B1 (docs/pipeline.md)."""
+    """Text file with a custom schedule, instead of --pipeline-schedule: one line per rank, with actions such as
+    0F0 0F1 0B0 0B1 (docs/pipeline.md)."""
     overlap_p2p_communication: bool = setting(True, when=c.PIPELINE)
-    """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication waits for each send
+    """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication: wait for each send
     immediately."""
     sequence_parallel: bool = setting(False, when=c.TENSOR_PARALLEL)
     """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""
     tp_comm_overlap: bool = setting(True, when=c.TENSOR_PARALLEL)
     """Reduce the input gradient of a parallel linear layer while its weight gradient is computed;
-    --no-tp-comm-overlap: first one, then the other."""
+    --no-tp-comm-overlap: one after the other."""
     use_distributed_optimizer: bool = setting(False, when=c.SEVERAL_DATA_RANKS_OR_FILES)
-    """Shard optimizer state and main weights over the data-parallel ranks; the same as --zero-stage 1."""
+    """Shard optimizer state and main weights over the data-parallel ranks, as --zero-stage 1."""
     zero_stage: Literal[0, 1, 2, 3] | None = setting(None, when=c.SEVERAL_DATA_RANKS_OR_FILES)
-    """What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer state and main weights, 2 gradients, too, 3
-    weights, too (Rajbhandari et al. 2020). Default 1 with --use-distributed-optimizer, else 0."""
+    """Tensors that are sharded over the data-parallel ranks. 0: none. 1: optimizer state and main weights. 2: also
+    gradients. 3: also weights (Rajbhandari et al. 2020). Default: 1 with --use-distributed-optimizer, else 0."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = setting(
         None, when=c.SEVERAL_DATA_RANKS_OR_FILES
     )
-    """The same as --zero-stage 0, 1, 2, 3, in Megatron-LM's words."""
+    """Megatron-LM's names of --zero-stage 0, 1, 2, 3."""
     zero3_keep_after_forward: bool = setting(False, needs=c.ZERO_3, when=c.SEVERAL_DATA_RANKS)
-    """With --zero-stage 3 keep the weights that a step has gathered until it ends: one gather a step instead of two a
-    micro-batch, for the memory of stage 2."""
+    """With --zero-stage 3: keep gathered weights until the end of the step. Each step gathers them once, instead of
+    twice per micro-batch, and needs the memory of stage 2."""
     zero3_param_offload_dir: str | None = setting(None, r.FOLDER, needs=c.ZERO_3)
-    """With --zero-stage 3 keep the shards of the weights in files of this folder; a layer's are read when it runs
-    (Rajbhandari et al. 2021)."""
+    """With --zero-stage 3: keep the shards of weights in files in this folder, and read each layer's files when the
+    layer runs (Rajbhandari et al. 2021)."""
     num_distributed_optimizer_instances: int = setting(1, r.COUNT, needs=c.ZERO)
-    """Groups of data-parallel ranks that each shard among themselves and hold copies of one another's shards (hybrid
-    sharding); 1: all ranks are one group."""
+    """Number of groups of data-parallel ranks; tensors are sharded within a group and replicated between groups (hybrid
+    sharding). 1: all ranks are one group."""
     grad_reduce_in_bf16: bool = setting(False, when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED)
-    """Sum gradients over data-parallel ranks in bfloat16; the same as --grad-compression bf16."""
+    """Sum gradients over data-parallel ranks in bfloat16, as --grad-compression bf16."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = setting(False, when=c.ZERO_IN_BF16, resume=Resume.REPORTED)
-    """Gradients that travel in bfloat16 to sharded optimizers (ZeRO 1 to 3) are summed in float32 where they arrive."""
+    """With --zero-stage 1 to 3: sum gradients that are sent in bfloat16 in float32 on the receiving rank."""
     grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam"] = setting(
         "none", when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED
     )
-    """How gradients travel: bf16 rounded; powersgd (Vogels et al. 2019) as products of thin matrices; onebit-adam (Tang
-    et al. 2021) as signs of momenta; the last two with error feedback, and with --zero-stage 0."""
+    """Compression of gradients that are sent. bf16: rounded. powersgd (Vogels et al. 2019): low-rank products.
+    onebit-adam (Tang et al. 2021): signs of momenta. The last two have error feedback and need --zero-stage 0."""
     grad_compression_warmup_iters: int = setting(1000, r.COUNT_FROM_0, when=c.LOSSY_COMPRESSION)
-    """Steps before powersgd and onebit-adam begin to compress; of onebit-adam 15 to 25 % of the training."""
+    """Steps before powersgd and onebit-adam begin to compress; for onebit-adam use 15 to 25 % of the training."""
     powersgd_rank: int = setting(4, r.SIZE, when=c.POWERSGD, resume=Resume.REPORTED)
-    """Columns of the thin matrices of powersgd."""
+    """Rank of the low-rank products of powersgd."""
     overlap_grad_reduce: bool = setting(False, when=(c.TRAINING, c.SEVERAL_DATA_RANKS))
     """Reduce gradient buckets over data-parallel ranks while backward is still running."""
     overlap_param_gather: bool = setting(False, needs=c.ZERO, when=c.SEVERAL_DATA_RANKS)
-    """Gather updated weights while the next forward is already running, at stage 3 those of the next layer; needs
-    --zero-stage 1 or more."""
+    """With --zero-stage 1 to 3: gather updated weights during the next forward; at stage 3, gather the next layer's
+    weights while a layer runs."""
     ddp_bucket_size: int = setting(40_000_000, r.COUNT, when=c.SEVERAL_DATA_RANKS)
-    """Elements in a gradient bucket; each bucket is reduced by one collective."""
+    """Number of elements in a gradient bucket; each bucket is reduced by one collective."""
     rank_order: str = setting("tp-cp-ep-dp-pp", when=c.SEVERAL_RANKS)
-    """Order of the parallel axes in the rank number, the fastest-varying first."""
+    """Order of the parallel axes in the rank number, fastest-varying first."""
     distributed_backend: Literal["auto", "nccl", "gloo", "shm"] = setting("auto", when=c.SEVERAL_RANKS)
     """Backend of torch.distributed; auto: nccl with GPUs, else shm (shared memory) between the ranks of a host and gloo
     between hosts."""
     distributed_timeout_minutes: float = setting(10.0, r.above_0(10**6), when=ALWAYS)
-    """Minutes after which a collective that some rank has not joined is an error."""
+    """Time in minutes after which a collective that a rank has not joined is an error."""
 
     @property
     def dp_zero_stage(self) -> int:
@@ -144,7 +148,7 @@ class ParallelConfig:
 
     @property
     def a2a_size(self) -> int:
-        """Ranks that exchange heads with --cp-comm-type a2a+p2p."""
+        """Number of ranks that exchange heads with --cp-comm-type a2a+p2p."""
         return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
 
     @property
@@ -154,36 +158,36 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Number of ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model in a world of ``world_size`` ranks (DP)."""
+        """Number of copies of the model on ``world_size`` ranks (DP)."""
         return world_size // self.model_parallel_size
 
     @property
     def expert_model_size(self) -> int:
-        """Ranks that hold one copy of all experts."""
+        """Number of ranks that hold one copy of all experts."""
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def smallest_world_size(self) -> int:
-        """Ranks over which both views can be laid out; at least 1, whatever the sizes."""
+        """Smallest number of ranks that is a multiple of a model copy and of an expert copy; at least 1."""
         return max(lcm(self.model_parallel_size, self.expert_model_size), 1)
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices, after the default (ETP)."""
+        """Number of ranks over which each expert's matrices are split, after the default (ETP)."""
         etp = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if etp is None else etp
 
     @property
     def accounted_layers(self) -> int:
-        """0, 1 or 2: how many of embedding and loss count as one layer each."""
+        """Number of additional layers, 0 to 2, for which embedding and loss count."""
         return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
 
     def num_chunks(self, num_layers: int) -> int:
-        """Chunks of layers on each pipeline rank; 1 without interleaving."""
+        """Number of chunks of layers on each pipeline rank; 1 without interleaving."""
         if self.pipeline_model_parallel_layout is not None:
             return max(len(parse_layout(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size, 1)
         if self.num_layers_per_virtual_pipeline_stage is not None:

@@ -3,8 +3,8 @@
 import difflib
 from typing import Any
 
-from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_table
 
 Settings = dict[str, Any]
 

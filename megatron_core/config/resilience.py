@@ -23,15 +23,15 @@ class Fault:
     kind: str
     """One of ``FAULTS``."""
     rank: int
-    """The rank that it happens on."""
+    """The rank on which it occurs."""
     step: int
     """The iteration, counted from 1."""
     always: bool
-    """In restarts, too."""
+    """Whether it also occurs in restarted runs."""
 
     @classmethod
     def of(cls, text: str) -> Fault | None:
-        """The fault that a text names; None if it names none."""
+        """The fault described by ``text``; None if it describes none."""
         found = _FAULT.fullmatch(text)
         return cls(found[1], int(found[2]), int(found[3]), found[4] is not None) if found else None
 
@@ -39,23 +39,23 @@ class Fault:
 @dataclass(frozen=True, kw_only=True)
 @section()
 class ResilienceConfig:
-    """Bad steps, and faults to test what a run does about them."""
+    """Bad steps, elastic runs, and faults for tests."""
 
     max_bad_steps: int = setting(0, r.COUNT_FROM_0, when=c.TRAINING)
-    """Steps in a row with a loss or gradient norm that is not finite, or with a spike, that are skipped; at one more
-    the run goes back to its last checkpoint and leaves out the batches of these steps. 0: the first one is an error."""
+    """Number of consecutive bad steps (loss or gradient norm not finite, or a spike) that are skipped. After one more
+    the run loads its last checkpoint and omits the batches of these steps. 0: the first bad step is an error."""
     max_rollbacks: int = setting(3, r.COUNT_FROM_0, when=c.BAD_STEPS)
-    """With --max-bad-steps: how often a run goes back to a checkpoint before it ends with an error."""
+    """With --max-bad-steps: number of times that a run loads its last checkpoint before it ends with an error."""
     spike_factor: float | None = setting(None, r.POSITIVE, needs=c.BAD_STEPS)
-    """With --max-bad-steps: a step is bad, too, if its gradient norm is more than this many times the median of the
+    """With --max-bad-steps: a step is also bad if its gradient norm is larger than this factor times the median of the
     last 64 good steps."""
     save_bad_steps: int = setting(1, r.COUNT_FROM_0, when=c.SAVE)
-    """With --save: bad steps of which the weights and samples are kept in bad_steps, for tools/replay_step.py."""
+    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for tools/replay_step.py."""
     elastic: bool = setting(False, when=BY_RULE)
-    """With --save and --load: under torchrun --nnodes MIN:MAX a run goes on with the ranks that there are. As many
-    take part as the layout and the batch can be split over; the others wait."""
+    """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
+    number that fits layout and batch takes part; the others wait."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
-    """Iterations whose batches are left out."""
+    """Iterations whose batches are skipped."""
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, nan (in
     the weights during the step), slow (a step of 5 s); for the checkpoint of the step: disk-full, truncated-write,

@@ -19,27 +19,27 @@ class TrainingConfig(FP8Config):
     """Batches, length of training, seeds and precision."""
 
     micro_batch_size: int = setting(1, r.SIZE, when=ALWAYS)
-    """Sequences that one rank processes at a time."""
+    """Number of sequences that a rank processes at a time."""
     global_batch_size: int | None = setting(None, r.COUNT, when=ALWAYS, resume=Resume.REPORTED)
-    """Sequences in one optimizer step; default micro_batch_size x data-parallel size."""
+    """Number of sequences per optimizer step; default: --micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = setting(None, when=ALWAYS, resume=Resume.REPORTED)
-    """START INCREMENT SAMPLES: the global batch starts with START sequences; over the first SAMPLES samples it grows by
-    INCREMENT in equal steps up to --global-batch-size."""
+    """START INCREMENT SAMPLES: the global batch has START sequences at first. During the first SAMPLES samples it grows
+    in equal steps of INCREMENT to --global-batch-size."""
     step_batch_size_schedule: tuple[str, ...] | None = setting(None, when=ALWAYS, resume=Resume.REPORTED)
-    """TOKENS:SIZE ...: sequences in one optimizer step from so many tokens on, e.g. 0:384 200B:768 400B:1152; the last
-    size is that of --global-batch-size."""
+    """TOKENS:SIZE ...: the global batch has SIZE sequences after TOKENS tokens of training, for example 0:384 200B:768
+    400B:1152; the last size is --global-batch-size."""
     train_iters: int | None = setting(None, r.COUNT, when=ALWAYS)
-    """Number of optimizer steps of the training; give this or --train-samples."""
+    """Number of optimizer steps; give this or --train-samples."""
     train_samples: int | None = setting(None, r.COUNT, when=ALWAYS)
-    """Number of sequences of the training; give this or --train-iters."""
+    """Number of sequences to train on; give this or --train-iters."""
     skip_train: bool = setting(False, when=ALWAYS)
-    """Do not train; evaluate on the validation and test data, and exit."""
+    """Evaluate on validation and test data without training, and exit."""
     eval_interval: int | None = setting(None, r.COUNT, when=(c.TRAINING, c.EVALUATION))
-    """Steps between evaluations on the validation split; default: only at the end."""
+    """Steps between evaluations on the validation data; default: only at the end."""
     eval_iters: int = setting(10, r.COUNT_FROM_0, when=ALWAYS)
-    """Global batches in one evaluation; 0 turns evaluation off."""
+    """Number of global batches per evaluation; 0: no evaluation."""
     eval_global_batch_size: int | None = setting(None, r.COUNT, when=c.EVALUATION)
-    """Sequences in one batch of an evaluation; default --global-batch-size."""
+    """Number of sequences per global batch of an evaluation; default: --global-batch-size."""
     exit_interval: int | None = setting(None, r.COUNT, when=c.TRAINING)
     """Save a checkpoint and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = setting(None, r.POSITIVE, when=c.TRAINING)
@@ -53,11 +53,11 @@ class TrainingConfig(FP8Config):
     fp64: bool = setting(False, when=ALWAYS, resume=Resume.REPORTED)
     """Everything in float64, for verification and debugging."""
     deterministic_mode: bool = setting(False, when=ALWAYS)
-    """Only kernels of torch that give the same bits each time; an error where there are none. Data order, initial
-    weights and dropout are functions of the seed in any case, and on CPUs so are all results."""
+    """Use only deterministic kernels of torch; an operation without one is an error. Data order, initial weights and
+    dropout always depend only on the seed, and on CPUs all results do."""
     check_for_nan_in_loss_and_grad: bool = setting(True, when=ALWAYS)
-    """Stop with an error if the loss or the gradient norm is not finite (with --fp16 the step is skipped instead);
-    --no-check-for-nan-in-loss-and-grad continues."""
+    """Stop with an error if the loss or the gradient norm is not finite (with --fp16: skip the step);
+    --no-check-for-nan-in-loss-and-grad: continue."""
 
     @property
     def compute_dtype(self) -> str:
@@ -65,43 +65,44 @@ class TrainingConfig(FP8Config):
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
     def final_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences in one optimizer step after defaults, and after the ramp if there is one."""
+        """Number of sequences per optimizer step, after defaults and at the end of a ramp."""
         steps = parse_steps(self.step_batch_size_schedule or (), 1)
         return self.global_batch_size or (steps[-1][1] if steps else self.micro_batch_size * data_parallel_size)
 
     def evaluation_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences in one batch of an evaluation after defaults."""
+        """Number of sequences per global batch of an evaluation, after defaults."""
         return self.eval_global_batch_size or self.final_batch_size(data_parallel_size)
 
     def batch_ramp(self, data_parallel_size: int, seq_length: int) -> Ramp | Steps:
-        """Sequences in one optimizer step as a function of the samples, of ``seq_length`` tokens, consumed."""
+        """Number of sequences per optimizer step as a function of consumed samples of ``seq_length`` tokens."""
         if self.step_batch_size_schedule is not None:
             return Steps(parse_steps(self.step_batch_size_schedule, seq_length))
         return Ramp.of(self.rampup_batch_size, self.final_batch_size(data_parallel_size))
 
     def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int, seq_length: int) -> int:
-        """Optimizer steps after iteration ``iteration``, up to which ``consumed_samples`` sequences of ``seq_length``
-        tokens were used."""
+        """Number of optimizer steps after iteration ``iteration``, at which ``consumed_samples`` sequences of
+        ``seq_length`` tokens have been used."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
         ramp, steps = self.batch_ramp(data_parallel_size, seq_length), 0
         left = (self.train_samples or 0) - consumed_samples
         while consumed_samples < ramp.samples and left >= (batch := ramp.at(consumed_samples)):
-            # All steps of one size at once: a ramp over 10^14 samples has too many to count them one by one.
+            # All steps of one size at once: counting the steps of a ramp over 10^14 samples one by one takes too long.
             until = -(-(ramp.change_after(consumed_samples) - consumed_samples) // batch)
             count = min(until, left // batch)
             consumed_samples, left, steps = consumed_samples + count * batch, left - count * batch, steps + count
         return steps + max(left, 0) // ramp.at(consumed_samples)
 
     def num_iterations(self, data_parallel_size: int, seq_length: int) -> int:
-        """Optimizer steps of the whole training."""
+        """Number of optimizer steps of the whole training."""
         return self.steps_left(data_parallel_size, 0, 0, seq_length)
 
 
 @dataclass(frozen=True, kw_only=True)
 @section(when=c.TRAINING, resume=Resume.REPORTED)
 class OptimizerConfig(AlgorithmConfig):
-    """The optimizer and where its state lies, clipping, the loss scale and the learning rate over time."""
+    """The optimizer and the place of its state, clipping, loss scale, and schedules of learning rate and weight
+    decay."""
 
     lr: float = setting(1e-3, r.NON_NEGATIVE, resume=Resume.SCHEDULE)
     """Highest learning rate."""
@@ -110,13 +111,13 @@ class OptimizerConfig(AlgorithmConfig):
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD", "inverse-square-root"] = setting(
         "linear", resume=Resume.SCHEDULE
     )
-    """How the learning rate decays after warm-up."""
+    """Shape of the decay of the learning rate after warm-up."""
     lr_decay_iters: int | None = setting(None, r.COUNT, when=c.LR_DECAY, resume=Resume.SCHEDULE)
-    """Step at which the learning rate reaches its lowest value; default the last step."""
+    """Step at which the learning rate reaches its lowest value; default: the last step."""
     lr_decay_samples: int | None = setting(None, r.COUNT, when=c.LR_DECAY, resume=Resume.SCHEDULE)
     """As --lr-decay-iters, in sequences; with --train-samples."""
     lr_warmup_iters: int = setting(0, r.COUNT_FROM_0, resume=Resume.SCHEDULE)
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     lr_warmup_samples: int = setting(0, r.COUNT_FROM_0, resume=Resume.SCHEDULE)
     """As --lr-warmup-iters, in sequences; with --train-samples."""
     lr_warmup_fraction: float | None = setting(None, r.BELOW_1, resume=Resume.SCHEDULE, aliases="warmup")
@@ -128,38 +129,38 @@ class OptimizerConfig(AlgorithmConfig):
     )
     """Shape of the last phase of WSD (warm-up, stable, decay)."""
     lr_wsd_decay_iters: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE)
-    """Steps of the last phase of WSD."""
+    """Number of steps of the last phase of WSD."""
     lr_wsd_decay_samples: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE)
     """As --lr-wsd-decay-iters, in sequences; with --train-samples."""
     weight_decay: float = setting(0.01, r.NON_NEGATIVE, when=c.CONSTANT_WEIGHT_DECAY, resume=Resume.SCHEDULE)
     """Decoupled weight decay of matrices and embeddings; not applied to biases and norms."""
     start_weight_decay: float | None = setting(None, r.NON_NEGATIVE, resume=Resume.SCHEDULE)
-    """Weight decay at the beginning, for --weight-decay-incr-style linear and cosine."""
+    """Initial weight decay for --weight-decay-incr-style linear and cosine."""
     end_weight_decay: float | None = setting(None, r.NON_NEGATIVE, resume=Resume.SCHEDULE)
-    """Weight decay at the end of training, for the same."""
+    """Final weight decay for --weight-decay-incr-style linear and cosine."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("constant", resume=Resume.SCHEDULE)
-    """How weight decay changes from --start-weight-decay to --end-weight-decay; constant: it is --weight-decay."""
+    """Change of weight decay from --start-weight-decay to --end-weight-decay; constant: always --weight-decay."""
     decoupled_lr: float | None = setting(None, r.POSITIVE, resume=Resume.SCHEDULE)
-    """Highest learning rate of embeddings and output layer; default --lr."""
+    """Highest learning rate of embeddings and output layer; default: --lr."""
     decoupled_min_lr: float | None = setting(
         None, r.NON_NEGATIVE, needs=given("decoupled_lr", "X"), when=c.LR_DECAY, resume=Resume.SCHEDULE
     )
-    """Lowest learning rate of embeddings and output layer; default --min-lr."""
+    """Lowest learning rate of embeddings and output layer; default: --min-lr."""
     clip_grad: float = setting(1.0, r.NON_NEGATIVE)
-    """Gradients are scaled down to this global norm if theirs is larger; 0: no clipping."""
+    """Maximum global norm of gradients; larger gradients are scaled down to it. 0: no clipping."""
     clip_grad_value: float = setting(0.0, r.NON_NEGATIVE)
-    """Then each element of the gradients is limited to this absolute value; 0: no limit."""
+    """Maximum absolute value of gradient elements after --clip-grad; 0: no limit."""
     optimizer_cpu_offload: bool = setting(False, when=(c.NO_OFFLOAD_DIR, c.GPU), resume=Resume.FREE)
     """Keep optimizer state and main weights in the host's memory and update them there."""
     optimizer_offload_fraction: float = setting(1.0, r.POSITIVE_UP_TO_1, needs=c.OPTIMIZER_OFFLOAD, resume=Resume.FREE)
     """Share of the optimizer state that is offloaded."""
     optimizer_offload_dir: str | None = setting(None, r.FOLDER, resume=Resume.FREE)
-    """Keep optimizer state and main weights in files of this folder, which a step works through in pieces."""
+    """Keep optimizer state and main weights in files in this folder; each step processes them in pieces."""
     use_precision_aware_optimizer: bool = setting(False, when=c.BF16_STATE)
     """Allow bf16 for --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype; updates are computed in float32 and
     rounded stochastically."""
     main_params_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16))
-    """bf16: no main weights; the optimizer updates the --bf16 weights themselves."""
+    """Main weights. bf16: none; the optimizer updates the --bf16 weights directly."""
     loss_scale: float | None = setting(None, r.POSITIVE, needs=given("fp16"))
     """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = setting(2.0**32, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE)
@@ -167,9 +168,9 @@ class OptimizerConfig(AlgorithmConfig):
     min_loss_scale: float = setting(1.0, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE, aliases="min_scale")
     """Smallest value of the dynamic loss scale."""
     loss_scale_window: int = setting(1000, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Steps in a row without overflow after which the dynamic loss scale doubles."""
+    """Number of consecutive steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = setting(2, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Steps with overflow after which the dynamic loss scale halves."""
+    """Number of steps with overflow after which the dynamic loss scale is halved."""
 
     @property
     def has_warmup(self) -> bool:
@@ -178,17 +179,18 @@ class OptimizerConfig(AlgorithmConfig):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer state lies elsewhere than the weights."""
+        """Whether optimizer state is stored on the host or in files instead of beside the weights."""
         return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
 
     @property
     def bf16_settings(self) -> dict[str, str]:
-        """What is stored in bfloat16, by setting."""
+        """The settings that store main weights or moments in bfloat16, with their values."""
         names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         return {name: getattr(self, name) for name in names if getattr(self, name) == "bf16"}
 
     def decoupled(self) -> OptimizerConfig | None:
-        """The settings of the learning rate of embeddings and output layer; None if they have no own."""
+        """Settings of the learning rate of embeddings and output layer; None if they use the rate of other
+        parameters."""
         if self.decoupled_lr is None:
             return None
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr

@@ -4,8 +4,8 @@ they have no effect here, or refused."""
 import sys
 from collections.abc import Sequence
 
-from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
 WITHOUT_EFFECT: dict[str, list[str]] = _TABLES["without_effect"]

@@ -36,11 +36,11 @@ from megatron.core.transformer.utils import (
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron_core import config as config_package
 from megatron_core import parallel_state
-from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.models.gpt import model as own
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.text_file import read_table
 from megatron_core.verify.ranks import run_ranks
 
 VOCABULARY, LENGTH = 48, 12

@@ -11,6 +11,7 @@ import torch
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import convert, field_types
+from megatron_core.config.megatron_flags import RENAMED
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 
@@ -23,14 +24,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
-RENAMED = {
-    "layernorm_epsilon": "norm_epsilon",
-    "rotary_scaling_factor": "rope_scaling_factor",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
-"""Argument -> setting with the same meaning."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TRAINING = (
     *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),

@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from megatron_core.config import RunConfig
-from megatron_core.config.tables import read_table
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_table
 
 
 @cache
